@@ -40,6 +40,7 @@ from tests.slapo_sharding.handwritten_projections import (
 )
 from tests.slapo_sharding.handwritten_reused import REUSED, MakeHeads
 from tests.slapo_sharding.handwritten_scans import SCANS
+from tests.slapo_sharding.handwritten_views import VIEWS
 
 
 class RelativeTable(OneEach):
@@ -459,7 +460,7 @@ SPLIT: dict[str, Callable[[], nn.Module]] = {
         *(RelativeTable, Sinks, HeadNorms, OwnHeadNorms, RotaryComplex, RotaryHalves, Cross, Windows, Axial, BuiltMask),
         *(FoldedHeads, FoldedWeights, LinearAttention, ChannelAttention, GatedMlp, GatedBySplit, GatedByUnflatten),
         *(ParallelBlock, Nested, Talking, LengthFirst, Gated, HeadScale, BiasOfPairs, SqueezedHeads, FactoredMlp),
-        *(*PARAMETERS, *NORMS, *KEYS, *BRANCHES, *SCANS, *REUSED, *MODES),
+        *(*PARAMETERS, *NORMS, *KEYS, *BRANCHES, *SCANS, *REUSED, *MODES, *VIEWS),
     )
 }
 """All of these can be split on 2 ranks and on 4."""

@@ -1,4 +1,4 @@
-"""Attention with modules that have two names, and with masks and tables that it keeps for the next call.
+"""Attention with modules that have two names, and with what it keeps: masks and tables for the next call, and maps.
 
 Every module takes ``[batch, length, 32]`` and gives the same shape.
 """
@@ -10,7 +10,7 @@ from einops.layers.torch import Rearrange
 from torch import nn
 from torch.nn import functional as F
 
-from tests.slapo_sharding.handwritten_projections import D, H, OneEach
+from tests.slapo_sharding.handwritten_projections import D, H, OneEach, SplitByWidth
 
 
 class MakeHeads(nn.Module):
@@ -88,5 +88,22 @@ class CachedMask(OneEach):
         return self.o((scores.softmax(-1) @ v).transpose(1, 2).reshape(b, n, c))
 
 
-REUSED = (SplitterTwice, RearrangeTwice, OneNorm, CachedMask)
+class KeepsMap(SplitByWidth):
+    """Keeps its weights for plots, the length, and a table with the length that it was made for."""
+
+    def __init__(self):
+        super().__init__()
+        self.length = self.attn_map = None
+
+    def forward(self, x):
+        b, n, c = x.shape
+        if self.length != n:
+            self.length, self.table = n, torch.arange(n, device=x.device)[:, None].mul(torch.ones(c // self.n_head)).cos()
+        q, k, v = (each.view(b, n, self.n_head, c // self.n_head).transpose(1, 2) for each in self.c_attn(x).split(c, dim=2))
+        self.attn_map = (q * self.table @ k.mT).softmax(-1)
+        self.last = {"mean": x.mean(), "queries": q.detach(), "tokens": b * n}
+        return self.c_proj((self.attn_map @ v).transpose(1, 2).reshape(b, n, c))
+
+
+REUSED = (SplitterTwice, RearrangeTwice, OneNorm, CachedMask, KeepsMap)
 """All of these can be split on 2 ranks and on 4."""

@@ -117,11 +117,41 @@ class SharedWeight(nn.Module):
         return self.down(torch.tanh(self._pieces(self.up(self._pieces(self.body(self.words(ids)))))))
 
 
+class BiasedAttention(nn.Module):
+    """Attention that is given biases of its queries, as in Transformer-XL."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        b, n, c = x.shape
+        q, k, v = (each.view(b, n, *bias.shape).transpose(1, 2) for each in self.qkv(x).chunk(3, dim=-1))
+        out = F.scaled_dot_product_attention(q + bias[:, None], k, v)
+        return x + self.out(out.transpose(1, 2).reshape(b, n, c))
+
+
+class GivenBias(nn.Module):
+    """A bias for each head that the model gives to all of its attentions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.body, self.bias = nn.Embedding(WORDS, WIDTH), Mlp(), nn.Parameter(torch.randn(4, WIDTH // 4))
+        self.layers = nn.ModuleList(BiasedAttention() for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.body(self.words(ids))
+        for layer in self.layers:
+            x = layer(x, self.bias)
+        return x
+
+
 SPLIT: dict[Callable[[], nn.Module], tuple[str, ...]] = {
     TiedTable: ("head.transform",),
     SharedScale: ("first.up", "first.down", "second.up", "second.down"),
     SharedLinear: (),
     SharedWeight: ("up", "down"),
+    GivenBias: ("layers.0.qkv", "layers.0.out", "layers.1.qkv", "layers.1.out"),
 }
 """The layers that are split beside the body, which always is."""
 

@@ -132,6 +132,8 @@ class Balanced(Model):
 
 
 KINDS = {kind.__name__: kind for kind in (Logging, Matching, Exits, MeasuringModel, Balanced)}
+PLANNED = ("MeasuringModel", "Balanced")
+"""Those that have a plan as a whole, apart from blocks in it."""
 
 
 def trains(rank: int, kinds: list[str]) -> dict[str, Any]:
@@ -166,7 +168,7 @@ def test_parts_of_what_cannot_be_a_graph_are_split() -> None:
             expected = (
                 f"tensor_parallel: the parts of {kind} are split each for themselves, as there is no plan for all of it: "
             )
-            assert [each.startswith(expected) for each in told] == [True] * (kind != "MeasuringModel"), told
+            assert [each.startswith(expected) for each in told] == [True] * (kind not in PLANNED), told
 
 
 class Alone(nn.Module):

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import ExplicitRedistributionContext
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -24,6 +25,9 @@ MOVES = ("redistribution", "placement changes")
 NO_BACKWARD = -1
 backward_pass = torch._C._current_graph_task_id
 """The number of the backward pass that runs in this thread, or ``NO_BACKWARD``."""
+
+StridedShard = _StridedShard
+"""The placement of a dimension that is made of blocks, of each of which a rank has a part."""
 
 no_modes = _disable_current_modes
 """A context in which no ``TorchDispatchMode`` sees operators: one rank alone may have one, a counter say."""

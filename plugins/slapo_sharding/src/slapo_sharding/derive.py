@@ -291,9 +291,13 @@ class _Search:
 
         Ranks then use what these layers give each on its part, with its gradient summed.
         """
-        module = kind(err.node.meta.get("module", ""))
-        if self.adapts != "all" or module in self.unadapted or err.sources & self.all_tables:
+        module, tables = kind(err.node.meta.get("module", "")), err.sources & self.all_tables
+        if self.adapts != "all" or module in self.unadapted:
             return set()
+        if tables:  # of distances, say, which queries meet in a product: all heads use the whole of it
+            return (
+                {_place(path) for path in tables} if function_name(err.node) in _ATTENTION and err.sources - tables else set()
+            )
         numbers: dict[str, int] = {}
         for path in err.sources:
             numbers[_place(path)] = numbers.get(_place(path), 0) + self._numbers([path])

@@ -20,7 +20,7 @@ from .derive import Derived
 from .draws import MixedDraws, forks
 from .flat_graphs import TakenName, flat_graph, layer_paths
 from .layouts import Layouts
-from .left_whole import REMEDY, LeftWhole, Misfit, tell, tell_of_opaque, untold, without_advice
+from .left_whole import REMEDY, LeftWhole, Misfit, tell, tell_of_attributes, tell_of_opaque, untold, without_advice
 from .local_forwards import local_forwards
 from .local_sizes.forward import LocalForward
 from .local_sizes.owners import (
@@ -168,6 +168,7 @@ def carry_out(
     _fork(schedule, derived, from_graph)
     for path in stacks:
         fork_stack(schedule[path])
+    tell_of_attributes(schedule, layouts)
     return derived
 
 

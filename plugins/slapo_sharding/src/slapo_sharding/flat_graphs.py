@@ -14,6 +14,7 @@ from slapo_core.wrapping import is_opaque
 
 from .capturing_hooks import recorded_captures
 from .computing_hooks import computing_hooks
+from .examples import without_examples
 from .left_whole import LeftWhole
 from .local_sizes.owners import is_inside
 from .origins import forget, remembered
@@ -105,7 +106,7 @@ def flat_graph(schedule: Schedule, layers: list[str]) -> fx.GraphModule:
     """
     inputs = schedule.example_inputs
     with _training(schedule.mod), recorded_captures(schedule.root_module):
-        return trace(
+        traced = trace(
             schedule.root_module,
             flatten=True,
             leaf_modules=layers,
@@ -113,7 +114,10 @@ def flat_graph(schedule: Schedule, layers: list[str]) -> fx.GraphModule:
             example_inputs=inputs,
             symbolic=False,
             open_modules=_OF_LAYERS,
+            assigned="returned" if schedule.path else "noted",  # what is around a part may read what that leaves behind
         )
+    without_examples(traced.graph)
+    return traced
 
 
 @contextmanager

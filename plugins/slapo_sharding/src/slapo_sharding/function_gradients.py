@@ -1,15 +1,18 @@
-"""Autograd functions of a model's own on sharded values: no rule of torch describes their forward and backward.
+"""Functions on sharded values that no rule of torch describes: autograd functions of a model's own, and some operators.
 
-A dry run on DTensors sees the forward alone, and there the sizes of all ranks. Random numbers show the rest: each rank's part
-of the arguments and of the gradient has to give its part of the results and gradients.
+Of the former a dry run on DTensors sees the forward alone, and there the sizes of all ranks. Random numbers show the rest: each
+rank's part of the arguments and of the gradient has to give its part of the results and gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
@@ -61,6 +64,29 @@ def check_parts(target: Any, args: Any, kwargs: Any, results: Any, ranks: int) -
             _same(_cut(gradient, dims[number], rank, ranks), each) for rank, each in enumerate(summed)
         ):
             raise ValueError(MIXES)
+
+
+def by_trial(node: fx.Node, args: Any, kwargs: Any, mesh: DeviceMesh) -> DTensor:
+    """Return the result of an operator that DTensor has no rule for, if each rank's part of it follows from the rank's parts.
+
+    Reflected padding, windows of a sequence and distances are such operators.
+
+    Raises:
+        RuntimeError: it does not, or the operator draws random numbers, writes in place or gives several tensors.
+    """
+    target: Any = node.target
+    run = target if node.op == "call_function" else lambda x, *others, **named: getattr(x, target)(*others, **named)
+    dims = {_dim(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)}
+    local = run(*pytree.tree_map_only(DTensor, DTensor.to_local, args), **kwargs)
+    if None in dims or node.meta.get("mutates") or node.meta.get("draws") or not isinstance(local, torch.Tensor):
+        raise RuntimeError("DTensor has no rule")
+    whole = node.meta["val"].shape
+    for dim in (dim for dim, size in enumerate(whole) if size == local.shape[dim] * mesh.size()):
+        result = DTensor.from_local(local, mesh, [Shard(dim)], run_check=False)
+        with suppress(ValueError):
+            check_parts(run, args, kwargs, result, mesh.size())
+            return result
+    raise RuntimeError("DTensor has no rule")
 
 
 def _dim(leaf: Any) -> int | None:

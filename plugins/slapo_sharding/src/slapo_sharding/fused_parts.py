@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
@@ -155,6 +156,8 @@ def _part(layouts: Layouts, n: fx.Node, fused: Fused, args: Any, kwargs: Any) ->
         return _split(layouts, n, fused, args, kwargs)
     if name in VIEWS:
         value = getattr(whole, name)(*args[1:], **kwargs)
+        fused = _with_dims_before(fused, value)
+        whole, dim = fused.whole, fused.dim
         if value.dim() == whole.dim() + 1 and value.shape[:dim] == whole.shape[:dim]:
             return _in_view(layouts, n, fused, value, (args, kwargs))
         if not fused.copied and value.dim() > whole.dim() and value.shape[dim] == len(fused.sizes):
@@ -164,6 +167,16 @@ def _part(layouts: Layouts, n: fx.Node, fused: Fused, args: Any, kwargs: Any) ->
         _divide(layouts, n, (args, kwargs), _cut(fused, args[1]))
         return value
     raise ValueError(_OTHERWISE)
+
+
+def _with_dims_before(fused: Fused, value: torch.Tensor) -> Fused:
+    """Return a fused output with the dimensions before its parts as a view of it has them: images, say, as sequences."""
+    before, number = fused.whole.shape[: fused.dim], math.prod(fused.whole.shape[: fused.dim])
+    found = (place for place, size in enumerate(value.shape) if size > 1 and math.prod(value.shape[:place]) == number)
+    if value.shape[: fused.dim] == before or (dim := next(found, None)) is None:
+        return fused
+    whole = fused.whole.reshape(*value.shape[:dim], *fused.whole.shape[fused.dim :])
+    return Fused(whole, fused.sizes, dim, fused.copied)
 
 
 def _gated(layouts: Layouts, fused: Fused, value: torch.Tensor) -> DTensor:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from slapo_core.tracing.calls import function_name
 
+from ._torch_private import StridedShard
 from .local_sizes.arguments import leaves, with_leaves
 from .local_sizes.sharded_norms import norm_in, norm_of, spread_in
 from .node_values import as_meta, gives_tensors, has_gradient, parameters_of
@@ -35,7 +36,7 @@ def with_parts(layouts: Layouts, n: fx.Node, args: Any, kwargs: Any) -> Any:
     allowed = partial(may_cut, layouts) if _meets_activations(layouts, n) and not is_fused else parameters_of
     is_cut = [isinstance(node, fx.Node) and bool(allowed(node)) for node in nodes]
     shards = [each for each in given if isinstance(each, DTensor)]
-    sizes = {each.shape[part.dim] for each in shards for part in each.placements if isinstance(part, Shard)}
+    sizes = {each.shape[part.dim] for each in shards for part in each.placements if isinstance(part, Shard | StridedShard)}
     whole = {
         place: each for place, each in enumerate(given) if isinstance(each, torch.Tensor) and not isinstance(each, DTensor)
     }
@@ -45,13 +46,17 @@ def with_parts(layouts: Layouts, n: fx.Node, args: Any, kwargs: Any) -> Any:
     ]
     for chosen in islice(product(*options), 1, _MOST_CHOICES):
         cut = {place: dim for place, dim in chosen if dim is not None}
-        args, kwargs = with_leaves((args, kwargs), {place: layouts._shard(whole[place], dim) for place, dim in cut.items()})
+        blocks = _blocks(shards)
+        args, kwargs = with_leaves(
+            (args, kwargs), {place: _cut(layouts, whole[place], dim, blocks) for place, dim in cut.items()}
+        )
         try:
             value = getattr(layouts, n.op)(n.target, args, kwargs)
         except RuntimeError:
             args, kwargs = with_leaves((args, kwargs), whole)
         else:
             layouts.cut[n] = cut
+            layouts.cut_blocks.update({n: blocks} if blocks else {})
             return value
     if layouts.cuts_only:
         raise ValueError("the operation needs all of a value that is sharded")
@@ -64,6 +69,24 @@ def with_parts(layouts: Layouts, n: fx.Node, args: Any, kwargs: Any) -> Any:
                 layouts.once[n] = place
                 return value
     return _with_statistics(layouts, n, args, kwargs)
+
+
+def _blocks(shards: list[DTensor]) -> tuple[int, ...]:
+    """Return the sizes of the blocks of each of which ranks have a part, as of heads folded into the batch; empty for one."""
+    for each in shards:
+        (placement,) = each.placements
+        if isinstance(placement, StridedShard):
+            number = placement.split_factor
+            return (each.shape[placement.dim] // number,) * number
+    return ()
+
+
+def _cut(layouts: Layouts, whole: torch.Tensor, dim: int, blocks: tuple[int, ...]) -> DTensor:
+    if sum(blocks) != whole.shape[dim] or any(block % layouts.mesh.size() for block in blocks):
+        return layouts._shard(whole, dim)
+    local = torch.empty_like(whole.chunk(layouts.mesh.size(), dim)[0])
+    placement = StridedShard(dim, split_factor=len(blocks))
+    return DTensor.from_local(local, layouts.mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 def _with_statistics(layouts: Layouts, n: fx.Node, args: Any, kwargs: Any) -> Any:
@@ -118,10 +141,21 @@ def may_cut(layouts: Layouts, node: fx.Node, of_layers: bool = True) -> bool:
         node: Gives the value.
         of_layers: Count the results that row layers add up among the latter.
     """
-    is_given = layouts.cuts_inputs and node.op == "placeholder"
-    if is_given or not has_gradient(node) or parameters_of(node) or node in layouts.copies:
+    if (
+        (layouts.cuts_inputs and _is_of_argument(node))
+        or not has_gradient(node)
+        or parameters_of(node)
+        or node in layouts.copies
+    ):
         return True
     return not layouts.cuts_only and _is_for_parts(layouts, node, of_layers)
+
+
+def _is_of_argument(node: fx.Node) -> bool:
+    """Return whether a value is an argument of the graph, or made from one alone, as a bias with one dimension more."""
+    while node.op in ("call_function", "call_method") and len(given := [*filter(has_gradient, node.all_input_nodes)]) == 1:
+        (node,) = given
+    return node.op == "placeholder"
 
 
 def _is_for_parts(layouts: Layouts, node: fx.Node, of_layers: bool) -> bool:
@@ -146,7 +180,7 @@ def _is_opaque(layouts: Layouts, path: str) -> bool:
 
 def dim_cut(layouts: Layouts, node: fx.Node, other: fx.Node) -> int | None:
     """Return along which dimension a node's argument is cut; None where it is used whole, or cut block by block."""
-    if layouts.blocks_of(node):
+    if layouts.blocks_of(node) or node in layouts.cut_blocks:
         return None
     values = leaves((node.args, node.kwargs))
     found = {dim for place, dim in layouts.cut.get(node, {}).items() if values[place] is other}

@@ -25,7 +25,7 @@ from slapo_core.tracing.graph_ops import expect, set_state
 from ._torch_private import layouts_kept
 from .branches import Branches
 from .convolutions import channel_dim
-from .function_gradients import check_parts, is_autograd_function
+from .function_gradients import by_trial, check_parts, is_autograd_function
 from .fused_parts import Fused, of_parts
 from .layout_adaptation import may_reduce, with_parts
 from .local_sizes.arguments import leaves
@@ -99,6 +99,7 @@ class Layouts(fx.Interpreter):
         sized: Nodes that would not do the same to a shard with the arguments they have, and the sizes among these to divide.
         divided: Nodes of this kind, to the places of these sizes among the leaves, with what of each all ranks have whole.
         cut: Nodes of which whole values are cut, by their places among the leaves of the arguments, and along which dimension.
+        cut_blocks: Those of them that get a part of each of some blocks, to the sizes of these.
         summed_gradients: Nodes that use whole values each on a rank's part, and these values: their gradients are to be summed.
         weights: Nodes that are made from split parameters alone.
         holders: Paths of the modules that hold these parameters.
@@ -149,6 +150,7 @@ class Layouts(fx.Interpreter):
         self.sized: dict[fx.Node, tuple[int, ...]] = {}
         self.divided: dict[fx.Node, dict[int, int]] = {}
         self.cut: dict[fx.Node, dict[int, int]] = {}
+        self.cut_blocks: dict[fx.Node, tuple[int, ...]] = {}
         self.summed_gradients: dict[fx.Node, set[fx.Node]] = {}
         self.parameters, self.shared = parameters or {}, shared
         self.holders = {name.rpartition(".")[0] for name, split in self.parameters.items() if split.owner is None}
@@ -357,6 +359,8 @@ class Layouts(fx.Interpreter):
             if is_autograd_function(n.target):
                 check_parts(n.target, args, kwargs, value, self.mesh.size())
             return value
+        except NotImplementedError:
+            return by_trial(n, args, kwargs, self.mesh)
         except RuntimeError:
             return by_heads(function_name(n), args, kwargs)
 
@@ -465,7 +469,8 @@ class Layouts(fx.Interpreter):
         if whole.shape[dim] % size:
             raise ValueError(f"size {whole.shape[dim]} is {UNEVEN} {size} ranks")
         placements: list[Placement] = [Shard(dim)]
-        return DTensor.from_local(whole.chunk(size, dim)[0], self.mesh, placements, run_check=False)
+        local = torch.empty_like(whole.chunk(size, dim)[0])  # dense, as what a layer gives
+        return DTensor.from_local(local, self.mesh, placements, run_check=False)
 
     def _note(self, n: fx.Node, value: Any) -> Any:
         for part in _sharded(value):
@@ -481,6 +486,8 @@ class Layouts(fx.Interpreter):
                 self.sources.pop(n, None)
                 return value.to_local()
             self.local[n] = tuple(value.to_local().shape)
+        elif isinstance(value, torch.Tensor) and n not in self.copies:
+            self.sources.pop(n, None)  # it is given a sharded value for another fact
         return value
 
     def fetch_attr(self, target: str) -> Any:

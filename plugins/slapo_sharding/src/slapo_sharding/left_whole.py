@@ -16,7 +16,7 @@ from slapo_core.schedule import Schedule
 
 from . import attention
 from .derive import Derived
-from .layouts import UNEVEN
+from .layouts import UNEVEN, Layouts
 from .local_sizes.owners import is_inside
 from .parametrized import computed_by
 from .projections import is_projection
@@ -183,6 +183,15 @@ def tell(schedule: Schedule, derived: Derived, misfits: Collection[str] = (), do
             told |= {kind(path)} - {""}
             why = derived.reasons.get(path) or next(_reasons_in(path, derived.reasons), "no rule splits its products")
             _say(schedule, path, why if _LINE.search(why) else f"{why} ({line})")
+
+
+def tell_of_attributes(schedule: Schedule, layouts: Layouts) -> None:
+    """Say which attributes hold a rank's part after a forward, once for all alike."""
+    parts = (node for node in layouts.graph.nodes if node in layouts.local)
+    names = {kind(name): name for node in reversed([*parts]) for name in node.meta.get("assigned", ())}
+    what = "tensor_parallel: the attribute %r of %r holds this rank's part of what the unmodified model leaves there"
+    for path, _, name in (name.rpartition(".") for name in names.values()):
+        get_logger().warning(what, name, join(schedule.path, path))
 
 
 def _say(schedule: Schedule, path: str, why: str, loud: bool = True) -> None:

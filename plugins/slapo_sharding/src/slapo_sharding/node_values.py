@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import operator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -57,11 +59,13 @@ def by_heads(name: str, args: Any, kwargs: Any) -> DTensor | torch.Tensor:
     """Return the result of a product or an attention for which DTensor has no rule, though ranks need no more than they have.
 
     Products of matrices in batches that are repeated have one as an einsum; of an attention, one whole head of keys and values
-    may serve all query heads of a rank.
+    may serve all query heads of a rank. A view that splits one dimension and merges the next is two views.
 
     Raises:
-        RuntimeError: it is neither.
+        RuntimeError: it is none of these.
     """
+    if name in ("view", "reshape") and not kwargs and isinstance(args[0], DTensor):
+        return in_two_steps(name, args[0], *args[1:])
     if name == "matmul" and not kwargs and min(each.dim() for each in args) > 1:
         batch = "abcdefgh"[: max(each.dim() for each in args) - 2]
         left, right = (batch[len(batch) - each.dim() + 2 :] for each in args)
@@ -76,6 +80,21 @@ def by_heads(name: str, args: Any, kwargs: Any) -> DTensor | torch.Tensor:
     repeated = (each.expand(*each.shape[:-3], local.shape[-3], *each.shape[-2:]) for each in (key, value))
     result = F.scaled_dot_product_attention(local, *repeated)
     return DTensor.from_local(result, query.device_mesh, query.placements, run_check=False)
+
+
+def in_two_steps(name: str, x: DTensor, *sizes: Any) -> DTensor:
+    """Return a view by way of the finest shape between: ``[batch, heads * size]`` to ``[batch * heads, size]`` splits first.
+
+    Raises:
+        RuntimeError: there is none, or DTensor has no rule for these either.
+    """
+    shape = torch.empty(x.shape, device="meta").view(*sizes).shape
+    strides = sorted({math.prod(of[place:]) for of in (x.shape, shape) for place in range(len(of) + 1)}, reverse=True)
+    between = [outer // inner for outer, inner in pairwise(strides)]
+    if between in ([*x.shape], [*shape]) or any(outer % inner for outer, inner in pairwise(strides)):
+        raise RuntimeError("DTensor has no rule")
+    view: DTensor = getattr(getattr(x, name)(between), name)(shape)
+    return view
 
 
 def gives_numbers(node: fx.Node) -> bool:

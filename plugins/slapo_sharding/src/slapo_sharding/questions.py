@@ -24,6 +24,7 @@ from . import sums
 from ._torch_autograd import no_functions
 from ._torch_private import MOVES, layouts_kept, mesh_of, no_modes
 from .followed import Layout, from_dtensor, tensors_in
+from .node_values import in_two_steps
 from .trial import Mixed, trial
 
 GIVEN_SIZES = frozenset("view reshape expand unflatten layer_norm rms_norm".split())
@@ -134,7 +135,9 @@ def ask(question: Question, numbers: Mapping[int, torch.Tensor]) -> Sequence[Out
 @lru_cache(maxsize=_MOST)
 def remembered(question: Question) -> Sequence[Outcome] | Undecided:
     """What follows from the question alone."""
-    made, moved = _by_rules(question)
+    made, moved = _by_rules(question, Question.run)
+    if question.name in ("view", "reshape") and not any(_fits(value, question) for _, value in made):
+        made += _by_rules(question, _in_two_steps)[0]
     fits: dict[Any, tuple[Attempt, Any]] = {}
     summed = False
     for attempt, value in made:
@@ -175,17 +178,26 @@ def _check_count(question: Question, attempt: Attempt, made: Any) -> None:
         raise Mixed(f"{question.name} is given {changed[0]}, which may be the number for all ranks or for one", _COUNT)
 
 
-def _by_rules(question: Question) -> tuple[list[tuple[Attempt, Any]], list[Attempt]]:
+def _by_rules(
+    question: Question, call: Callable[[Question, Sequence[Any]], Any]
+) -> tuple[list[tuple[Attempt, Any]], list[Attempt]]:
     """What torch's rules make of each attempt, and those for which data of other ranks would have to be sent."""
     made, moved, mesh = [], [], mesh_of(question.of.ranks)
     with warnings.catch_warnings(), layouts_kept():
         warnings.simplefilter("ignore")
         for attempt in question.attempts():
             try:
-                made.append((attempt, question.run([_for_rules(leaf, mesh) for leaf in attempt])))
+                made.append((attempt, call(question, [_for_rules(leaf, mesh) for leaf in attempt])))
             except Exception as err:  # torch's rules raise all kinds of errors for what they cannot do
                 moved += [attempt] if any(word in str(err) for word in MOVES) else []
     return made, moved
+
+
+def _in_two_steps(question: Question, leaves: Sequence[Any]) -> Any:
+    args, kwargs = pytree.tree_unflatten([*leaves], question.spec)
+    if kwargs or not isinstance(args[0], DTensor):
+        raise RuntimeError("DTensor has no rule")
+    return in_two_steps(question.name, *args)
 
 
 def decide(question: Question, moved: Sequence[Attempt], numbers: Mapping[int, torch.Tensor]) -> Sequence[Outcome]:

@@ -73,6 +73,10 @@ class Recorder:
         self.state = {id(tensor): name for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
         self.reads: set[tuple[int, str]] = set()
         """Attributes the forward has read: id of the module, and name."""
+        self.reads_before: set[tuple[int, str]] = set()
+        """Those that it has read as they were before it ran."""
+        self.assigned: list[str] = []
+        """Dotted paths of the attributes that the forward has assigned."""
         self.opened: set[str] = set()
         """Paths of the modules that were inlined."""
         self.inside = [""]
@@ -172,6 +176,8 @@ class Recorder:
     def attribute(self, module: nn.Module, name: str, value: Any) -> Any:
         """The value of an attribute that the forward reads; an integer knows which one it was."""
         self.reads.add((id(module), name))
+        if self.sandbox.held_before(module).get(name) is value:
+            self.reads_before.add((id(module), name))
         if hasattr(type(value), "__next__") or isinstance(value, Random):
             raise self._refusal(f"the forward reads {name!r}, which gives something else every time")
         if not self.symbolic or type(value) is not int or id(module) not in self.modules or name not in vars(module):

@@ -70,6 +70,10 @@ class Sandbox:
             return self.fake_of(tensor)
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
+    def held_before(self, module: nn.Module) -> dict[str, Any]:
+        """Return the attributes of a module as they were before the forward ran; empty for a module that was not there."""
+        return self.state[id(module)].parts[()][1] if id(module) in self.state else {}
+
     def is_new(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor was made since the sandbox was opened."""
         return (not self.fake or self.answers) and id(tensor) not in self.before

@@ -2,6 +2,9 @@
 
 Caches are no state: where something has changed the forward runs once more, from what it left behind. If that call does the
 same but for filling the caches, with constants and not by chance, and leaves the same behind, then so does every later one.
+
+Nor is state what a forward computes anew in each call and leaves in an attribute, such as an attention map for plots: that call
+must not use what the first one left there. A trace may note or return it, see ``Request.assigned``.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from torch.fx.node import map_arg
 
 from .attributes import OF_TORCH, facts_of
 from .sizes import SIZE
-from .structures import Snapshot, contents, fingerprint
+from .structures import Snapshot, contents, fingerprint, tensors
 
 if TYPE_CHECKING:
     from .recorder import Recorder
@@ -32,11 +35,13 @@ class Change(NamedTuple):
         module: Who holds it.
         name: Of the attribute.
         first: The first module that holds what has changed, and its name there: the same for all that share it.
+        is_whole: Whether the attribute itself was assigned, not something inside of its value.
     """
 
     module: nn.Module
     name: str
     first: tuple[nn.Module, str]
+    is_whole: bool
 
 
 def changes(modules: Iterable[nn.Module], before: Iterable[Snapshot]) -> Iterator[Change]:
@@ -49,7 +54,7 @@ def changes(modules: Iterable[nn.Module], before: Iterable[Snapshot]) -> Iterato
             for key in {**old, **new} if id(part) in changed else ():
                 if old.get(key, _MISSING) is not new.get(key, _MISSING):
                     name = str(next(name for name in (*path, key) if name not in _TABLES))
-                    yield Change(module, name, first.setdefault((id(part), key), (module, name)))
+                    yield Change(module, name, first.setdefault((id(part), key), (module, name)), not path)
 
 
 class Settings:
@@ -85,6 +90,7 @@ class Repeat:
         modules: What is part of these graphs.
         before: All modules' state before the first run.
         written: Attributes that may be left otherwise, by id of the module and name.
+        assigned: Attributes that may hold what the forward computes from its inputs, if every call computes the same.
     """
 
     def __init__(
@@ -93,28 +99,34 @@ class Repeat:
         modules: list[nn.Module],
         before: Iterable[Snapshot],
         written: Collection[tuple[int, str]] = (),
+        assigned: Collection[tuple[nn.Module, str]] = (),
     ) -> None:
-        self.first, self.modules, self.written = first, modules, written
+        self.first, self.modules, self.written, self.assigned = first, modules, written, assigned
         self.old = {id(value) for snapshot in before for _, parts in snapshot.parts.values() for value in parts.values()}
         self.known: dict[fx.Node, fx.Node] = {}
         """Node of the second run to the node of the first that has the same value."""
-        self.left = self._state(first.values())
+        self.left = self._state(first.values(), ())
 
     def difference(self, second: Mapping[str, Recorder], cause: Change) -> tuple[nn.Module, str] | None:
         """Whose state, and of what name, the second run leaves otherwise; those of ``cause`` when it does other things."""
         recorders = list(second.values())
         repeats = second.keys() == self.first.keys() and all(self._matches(self.first[path], second[path]) for path in second)
-        for module, then, now in zip(self.modules, self.left, self._state([*self.first.values(), *recorders]), strict=True):
+        for module, then, now in zip(self.modules, self.left, self._state(recorders, self.first.values()), strict=True):
             for name in {**then, **now}:
                 if then.get(name) != now.get(name) and (id(module), name) not in self.written:
                     return module, name
         return None if repeats else cause[:2]
 
-    def _state(self, recorders: Iterable[Recorder]) -> list[dict[str, Any]]:
+    def _state(self, recorders: Iterable[Recorder], earlier: Iterable[Recorder]) -> list[dict[str, Any]]:
+        """Return what the modules hold after a run, tensors by the nodes that made them, of this run or an earlier one."""
+        computed = {id(tensor) for module, name in self.assigned for tensor in tensors(vars(module).get(name))}
+
         def meaning(tensor: torch.Tensor) -> Any:
-            nodes = (recorder.nodes[id(tensor)] for recorder in recorders if id(tensor) in recorder.nodes)
-            node = next((self.known.get(node, node) for node in nodes), None)
-            return id(tensor) if id(tensor) in self.old else node if node is not None and _is_constant(node) else object()
+            own = next((each.nodes[id(tensor)] for each in recorders if id(tensor) in each.nodes), None)
+            made = own or next((each.nodes[id(tensor)] for each in earlier if id(tensor) in each.nodes), None)
+            node = None if made is None else self.known.get(made, made)
+            is_same = node is not None and ((own is not None and id(tensor) in computed) or is_constant(node))
+            return id(tensor) if id(tensor) in self.old else node if is_same else object()
 
         prints = [fingerprint(vars(module), meaning)[1] for module in self.modules]
         return [{**{key: part for name in _TABLES for key, part in print_.pop(name)[1].items()}, **print_} for print_ in prints]
@@ -124,12 +136,13 @@ class Repeat:
         nodes, place = list(first.graph.nodes), 0
         for node in second.graph.nodes:
             same = first.constants.get(str(node.target)) is second.constants.get(str(node.target))
-            found = next((i for i in range(place, len(nodes)) if same and self._alike(nodes[i], node)), None)
-            if found is not None and all(map(_is_constant, nodes[place:found])):
-                place, self.known[node] = found + 1, nodes[found]
+            start = 0 if SIZE in node.meta else place  # what fills a cache may have asked for the size before
+            found = next((i for i in range(start, len(nodes)) if same and self._alike(nodes[i], node)), None)
+            if found is not None and all(map(is_constant, nodes[place:found])):
+                place, self.known[node] = max(place, found + 1), nodes[found]
                 continue
             earlier = node.meta.get("earlier") or self.known.get(node.meta.get("alias") or _all_of(node))
-            if earlier is None or not _is_constant(earlier):
+            if earlier is None or not is_constant(earlier):
                 return False
             self.known[node] = earlier
         return True
@@ -150,7 +163,7 @@ def _all_of(node: fx.Node) -> Any:
     return node.args[0] if all(isinstance(each, slice) and each.step in (None, 1) for each in slices) else None
 
 
-def _is_constant(node: fx.Node) -> bool:
+def is_constant(node: fx.Node) -> bool:
     """Return whether a value depends on no input, nothing trained and no random numbers, and making it changes nothing else."""
     todo = [node]
     for other in todo:

@@ -16,7 +16,7 @@ from .exported import trace_export
 from .stand_ins import stand_ins
 from .symbolic import trace_fx, tracer_class
 from .traced_module import TracedModule
-from .value import Kind, Plan, trace_value
+from .value import Assigned, Kind, Plan, trace_value
 
 Leaf = Callable[[str, nn.Module], bool]
 Leaves = str | type | Iterable[str | type] | None
@@ -111,6 +111,7 @@ def trace(
     target: str = "",
     symbolic: bool = True,
     open_modules: tuple[type[nn.Module], ...] = (),
+    assigned: Assigned = "refused",
 ) -> TracedModule:
     """A traced module with the parameter names of the original, its hooks and wrappers around the graph.
 
@@ -131,6 +132,7 @@ def trace(
         target: Path of the module to trace, with the inputs it gets when ``model`` runs.
         symbolic: Sizes are nodes of the graphs, so that one serves every batch and sequence length.
         open_modules: Classes of ``torch.nn`` that are not kept whole.
+        assigned: What becomes of values that the forward leaves in attributes, see ``value.Request``; of one graph alone.
 
     Raises:
         TraceError: The forward cannot be traced; names the model's source line.
@@ -169,7 +171,7 @@ def trace(
     kwargs = {**kwargs, **given}
     if tracer == "export":
         return trace_export(module, args, kwargs)
-    return trace_value(model, args, kwargs, plan, target, symbolic)
+    return trace_value(model, args, kwargs, plan, target, symbolic, assigned=assigned)
 
 
 def is_container(module: nn.Module) -> bool:

@@ -18,6 +18,7 @@ from ..logger import get_logger
 from ..wrapping import is_opaque
 from . import _torch_private as private
 from .around import carry_around, engines_aside, innermost_forward
+from .assigned import assigned_values, note_assigned
 from .attributes import OF_TORCH, Attributes, facts_of
 from .calls import is_open, model_source
 from .captured import CapturedFunction
@@ -31,6 +32,7 @@ from .structures import distinct, has_tensor, map_tensors, replace_tensors
 from .traced_module import TracedModule, variants_of
 
 Kind = Literal["leaf", "inline", "graph"]
+Assigned = Literal["refused", "noted", "returned"]
 Plan = Callable[[str, nn.Module], Kind]
 """What happens when a module is called: it stays whole, is recorded into its caller's graph, or gets a graph of its own."""
 
@@ -184,8 +186,16 @@ class _Session(TorchFunctionMode):
         finally:
             self.stack.pop()
         self.sandbox.forget_results()
-        recorder.output(out)
+        recorder.output(self._with_assigned(recorder, out))
         guard.expect(recorder.graph)
+        return out
+
+    def _with_assigned(self, recorder: Recorder, out: Any) -> Any:
+        """Return what the graph is to give: the forward's result, or that and what it has left in attributes."""
+        if self.request.assigned == "returned":
+            return out, assigned_values(recorder)
+        if self.request.assigned == "noted":
+            note_assigned(recorder)
         return out
 
     def run_recorded(self, recorder: Recorder, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -289,11 +299,11 @@ class _Session(TorchFunctionMode):
         others = [change for change in changed if change.first not in shared]
         self._mark_changes(others)
         for recorder in self.recorders.values():
-            for module, name, _ in others:
+            for module, name, *_ in others:
                 if (id(module), name) in recorder.reads and name in vars(module):
                     what = f"attribute {name!r} of {self.paths[id(module)]!r}, which changes inside a module kept whole"
                     raise TraceError(f"the forward reads the {what}; keep what reads it whole too, with leaf_modules")
-        for module, name, first in changed:
+        for module, name, first, _ in changed:
             if first in shared:
                 # what is no attribute is a buffer
                 self.filled[id(module), name] = (
@@ -302,7 +312,8 @@ class _Session(TorchFunctionMode):
         if own:
             modules = [module for module in self.target.modules() if id(module) not in inside]
             written = self._only_written(own) if self.sandbox.answers else set()
-            repeat = Repeat(self.recorders, modules, self.sandbox.state.values(), written)
+            assigned = {change[:2] for change in own if change.is_whole and self.request.assigned != "refused"}
+            repeat = Repeat(self.recorders, modules, self.sandbox.state.values(), written, assigned)
             if found := repeat.difference(again().recorders, own[0]):
                 what = f"the forward of a {type(found[0]).__name__} assigns to its attribute {found[1]!r} or changes it"
                 what = f"{what}, which a graph cannot repeat; keep it whole with leaf_modules"
@@ -310,9 +321,9 @@ class _Session(TorchFunctionMode):
 
     def _only_written(self, changed: list[Change]) -> set[tuple[int, str]]:
         """Attributes, by id of the module and name, that now hold a tensor without gradient; a graph leaves them alone."""
-        values = {(id(module), name): vars(module).get(name) for module, name, _ in changed}
+        values = {(id(module), name): vars(module).get(name) for module, name, *_ in changed}
         written = {key for key, value in values.items() if isinstance(value, torch.Tensor) and not value.requires_grad}
-        for module, name, _ in changed:
+        for module, name, *_ in changed:
             if (id(module), name) in written:
                 _warn_of_written(self.paths[id(module)], type(module).__name__, name)
         return written
@@ -320,7 +331,7 @@ class _Session(TorchFunctionMode):
     def _mark_changes(self, changed: list[Change]) -> None:
         """Note at the calls of modules kept whole what they may have changed on themselves, or read of it."""
         found: dict[int, list[str]] = {}
-        for module, name, (first, there) in changed:
+        for module, name, (first, there), _ in changed:
             for holder in {id(module), *self.read_by.get((id(module), name), ())}:
                 found.setdefault(holder, []).append(f"{self.paths[id(first)]}.{there}")
         tensors = self.sandbox.changed_tensors()
@@ -343,12 +354,16 @@ class Request:
         plan: What happens with the modules inside.
         symbolic: Sizes are nodes of the graphs, which then serve other sizes too, as far as ``Variants`` finds.
         by_values: A forward that asks for values of its inputs gets those of this call; the graph expects the same answers.
+        assigned: What becomes of values that the forward computes and leaves in attributes without using what it left there
+            before. They are refused; or noted, in ``meta["assigned"]`` of their nodes; or returned: the result of the one graph
+            is then a pair of the forward's result and a dict of what it assigned, by dotted path.
     """
 
     target: str
     plan: Plan
     symbolic: bool = False
     by_values: bool = False
+    assigned: Assigned = "refused"
 
 
 def trace_value(
@@ -359,16 +374,19 @@ def trace_value(
     target: str = "",
     symbolic: bool = False,
     by_values: bool = False,
+    assigned: Assigned = "refused",
 ) -> TracedModule:
     """The graph of ``root.get_submodule(target)`` with the inputs it gets when the root runs on ``args`` and ``kwargs``.
 
     Fake tensors first; where they cannot follow (a leaf that looks at values, an operator without a fake kernel), real ones.
     With gradients, unless the caller has turned them off and the forward asks.
     """
-    return _assemble(root, _with_modes(root, args, kwargs, Request(target, plan, symbolic, by_values)))
+    return _assemble(root, _with_modes(root, args, kwargs, Request(target, plan, symbolic, by_values, assigned)))
 
 
-def trace_again(module: nn.Module, args: Any, kwargs: Any, opened: frozenset[str]) -> tuple[fx.Graph, Guard, dict[str, Any]]:
+def trace_again(
+    module: nn.Module, args: Any, kwargs: Any, opened: frozenset[str], assigned: Assigned = "refused"
+) -> tuple[fx.Graph, Guard, dict[str, Any]]:
     """The graph of a module for another call, with its guard and the tensors it holds.
 
     Args:
@@ -376,10 +394,11 @@ def trace_again(module: nn.Module, args: Any, kwargs: Any, opened: frozenset[str
         args: Positional arguments of the call.
         kwargs: Keyword arguments of the call.
         opened: Paths of the modules whose forwards become part of the graph.
+        assigned: See ``Request``.
     """
     plan: Plan = lambda path, child: "inline" if path in opened else "leaf"  # noqa: E731
     with engines_aside(module):
-        session = _with_modes(module, args, dict(kwargs), Request("", plan, symbolic=True))
+        session = _with_modes(module, args, dict(kwargs), Request("", plan, symbolic=True, assigned=assigned))
     recorder, guard = session.graphs[""]
     guard.attributes = Attributes(module, *recorder.attributes(session.filled))
     return recorder.graph, guard, recorder.constants

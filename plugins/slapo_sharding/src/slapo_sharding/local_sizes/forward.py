@@ -29,6 +29,7 @@ from slapo_core.wrapping import INNER, WRAPPERS
 from .._torch_private import mesh_of
 from ..branches import Branches, find_branches
 from ..collectives import Group
+from ..examples import without_examples
 from ..layouts import LayoutError, Layouts
 from ..origins import forget
 from ..parametrized import registrations
@@ -117,7 +118,7 @@ class LocalForward(Hidden):
         args, kwargs = split_inputs(example_inputs, root)
         kinds: Callable[[str, nn.Module], Kind] = lambda path, child: "inline" if self._opens(path, target) else "leaf"  # noqa: E731
         with _unparametrised(root.get_submodule(target)):
-            traced = trace_value(root, args, kwargs, kinds, target, symbolic=True)
+            traced = trace_value(root, args, kwargs, kinds, target, symbolic=True, assigned="returned")
         try:
             self._layouts(traced.graph, traced)
         except LayoutError as err:
@@ -155,7 +156,11 @@ class LocalForward(Hidden):
         call, guard, variant = self.prepare(args, kwargs)
         inputs = {name: call.values[name] for name in guard.placeholders}
         variant.follow(guard, inputs)
-        return variant.run_on(self._module, inputs)
+        result, assigned = variant.run_on(self._module, inputs)
+        for place, value in assigned.items():
+            path, _, name = place.rpartition(".")
+            setattr(self._module.get_submodule(path), name, value)
+        return result
 
     def prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Call, Guard, Variant]:
         """Return the graph of a call, made where there is none.
@@ -198,7 +203,7 @@ class LocalForward(Hidden):
         try:
             with unobserved(), _unparametrised(whole):
                 self._check_parts()
-                graph, guard, constants = trace_again(whole, args, kwargs, plan.opened)
+                graph, guard, constants = trace_again(whole, args, kwargs, plan.opened, assigned="returned")
                 whole._buffers.update(constants)
                 forget(graph)
                 layouts = self._layouts(graph)
@@ -253,6 +258,7 @@ class LocalForward(Hidden):
             LayoutError: they do not fit together in this graph.
         """
         plan, whole = self._plan, whole or self._whole
+        without_examples(graph)
         layers = {id(whole.get_submodule(path)) for path in plan.splits}
         candidates = {path: split for path, split in plan.splits.items() if split is not None and split.output == "sharded"}
         left = [whole.get_submodule(path) for path, split in plan.splits.items() if split is None]
@@ -296,7 +302,7 @@ class LocalForward(Hidden):
             TraceError: other results are parts, or a gradient is a part that nobody sums.
         """
         (output,) = layouts.graph.find_nodes(op="output")
-        parts = {place for place, each in enumerate(leaves(output.args)) if each in layouts.local}
+        parts = {place for place, each in enumerate(leaves(output.args[0][0])) if each in layouts.local}
         summed = [other for found in layouts.summed_gradients.values() for other in found]
         given = {str(other.target) for other in summed if other.op == "placeholder"}
         if self._results is None:

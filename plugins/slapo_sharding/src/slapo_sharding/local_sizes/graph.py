@@ -160,8 +160,9 @@ def _take_parts(layouts: Layouts, node: fx.Node, uses: Iterable[int], group: Gro
         if value not in summed:
             summed[value] = _summed(node, value, group)
         new[place] = summed[value]
+    blocks = layouts.cut_blocks.get(node) or layouts.blocks_of(node)
     for place, dim in layouts.cut.get(node, {}).items():
-        new[place] = _made(node, part, new.get(place, values[place]), dim, group, layouts.blocks_of(node))
+        new[place] = _made(node, part, new.get(place, values[place]), dim, group, blocks)
     if (at := layouts.once.get(node)) is not None:
         new[at] = _made(node, once, values[at], group)
     if new:

@@ -107,6 +107,8 @@ def cuts_from_outside(layouts: Layouts, path: str) -> bool:
 
 
 def _comes_from_outside(node: fx.Node, path: str) -> bool:
+    if node.op == "get_attr":  # its node is where it is used first
+        return not is_inside(str(node.target).rpartition(".")[0], path)
     if not is_inside(node.meta.get("module", ""), path):
         return True
     return any(_comes_from_outside(other, path) for other in node.all_input_nodes if has_gradient(other))

@@ -1,0 +1,38 @@
+"""Calls that are given a tensor as an example of a shape or a dtype: they use none of its numbers, and it gets no gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from slapo_core.tracing.calls import function_name
+
+_LIKE_SHAPE = {"view_as": "view", "reshape_as": "reshape"}
+_LIKE_TYPE = frozenset(("type_as", "to"))
+
+
+def without_examples(graph: fx.Graph) -> None:
+    """Let calls take a shape or a dtype in the place of an example of it.
+
+    Rewrite:
+        x.view_as(y)             -->  x.view(*sizes of y)
+        x.type_as(y) or x.to(y)  -->  x.to(dtype of y)
+
+    Args:
+        graph: A graph with values in ``meta["val"]``.
+    """
+    for node in graph.find_nodes(op="call_method"):
+        name = function_name(node)
+        values: list[Any] = [given.meta.get("val") if isinstance(given, fx.Node) else None for given in node.args]
+        if node.kwargs or len(values) != 2 or not all(isinstance(value, torch.Tensor) for value in values):
+            continue
+        if name in _LIKE_SHAPE:
+            node.target, node.args = _LIKE_SHAPE[name], (node.args[0], *values[1].shape)
+        elif name in _LIKE_TYPE:
+            node.target, node.args = "to", (node.args[0], *_facts(*values))
+
+
+def _facts(given: Any, example: Any) -> tuple[Any, ...]:
+    return (example.dtype,) if given.device == example.device else (example.device, example.dtype)
