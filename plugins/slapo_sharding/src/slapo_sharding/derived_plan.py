@@ -37,6 +37,7 @@ from .parametrized import registrations
 from .parts_alone import split_parts
 from .plan_search import find_plan
 from .rulebook import rules_of
+from .rules import split_of
 from .sharding import Sharder
 from .splits import Split
 from .stacks import fork_stack, split_stack
