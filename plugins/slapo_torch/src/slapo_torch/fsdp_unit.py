@@ -37,7 +37,7 @@ class Freed(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, *_: Any, **__: Any) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, *_: Any, **__: Any) -> Any:
         raise BuildError(f"a parameter of a unit is read where that unit does not run; {REMEDY}")
 
 
