@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from tests.slapo_sharding.handwritten_branches import BRANCHES
 from tests.slapo_sharding.handwritten_keys import KEYS
 from tests.slapo_sharding.handwritten_norms import NORMS
+from tests.slapo_sharding.handwritten_others import MODES
 from tests.slapo_sharding.handwritten_parameters import PARAMETERS
 from tests.slapo_sharding.handwritten_projections import (
     Alibi,
@@ -458,7 +459,7 @@ SPLIT: dict[str, Callable[[], nn.Module]] = {
         *(RelativeTable, Sinks, HeadNorms, OwnHeadNorms, RotaryComplex, RotaryHalves, Cross, Windows, Axial, BuiltMask),
         *(FoldedHeads, FoldedWeights, LinearAttention, ChannelAttention, GatedMlp, GatedBySplit, GatedByUnflatten),
         *(ParallelBlock, Nested, Talking, LengthFirst, Gated, HeadScale, BiasOfPairs, SqueezedHeads, FactoredMlp),
-        *(*PARAMETERS, *NORMS, *KEYS, *BRANCHES, *SCANS, *REUSED),
+        *(*PARAMETERS, *NORMS, *KEYS, *BRANCHES, *SCANS, *REUSED, *MODES),
     )
 }
 """All of these can be split on 2 ranks and on 4."""

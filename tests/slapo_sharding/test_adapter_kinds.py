@@ -25,6 +25,7 @@ pytestmark = [
 ALL: dict[str, Any] = {"target_modules": "all-linear"}
 LORA: dict[str, Any] = {"r": 4, "init_lora_weights": False}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "experts": ("LoraConfig", {**LORA, **QV, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}),
     "vera": ("VeraConfig", {**ALL, "r": 8, "init_weights": False, "save_projection": False}),
     "raw weights": ("LoraConfig", {**LORA, "target_modules": [], "target_parameters": ["q_proj.weight", "down_proj.weight"]}),
     "dora": ("LoraConfig", {**LORA, **ALL, "use_dora": True}),
@@ -46,14 +47,25 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "prefix": ("PrefixTuningConfig", {"num_virtual_tokens": 4}),
     "adalora": ("AdaLoraConfig", {**ALL, "r": 4, "init_r": 6, "target_r": 4, "total_step": 100}),
 }
-FAST = ("vera", "raw weights")
+FAST = ("vera", "raw weights", "experts")
+
+
+def base(kind: str) -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    if kind != "experts":
+        return llama()
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    return MixtralForCausalLM(MixtralConfig(**sizes, **heads))
 
 
 def adapted(kind: str) -> Any:
     import peft
 
     name, settings = KINDS[kind]
-    model = llama()
+    model = base(kind)
     torch.manual_seed(1)
     return peft.get_peft_model(model, getattr(peft, name)(task_type="CAUSAL_LM", **settings))
 
@@ -99,7 +111,7 @@ def compare(
             model.save_pretrained(f"{folder}/{kind}", state_dict=state, is_main_process=rank == 0)
         engine.close()
         if rank == 0:
-            loaded = PeftModel.from_pretrained(llama(), f"{folder}/{kind}").eval()
+            loaded = PeftModel.from_pretrained(base(kind), f"{folder}/{kind}").eval()
             with torch.no_grad():
                 logits = [each.eval()(input_ids=batches[1]).logits for each in (loaded, reference)]
             torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4, msg=lambda text, kind=kind: f"{kind}: {text}")

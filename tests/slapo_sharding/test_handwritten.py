@@ -26,7 +26,7 @@ pytestmark = pytest.mark.multiproc
 SHAPES = ((2, 8), (3, 12), (2, 8))
 FAST = ("SplitByWidth", "IndexedQkv", "GroupedByExpand", "EinopsFused", "RelativeTable", "Windows", "ParallelBlock")
 FAST += ("FusedLinear", "LayerThenParameter", "StandardOverHeads", "OneKeyRepeated", "ListOfHeads", "ChunkedHeads")
-FAST += ("FusedOneKey", "FusedHeads", "SplitterTwice", "CachedMask")
+FAST += ("FusedOneKey", "FusedHeads", "SplitterTwice", "CachedMask", "ScoresInFloat32")
 """One for each way in which a graph is changed, and one that needs none."""
 
 

@@ -139,7 +139,7 @@ def carry_out(
         derived = find_plan(schedule, whole, sequence_parallel)
     if accept is not None:
         accept(derived)
-    stacks = _stacks(schedule, derived) if accept is None else []
+    stacks = [path for path in _stacks(schedule, derived) if path not in whole.layers] if accept is None else []
     if not len(derived) and not stacks and (sequence_parallel or not splits_more):
         raise _nothing_split(schedule, derived, sequence_parallel)
     if sequence_parallel and not derived.splits:
@@ -162,7 +162,7 @@ def carry_out(
         if forward.parameters or communicates(layouts, path):
             split_parameters(schedule[path] if path else schedule, forward.parameters)
     with marked(borders):
-        from_graph = _count_locally(schedule, derived, found, forwards)
+        from_graph = _count_locally(schedule, derived, found, forwards, stacks)
     _sum_gradients(schedule, derived, from_graph)
     _fork(schedule, derived, from_graph)
     for path in stacks:
@@ -273,7 +273,11 @@ def _fork(schedule: Schedule, derived: Derived, from_graph: Collection[str]) -> 
 
 
 def _count_locally(
-    schedule: Schedule, derived: Derived, found: list[Count], forwards: Mapping[str, tuple[LocalForward, bool]]
+    schedule: Schedule,
+    derived: Derived,
+    found: list[Count],
+    forwards: Mapping[str, tuple[LocalForward, bool]],
+    stacks: list[str],
 ) -> dict[str, LocalForward]:
     """Let modules count this rank's part: by their attributes where these alone decide, else by graphs with sizes of parts.
 
@@ -315,7 +319,10 @@ def _count_locally(
         what = f"a module counts on all heads or all of its width where it has a part: {wrong.reason}"
         if derived.layouts.crossings:
             raise _error(schedule, f"the sequence cannot be split: {what}; leave out sequence_parallel")
-        raise Misfit(schedule, what, _given_to(derived, wrong.module) or _layers_of(derived, wrong.module))
+        near = (
+            [path for path in stacks if is_inside(path, wrong.module) or is_inside(wrong.module, path)] if wrong.module else []
+        )
+        raise Misfit(schedule, what, near or _given_to(derived, wrong.module) or _layers_of(derived, wrong.module) or stacks)
     for module in schedule.mod.modules():
         schedule.touch(module)
     attention.trust_counts(schedule.mod)

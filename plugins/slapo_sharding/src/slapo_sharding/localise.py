@@ -17,6 +17,7 @@ from typing import NamedTuple
 from torch import fx, nn
 
 from slapo_core.tracing.graph_ops import expect, rebuild, set_state
+from slapo_core.tracing.regions import is_region_node
 
 from .layouts import Layouts
 from .local_sizes.arguments import leaves
@@ -127,12 +128,16 @@ def difference(layouts: Layouts, local: fx.GraphModule, apart: Collection[str] =
         local: The model's flat graph on this rank.
         apart: Paths of modules that are one call in it.
     """
-    ours = [node for node in layouts.graph.nodes if node.op.startswith("call")]
-    theirs = [node for node in local.graph.nodes if node.op.startswith("call") and not _is_part_of_call(node, apart)]
+    ours, theirs = ([node for node in graph.nodes if _does_something(node)] for graph in (layouts.graph, local.graph))
+    theirs = [node for node in theirs if not _is_part_of_call(node, apart)]
     ours = [node for node in ours if not any(is_inside(node.meta.get("module", ""), path) for path in apart)]
     for whole, part in zip(ours, theirs, strict=False):
         if (whole.op, str(whole.target)) != (part.op, str(part.target)):
             return _at(whole, f"{part.target} runs where the unmodified model runs {whole.target}")
+        if (mode := part.meta.get("regions", ())) != (meant := whole.meta.get("regions", ())):
+            return _at(
+                whole, f"{whole.name} runs with {mode or 'no mode'} instead of {meant or 'none'} of gradients and autocast"
+            )
         if whole.target is expect:
             continue  # of a value that is compared itself
         expected, given = literals(whole.args, whole.kwargs), literals(part.args, part.kwargs)
@@ -150,6 +155,11 @@ def difference(layouts: Layouts, local: fx.GraphModule, apart: Collection[str] =
     if len(ours) == len(theirs):
         return None
     return Difference(f"the forward takes {len(theirs)} steps instead of {len(ours)}", "")
+
+
+def _does_something(node: fx.Node) -> bool:
+    """Return whether a node calls something, and does not only change a mode, which each node has with it."""
+    return node.op.startswith("call") and not is_region_node(node)
 
 
 def _at(node: fx.Node, reason: str) -> Difference:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from ..branches import Branches, find_branches
 from ..collectives import Group
 from ..layouts import LayoutError, Layouts
 from ..origins import forget
+from ..parametrized import registrations
 from ..splits import ParameterSplit, Split
 from .arguments import leaves
 from .graph import make_local
@@ -114,7 +116,8 @@ class LocalForward(Hidden):
         """
         args, kwargs = split_inputs(example_inputs, root)
         kinds: Callable[[str, nn.Module], Kind] = lambda path, child: "inline" if self._opens(path, target) else "leaf"  # noqa: E731
-        traced = trace_value(root, args, kwargs, kinds, target, symbolic=True)
+        with _unparametrised(root.get_submodule(target)):
+            traced = trace_value(root, args, kwargs, kinds, target, symbolic=True)
         try:
             self._layouts(traced.graph, traced)
         except LayoutError as err:
@@ -194,7 +197,7 @@ class LocalForward(Hidden):
         _update(whole, self._module, ("", *plan.opened))
         _take_dtypes(whole, self._module)
         try:
-            with unobserved():
+            with unobserved(), _unparametrised(whole):
                 self._check_parts()
                 graph, guard, constants = trace_again(whole, args, kwargs, plan.opened)
                 whole._buffers.update(constants)
@@ -303,6 +306,19 @@ class LocalForward(Hidden):
             raise TraceError("it gives parts of other results, or sums other gradients, than in the example")
         if self.partial is not None and (missing := layouts.partial.keys() - self.partial):
             raise TraceError(f"the gradient of {min(missing)!r} is a part that was whole in the example")
+
+
+@contextmanager
+def _unparametrised(module: nn.Module) -> Iterator[None]:
+    """Refuse a forward that parametrises a layer's tensors while it runs: a graph would call the layer without that.
+
+    Raises:
+        TraceError: it does.
+    """
+    with registrations() as found:
+        yield
+    if not {*module.modules()}.isdisjoint(found):
+        raise TraceError(f"its forward parametrises the tensors of its {type(found[0]).__name__} while it runs")
 
 
 def _copied(guard: Guard) -> Guard:
