@@ -96,6 +96,9 @@ def _carried_out(schedule: Schedule, whole: LeftWhole, sequence_parallel: bool, 
         except (ScheduleError, TraceError) as err:
             if sequence_parallel and whole.adapts:
                 whole.adapts = False
+            elif sequence_parallel and isinstance(err, TraceError):
+                message = f"the sequence cannot be split: {without_advice(err)}; without sequence_parallel what can be split is"
+                raise _error(schedule, message) from err
             elif sequence_parallel or not _leave_out(schedule, whole, err):
                 raise
 
