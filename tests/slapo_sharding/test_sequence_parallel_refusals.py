@@ -82,7 +82,8 @@ def test_what_cannot_be_split_is_refused_and_nothing_changes() -> None:
     assert (
         "assigns to its attribute 'kept' or changes it, which a graph cannot repeat; leave the assignment out" in first["keeps"]
     )
-    assert "the sequence cannot be split" in first["keeps"] and "leaf_modules" not in first["keeps"]
+    assert "the sequence cannot be split" in first["keeps"]
+    assert "leaf_modules" not in first["keeps"]
     assert "the sequence in 'blocks.0' has length 7, not divisible by 2 ranks" in first["odd length"]
     assert "'blocks.0' is given values of shape [8, 3, 16], not [batch, sequence, width]" in first["another order"]
     assert "'blocks.0.norm.weight' is used on a part of the sequence and on all of it" in first["used on both"]
