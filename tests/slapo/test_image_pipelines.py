@@ -45,6 +45,13 @@ def test_a_batch_that_the_model_refuses_is_refused_by_its_stages() -> None:
         program(**batch)
 
 
+def test_text_alone_is_refused_behind_a_cut_in_the_vision_part() -> None:
+    model = MODELS["llava"]()
+    program = build_program(cut(model, batch_of("llava", IMAGES[0], 0), "model.vision_tower.encoder.layers.0"))
+    with pytest.raises(ScheduleError, match="or on a micro-batch, as text alone runs no vision part; cut behind a module"):
+        program(**batch_of("llava", [0, 0, 0, 0], 0))
+
+
 def test_pipeline_keeps_the_vision_part_whole() -> None:
     batch = batch_of("qwen", IMAGES[0], 0)
     for options in ({"leaf_modules": "model.visual"}, {"leaf_modules": ["Qwen2VisionTransformerPretrainedModel"]}):

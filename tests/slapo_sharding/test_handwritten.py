@@ -72,6 +72,43 @@ def shares(rank: int, kinds: tuple[str, ...]) -> dict[str, float]:
     return {kind: compare(kind) for kind in kinds}
 
 
+class Unbiased(SPLIT["Temperature"]):  # type: ignore[misc]
+    """A parameter of the module's own meets what layers without biases give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q.bias = self.k.bias = self.v.bias = None
+
+
+def halves(rank: int, kind: Callable[[], nn.Module] | str, casts: bool) -> None:
+    """Compare outputs and all gradients in bfloat16, by autocast or by a cast of the split model."""
+    expected, model = net(kind), net(kind)
+    sch = split(model)
+    build(sch)
+    for each in (expected, model) if casts else ():
+        each.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=not casts):
+        found, wanted = (each(tokens(2, 8)) for each in (model, expected))
+    torch.testing.assert_close(found, wanted, atol=0.05, rtol=0.05)
+    for each in (found, wanted):
+        each.float().square().mean().backward()
+    gradients = sch.full_state("grad")
+    for name, parameter in expected.named_parameters():
+        difference = (gradients[name] - parameter.grad).float().norm()
+        assert difference <= 0.1 * parameter.grad.float().norm() + 1e-4, name
+
+
+SLOW_HALVES = ("RotaryHalves", "FusedOneKey", "LongConvolution", "StandardOverHeads")
+
+
+@pytest.mark.parametrize(
+    ("kind", "casts"),
+    [(Unbiased, False), (Unbiased, True), *(pytest.param(each, False, marks=pytest.mark.slow) for each in SLOW_HALVES)],
+)
+def test_half_precision(kind: Callable[[], nn.Module] | str, casts: bool) -> None:
+    run_distributed(halves, 2, kind, casts, timeout=100)
+
+
 def thirds() -> list[Any]:
     kinds = tuple(SPLIT)
     return [pytest.param(kinds[start::3], marks=pytest.mark.slow, id=f"part{start}") for start in range(3)]

@@ -41,6 +41,8 @@ class Odd(Model):
             x = x.transpose(0, 1)
         if self.why == "used on both":
             x = self.blocks[0].norm(x)
+        if self.why == "keeps":
+            self.kept = x
         for block in self.blocks:
             x = block(x)
             if self.why == "the length":
@@ -67,16 +69,21 @@ def _refusals(rank: int) -> dict[str, str]:
     refused("no inputs", Model(), None)
     refused("a plan", Model(), (token_ids(),), plan={"head": "colwise"})
     refused("odd length", Model(), (token_ids(7),))
-    for why in ("another order", "used on both", "a list", "the length", "neighbours"):
+    for why in ("another order", "used on both", "a list", "the length", "neighbours", "keeps"):
         refused(why, Odd(why), (token_ids(),))
     return messages
 
 
 def test_what_cannot_be_split_is_refused_and_nothing_changes() -> None:
-    first, second = run_distributed(_refusals, 2)
+    first, second = run_distributed(_refusals, 2, timeout=100)
     assert first == second
     assert "give example_inputs to create_schedule" in first["no inputs"]
     assert "leave out plan, or sequence_parallel" in first["a plan"]
+    assert (
+        "assigns to its attribute 'kept' or changes it, which a graph cannot repeat; leave the assignment out" in first["keeps"]
+    )
+    assert "the sequence cannot be split" in first["keeps"]
+    assert "leaf_modules" not in first["keeps"]
     assert "the sequence in 'blocks.0' has length 7, not divisible by 2 ranks" in first["odd length"]
     assert "'blocks.0' is given values of shape [8, 3, 16], not [batch, sequence, width]" in first["another order"]
     assert "'blocks.0.norm.weight' is used on a part of the sequence and on all of it" in first["used on both"]

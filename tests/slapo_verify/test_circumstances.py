@@ -58,6 +58,11 @@ def test_an_engine_likewise(context: Any) -> None:
         verify_engine(model(), create_schedule, {"input": X, "labels": X}, loss_fn=loss, microbatches=2).check()
 
 
+@pytest.mark.parametrize("batch", [(X, X), {"input": X, "target": X}, ((X,), {"target": X})])
+def test_labels_are_found_as_engines_find_them(batch: Any) -> None:
+    verify_engine(model(), create_schedule, batch, loss_fn=nn.functional.mse_loss, microbatches=2).check()
+
+
 def test_autocast_is_told() -> None:
     report = on_two_ranks(lambda: torch.autocast("cpu", torch.bfloat16))
     assert "autocast is off in both models, for cpu" in report.notes

@@ -107,7 +107,11 @@ def _end(nodes: Sequence[fx.Node], name: str, cut: str) -> int:
         raise ScheduleError(message, path=cut, primitive=MARKS)
     runs = _runs(nodes, name)
     if not runs:
-        raise ScheduleError("the model does not run this module on the example inputs", path=cut, primitive=NAME)
+        message = (
+            "the model does not run this module on the example inputs, or on a micro-batch, as text alone runs no vision part; "
+            "cut behind a module that all of them run"
+        )
+        raise ScheduleError(message, path=cut, primitive=NAME)
     return runs[-1] if where == "after" else runs[0] - 1
 
 

@@ -60,7 +60,8 @@ class Derived:
 
     def splits_parameter(self, name: str) -> bool:
         """Return whether a parameter is split, or the layer that it is in."""
-        return name in self.parameters or any(is_inside(name, path) for path in self.splits)
+        owners = (name[:end] for end in (0, *(place for place, letter in enumerate(name) if letter == "."), len(name)))
+        return name in self.parameters or any(map(self.splits.__contains__, owners))
 
     def __len__(self) -> int:
         return len(self.splits) + len(self.parameters)

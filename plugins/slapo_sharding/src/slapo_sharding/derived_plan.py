@@ -12,7 +12,7 @@ from slapo_core.logger import get_logger
 from slapo_core.parameters import is_part
 from slapo_core.schedule import Schedule
 from slapo_core.steps import attempt
-from slapo_core.wrapping import is_opaque
+from slapo_core.wrapping import is_opaque, own_forward
 
 from . import attention, column_inputs
 from .borders import marked
@@ -83,8 +83,17 @@ def apply_derived(
         raise _nothing_split(schedule, derived, sequence_parallel)
     if words == {}:
         words = vocabulary_in(derived.layouts, schedule.mod, schedule.world_size, rules_of(schedule))
+    if any(_runs_from_graph(schedule.mod, path) for path in words or ()):
+        words = {}
     tell(schedule, derived, whole.layers, tell_of_opaque(schedule, whole) | {*(words or ())})
     return {**(words or {})}
+
+
+def _runs_from_graph(model: nn.Module, path: str) -> bool:
+    """Return whether a module around a layer runs from a graph, in which the layer is what it was in the plan."""
+    names = path.split(".")
+    outer = (model.get_submodule(".".join(names[:end])) for end in range(len(names)))
+    return any(isinstance(own_forward(module), LocalForward) for module in outer)
 
 
 def _carried_out(schedule: Schedule, whole: LeftWhole, sequence_parallel: bool, splits_more: bool) -> Derived:
@@ -96,6 +105,9 @@ def _carried_out(schedule: Schedule, whole: LeftWhole, sequence_parallel: bool, 
         except (ScheduleError, TraceError) as err:
             if sequence_parallel and whole.adapts:
                 whole.adapts = False
+            elif sequence_parallel and isinstance(err, TraceError):
+                message = f"the sequence cannot be split: {without_advice(err)}; without sequence_parallel what can be split is"
+                raise _error(schedule, message) from err
             elif sequence_parallel or not _leave_out(schedule, whole, err):
                 raise
 

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.utils import _pytree as pytree
 
 from slapo_core.tracing.calls import function_name
+from slapo_core.tracing.regions import autocast_state
 
 from ._torch_private import StridedShard
 from .local_sizes.arguments import leaves, with_leaves
@@ -23,6 +25,14 @@ if TYPE_CHECKING:
 
 _MOST_CHOICES = 256
 _SUMS = ("sum", "mean")
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def in_full_precision(values: Any) -> Any:
+    """Return values with tensors of half precision in float32 where autocast is on, which does not cast what has no data."""
+    if not autocast_state():
+        return values
+    return pytree.tree_map_only(torch.Tensor, lambda value: value.float() if value.dtype in _HALF else value, values)
 
 
 def with_parts(layouts: Layouts, n: fx.Node, args: Any, kwargs: Any) -> Any:

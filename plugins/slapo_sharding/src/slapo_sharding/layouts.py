@@ -27,7 +27,7 @@ from .branches import Branches
 from .convolutions import channel_dim
 from .function_gradients import by_trial, check_parts, is_autograd_function
 from .fused_parts import Fused, of_parts
-from .layout_adaptation import may_reduce, with_parts
+from .layout_adaptation import in_full_precision, may_reduce, with_parts
 from .local_sizes.arguments import leaves
 from .local_sizes.divided import note_divided, note_sizes
 from .local_sizes.sharded_norms import norm_of
@@ -330,6 +330,7 @@ class Layouts(fx.Interpreter):
         return value
 
     def _sharded_node(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
+        args, kwargs = in_full_precision((args, kwargs))
         if n.op == "output" and self.gives_parts:
             return args[0]
         if n.op == "output":

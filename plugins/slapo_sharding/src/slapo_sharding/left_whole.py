@@ -36,7 +36,7 @@ _NONE, _LINE = "none of its layers can be split", re.compile(r"\(\S+:\d+\)")
 
 def without_advice(err: Exception) -> str:
     """Return the sentence of an error of a trace without what ``leaf_modules`` of ``trace()`` would do."""
-    return re.sub(r"; (trace again|keep)\b[^(]*leaf_modules(, or avoid the question)?", "", str(err))
+    return re.sub(r"(;|, or) (trace again|keep)\b[^(]*leaf_modules(, or avoid the question)?", "", str(err))
 
 
 class Misfit(ScheduleError):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_core.errors import BuildError, VerifyError
-from slapo_core.inputs import named_inputs, split_inputs
+from slapo_core.inputs import named_inputs, signature_of, split_inputs
 from slapo_core.schedule import Schedule
 from slapo_core.testing.equivalence import Difference, Tolerance, difference, of_named
 
@@ -61,7 +61,8 @@ def verify_engine(
         reference: The unmodified model, with the same weights on every rank.
         schedule: A function that schedules the copy of the model it is given; or a schedule, whose steps are taken again.
         batch: The whole batch, of all data-parallel ranks, of which each gets its rows: a tensor, a tuple of positional
-            arguments, a dict of keyword ones, or ``(args, kwargs)``; ``labels`` for the loss function by keyword.
+            arguments, a dict of keyword ones, or ``(args, kwargs)``. The labels for ``loss_fn`` are called ``labels``, or are
+            the last positional argument, or the one keyword argument that the forward does not take.
         target: Name of a dialect.
         against: Another one, whose engine is built first, in the same processes, and compared with both; or what an engine
             has trained, the ``trained`` of an earlier report.
@@ -82,7 +83,7 @@ def verify_engine(
         raise VerifyError(f"steps is {steps!r}; give a whole number from 1 on")
     if not isinstance(reference, nn.Module):
         raise VerifyError(f"the reference is {short(reference)}; give the unmodified model")
-    batch = _by_name(reference, batch)
+    batch = _by_name(reference, batch, has_labels=loss_fn is not None and options.get("loss_over") is None)
     check_tolerance(tolerance)
     if against is not None and not isinstance(against, (str, Trained)):
         raise VerifyError(f"against is {against!r}; give the name of an engine, or the trained of a report")
@@ -103,12 +104,21 @@ def verify_engine(
     return replace(report, notes=(*report.notes, *kinds))
 
 
-def _by_name(reference: nn.Module, batch: Any) -> dict[str, Any]:
-    """The arguments by name."""
+def _by_name(reference: nn.Module, batch: Any, has_labels: bool) -> dict[str, Any]:
+    """The arguments by name, and where ``has_labels`` the labels for a loss function under ``labels``."""
     if not any(isinstance(leaf, torch.Tensor) for leaf in torch.utils._pytree.tree_leaves(batch)):
         raise VerifyError(f"batch is {short(batch)}; give the arguments of the model's forward, with tensors")
+    args, kwargs = split_inputs(batch)
+    if has_labels and "labels" not in kwargs:
+        parameters = signature_of(reference).parameters
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        others = [name for name in kwargs if name not in parameters and not takes_any]
+        if len(others) == 1:
+            kwargs["labels"] = kwargs.pop(others[0])
+        elif len(args) > 1:
+            *args, kwargs["labels"] = args
     try:
-        return named_inputs(reference, *split_inputs(batch))
+        return named_inputs(reference, args, kwargs)
     except BuildError as err:
         raise VerifyError(f"the batch does not fit: {err}") from err
 

@@ -316,7 +316,9 @@ class _Session(TorchFunctionMode):
             repeat = Repeat(self.recorders, modules, self.sandbox.state.values(), written, assigned)
             if found := repeat.difference(again().recorders, own[0]):
                 what = f"the forward of a {type(found[0]).__name__} assigns to its attribute {found[1]!r} or changes it"
-                what = f"{what}, which a graph cannot repeat; keep it whole with leaf_modules"
+                what = (
+                    f"{what}, which a graph cannot repeat; leave the assignment out, or keep the module whole with leaf_modules"
+                )
                 raise TraceError(what, failing_module=self.paths.get(id(found[0])))
 
     def _only_written(self, changed: list[Change]) -> set[tuple[int, str]]:
