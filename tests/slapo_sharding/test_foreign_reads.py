@@ -62,12 +62,17 @@ class Mean(Mlp):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         count = sum(p.numel() for p in self.parameters())
-        return super().forward(x) * (1 / count)
+        return super().forward(x) * (1.0 / count)
 
 
 class Scale(Mlp):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x).div(self.down.weight.numel())
+
+
+class Offset(Mlp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (0.5 + self.down.weight.numel())
 
 
 class Counted(Mlp):
@@ -96,7 +101,7 @@ class InTraining(Mlp):
         return super().forward(x) + (self.up.bias.sum() if torch.is_grad_enabled() else 0)
 
 
-KINDS = (Multiplies, Penalty, Size, Mean, Scale, Listed)
+KINDS = (Multiplies, Penalty, Size, Mean, Scale, Offset, Listed)
 
 
 def _plan(sch: Schedule, path: str = "") -> None:
@@ -145,8 +150,8 @@ def test_a_part_read_for_the_whole_is_refused_on_every_rank():
     for message, cls, name, use in zip(
         first,
         [*(kind.__name__ for kind in KINDS), "Recomputed", "InTraining"],
-        ("up.weight", "up.weight", "down.weight", "up.weight", "down.weight", "up.bias", "up.weight", "up.bias"),
-        ("linear", "pow", "shape", "numel", "numel", "cat", "pow", "sum"),
+        ("up.weight", "up.weight", "down.weight", "up.weight", *["down.weight"] * 2, "up.bias", "up.weight", "up.bias"),
+        ("linear", "pow", "shape", *["numel"] * 3, "cat", "pow", "sum"),
         strict=True,
     ):
         assert message.startswith(f"the model, {cls}, uses {name!r} in {use} at {__file__}:")

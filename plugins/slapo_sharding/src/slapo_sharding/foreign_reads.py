@@ -252,11 +252,12 @@ class _Reads(TorchFunctionMode):
         for tensor in tensors[:1] if name_of(func) in _TYPES else tensors:
             if is_part(tensor) and not self._is_own(tensor) and not _is_harmless(func):
                 owner = self._traced_owner(tensor)
-                if owner is None and name_of(func) in COUNTS:
-                    count = func(*args, **kwargs)
-                    return count if asks_slapo() else PartCount.of(count, partial(self._refuse, self._message(func, tensor)))
                 if owner is None:
-                    raise BuildError(self._message(func, tensor))
+                    message = self._message(func, tensor)
+                    if name_of(func) not in COUNTS:
+                        raise BuildError(message)
+                    count = func(*args, **kwargs)
+                    return count if asks_slapo() else PartCount(count, partial(self._refuse, message))
         for number in (*args, *kwargs.values()):
             if isinstance(number, PartCount):
                 number.refuse()
@@ -267,13 +268,8 @@ class _Reads(TorchFunctionMode):
         gradient = self.gradients.call(func, tensors, is_ours)
         result = self.values.call(func, args, kwargs, tensors, self.running)
         made = args[0] if result is None and args else result
-        if (
-            name_of(func) in _ASKS
-            and isinstance(made, torch.Tensor)
-            and made.requires_grad
-            and made.is_leaf
-            and not is_part(made)
-        ):
+        is_leaf = isinstance(made, torch.Tensor) and made.requires_grad and made.is_leaf
+        if name_of(func) in _ASKS and is_leaf and not is_part(made):
             self.gradients.start(made, is_whole=made not in self.values.known)
         if not (isinstance(gradient, BuildError) and self.values.are_mixed(made)):  # the values are wrong before it
             self.gradients.note(made, gradient, tensors)

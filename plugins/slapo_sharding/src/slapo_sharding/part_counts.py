@@ -2,45 +2,72 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable
 from traceback import walk_stack
 from typing import Any
 
+from torch.utils._pytree import tree_map_only
+
 COUNTS = frozenset(("numel", "nelement"))
 
 
-class PartCount(int):
+class PartCount:
     """Number of elements of a part, or a sum of such numbers: it may be added up and shown, as in a count of what is trained.
 
-    Computing with it calls ``refuse`` first, as the unmodified model has another number.
+    Computing with it calls ``refuse`` first, as the unmodified model has another number. It is no ``int``, for ``1.0 / count``
+    would ask an ``int`` for nothing.
     """
 
-    refuse: Callable[[], None]
+    def __init__(self, number: int, refuse: Callable[[], None]) -> None:
+        self.number, self.refuse = number, refuse
 
     @classmethod
-    def of(cls, number: int, refuse: Callable[[], None]) -> PartCount:
-        """Return a number with what is called before it is computed with."""
-        made = cls(number)
-        made.refuse = refuse
-        return made
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(cls, operator.index, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
-    def __add__(self, other: int) -> PartCount:
-        return PartCount.of(int(self) + int(other), self.refuse)
+    def __int__(self) -> int:
+        return self.number
+
+    def __repr__(self) -> str:
+        return repr(self.number)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.number, spec)
+
+    def __eq__(self, other: object) -> bool:
+        return self.number == other
+
+    def __hash__(self) -> int:
+        return hash(self.number)
+
+    def __bool__(self) -> bool:
+        return bool(self.number)
+
+    def __add__(self, other: Any) -> Any:
+        if isinstance(other, int | PartCount):
+            return PartCount(self.number + int(other), self.refuse)
+        self.refuse()
+        return self.number + other
 
     __radd__ = __add__
 
 
-def _refusing(name: str) -> Callable[..., Any]:
+def _refusing(operation: Callable[..., Any], is_reflected: bool = False) -> Callable[..., Any]:
     def compute(count: PartCount, *others: Any) -> Any:
         count.refuse()
-        return getattr(int, name)(count, *others)
+        return operation(*others, count.number) if is_reflected else operation(count.number, *others)
 
     return compute
 
 
-for _name in "mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow sub rsub float neg lt le gt ge".split():
-    setattr(PartCount, f"__{_name}__", _refusing(f"__{_name}__"))
+for _operation in (operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.pow, operator.sub, divmod):
+    setattr(PartCount, f"__{_operation.__name__}__", _refusing(_operation))
+    setattr(PartCount, f"__r{_operation.__name__}__", _refusing(_operation, is_reflected=True))
+for _question in (operator.neg, operator.index, operator.lt, operator.le, operator.gt, operator.ge, float):
+    setattr(PartCount, f"__{_question.__name__}__", _refusing(_question))
 
 
 def asks_slapo() -> bool:
