@@ -46,6 +46,17 @@ def test_values_in_attributes() -> None:
         trace(model, example_inputs=(X,), flatten=True)
 
 
+def keep_kind(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.kind = "wide" if x.shape[1] > 4 else "narrow"
+    return self.fc(x)
+
+
+def test_a_constant_that_was_there_before() -> None:
+    model = Forward(keep_kind)
+    model.kind = "narrow"
+    assert returned(model, X)[1] == {"kind": "narrow"}
+
+
 def add_up(self: Any, x: torch.Tensor) -> torch.Tensor:
     self.kept = x.mean() if self.kept is None else self.kept + x.mean()
     return x

@@ -172,7 +172,9 @@ def test_calls_are_intercepted_and_then_no_more() -> None:
         return 7 if name == "number" else value
 
     model.number = 6
-    with private.intercept(module_call, apply, read, ask_mode):
+    writes: list[tuple[object, str]] = []
+    with private.intercept(module_call, apply, read, ask_mode, lambda *named: writes.append(named)):
+        model.number = 6
         assert model.number == 7
         assert torch.is_grad_enabled()
         asked = modes[-1]
@@ -182,6 +184,7 @@ def test_calls_are_intercepted_and_then_no_more() -> None:
         assert not hasattr(model, "absent")
     assert calls == ["Sequential", "Identity", "Twice"]
     assert (model[0], "training") in reads
+    assert writes == [(model, "number")]
     assert asked == ("is_grad_enabled", True)
     assert torch.is_grad_enabled is plain
     Twice.apply(model(x))

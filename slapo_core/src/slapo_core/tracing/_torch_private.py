@@ -282,16 +282,20 @@ def intercept_vmap(handler: _Handler) -> Iterator[None]:
 
 
 @contextmanager
-def intercept(module_call: _Handler, apply: _Handler, read: _Handler, ask_mode: _Handler) -> Iterator[None]:
+def intercept(
+    module_call: _Handler, apply: _Handler, read: _Handler, ask_mode: _Handler, write: _Handler = lambda module, name: None
+) -> Iterator[None]:
     """Send calls of modules to ``module_call(call, module, ...)``, of autograd functions to ``apply(call, ...)``.
 
     And let ``read(module, name, value)`` answer for every attribute of a module that is read. It is also told of parameters,
-    buffers, children and what is not there, without a say. Questions in ``MODES`` go to ``ask_mode(name, answer)``.
+    buffers, children and what is not there, without a say. Questions in ``MODES`` go to ``ask_mode(name, answer)``. After an
+    attribute is set, ``write(module, name)`` runs.
 
     Reentrant checkpoints are no operation of the model's: their function runs as if it were called. An autograd function is
     met below ``Function.apply``, which models keep bound, as ``swish = Swish.apply``.
     """
     plain_call, plain_apply = nn.Module.__call__, vars(_SingleLevelFunction).get("apply")
+    plain_setattr = nn.Module.__setattr__
     running: list[Any] = [None]
     plain_getattribute = vars(nn.Module).get("__getattribute__")  # of a trace around this one
 
@@ -317,11 +321,16 @@ def intercept(module_call: _Handler, apply: _Handler, read: _Handler, ask_mode: 
             raise
         return read(module, name, value)
 
+    def setattribute(module: nn.Module, name: str, value: Any) -> None:
+        plain_setattr(module, name, value)
+        write(module, name)
+
     askers = _askers()
     for space, name in askers:
         space[name] = partial(ask_mode, name, MODES[name])
     nn.Module.__call__ = patched_call  # type: ignore[method-assign]
     nn.Module.__getattribute__ = getattribute  # type: ignore[method-assign, assignment]
+    nn.Module.__setattr__ = setattribute  # type: ignore[method-assign, assignment]
     _SingleLevelFunction.apply = classmethod(patched_apply)  # type: ignore[attr-defined]
     try:
         yield
@@ -329,6 +338,7 @@ def intercept(module_call: _Handler, apply: _Handler, read: _Handler, ask_mode: 
         for space, name in askers:
             space[name] = MODES[name]
         _put_back(nn.Module, "__getattribute__", plain_getattribute)
+        nn.Module.__setattr__ = plain_setattr  # type: ignore[method-assign]
         _put_back(_SingleLevelFunction, "apply", plain_apply)
         nn.Module.__call__ = plain_call  # type: ignore[method-assign]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -31,10 +30,10 @@ def assigned_values(recorder: Recorder) -> dict[str, Any]:
         recorder.assigned = recorder.earlier.assigned
     else:
         for path in ("", *sorted(recorder.opened)):
-            recorder.assigned += [
-                paths.join(path, name) for name in _assigned_to(recorder, recorder.module.get_submodule(path))
-            ]
-    return {path: getattr(recorder.module.get_submodule(owner), name, None) for path, owner, name in _split(recorder.assigned)}
+            names = _assigned_to(recorder, recorder.module.get_submodule(path))
+            recorder.assigned += [paths.join(path, name) for name in names]
+    places = {path: paths.split(path) for path in recorder.assigned}
+    return {path: getattr(recorder.module.get_submodule(owner), name, None) for path, (owner, name) in places.items()}
 
 
 def note_assigned(recorder: Recorder) -> None:
@@ -46,7 +45,11 @@ def note_assigned(recorder: Recorder) -> None:
 
 def _assigned_to(recorder: Recorder, module: nn.Module) -> list[str]:
     before = recorder.sandbox.held_before(module)
-    changed = [name for name, value in vars(module).items() if name not in OF_TORCH and before.get(name, _MISSING) is not value]
+    changed = [
+        name
+        for name, value in vars(module).items()
+        if name not in OF_TORCH and ((id(module), name) in recorder.writes or before.get(name, _MISSING) is not value)
+    ]
     constants = {name for name in changed if _is_constant(recorder, vars(module)[name])}
     has_cache = any((id(module), name) in recorder.reads_before for name in constants)
     return [name for name in changed if not has_cache or name not in constants]
@@ -55,7 +58,3 @@ def _assigned_to(recorder: Recorder, module: nn.Module) -> list[str]:
 def _is_constant(recorder: Recorder, value: Any) -> bool:
     nodes = [recorder.nodes.get(id(tensor)) for tensor in tensors(value)]
     return all(node is None or is_constant(node) for node in nodes)
-
-
-def _split(names: list[str]) -> Iterator[tuple[str, str, str]]:
-    return ((name, owner, own) for name in names for owner, _, own in [name.rpartition(".")])

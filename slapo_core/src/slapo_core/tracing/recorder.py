@@ -75,6 +75,8 @@ class Recorder:
         """Attributes the forward has read: id of the module, and name."""
         self.reads_before: set[tuple[int, str]] = set()
         """Those that it has read as they were before it ran."""
+        self.writes: set[tuple[int, str]] = set()
+        """Those that it has set, to whatever value."""
         self.assigned: list[str] = []
         """Dotted paths of the attributes that the forward has assigned."""
         self.opened: set[str] = set()

@@ -268,11 +268,16 @@ class _Session(TorchFunctionMode):
         self.read_by.setdefault((id(module), name), set()).add(id(self.running))
         return value
 
+    def write(self, module: nn.Module, name: str) -> None:
+        """An attribute is set."""
+        if (recorder := self.stack[-1]) is not None:
+            recorder.writes.add((id(module), name))
+
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run the root's forward."""
         memo = {id(module): module for module in self.root.modules()}
         args, kwargs = replace_tensors((args, kwargs), self.sandbox.enter_input, memo)
-        handlers = self.module_call, self.apply, self.read, self.ask_mode
+        handlers = self.module_call, self.apply, self.read, self.ask_mode, self.write
         with private.intercept(*handlers), private.intercept_vmap(self.vmap), self:
             try:
                 self.root(*args, **kwargs)
