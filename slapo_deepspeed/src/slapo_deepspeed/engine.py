@@ -335,7 +335,7 @@ class DeepSpeedEngine(BatchEngine):
             return loss, self._stage.counted
         self.model.train(training)
         self._modes.freeze()
-        with self._reads.looking(training) if self._reads is not None else nullcontext():
+        with self._reads.watched(training) if self._reads is not None else nullcontext():
             return self._mean([self._part(index, batch) for index in range(len(batch.parts))]), self._counted
 
     def _begin(self, stage: RunningStage, batch: MicroBatches, training: bool) -> None:
@@ -359,7 +359,7 @@ class DeepSpeedEngine(BatchEngine):
         else:
             self.model.train()
             self._modes.freeze()
-            with self._unused.watched(), self._reads.looking(True) if self._reads is not None else nullcontext():
+            with self._unused.watched(), self._reads.watched(True) if self._reads is not None else nullcontext():
                 losses = [self._train_part(index, batch) for index in range(len(batch.parts))]
             loss = self._mean(losses)
         norm = self.model.get_global_grad_norm() if self._clipped_norm is None else self._clipped_norm

@@ -38,14 +38,14 @@ class ExternalReads:
         coordinator = getattr(model.optimizer, "parameter_offload", model.optimizer).get_param_coordinator()
         for each in module.modules():
             table: Any = each._external_params
-            vars(each)["_external_params"] = _Table(coordinator, table)
+            vars(each)["_external_params"] = _ExternalParameters(coordinator, table)
         self._hooks = [
             module.register_forward_pre_hook(self._before, prepend=True),
             module.register_forward_hook(self._behind, always_call=True),
         ]
 
     @contextmanager
-    def looking(self, training: bool) -> Iterator[None]:
+    def watched(self, training: bool) -> Iterator[None]:
         """Run a step in the block; its forwards, and those of checks before it, are looked at."""
         yield
         self._awaited.discard(training)
@@ -83,7 +83,7 @@ class _Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Table(dict[int, nn.Parameter]):
+class _ExternalParameters(dict[int, nn.Parameter]):
     """Parameters of others that a module reads; DeepSpeed's plan, which has none that is new, is void then."""
 
     def __init__(self, coordinator: Any, held: dict[int, nn.Parameter]) -> None:

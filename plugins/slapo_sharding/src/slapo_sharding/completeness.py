@@ -17,6 +17,7 @@ from . import attention, sync_batch_norm
 from .cutting import user_code
 from .foreign_reads import watch
 from .moves import MOVING, OFF, check_moves
+from .repeated_blocks import ancestors
 from .rules import AppliedCut, applied_cut, holds, is_kept_for_inside, split_of
 from .shared_memory import check_shared_memory
 from .syncing import REDUCING, Sync, sums_gradient, syncs_of
@@ -74,12 +75,12 @@ def _check_module(path: str, modules: dict[str, nn.Module]) -> None:
     if applied is None or applied.cut.output != "whole":
         _check_heads(name, module)
     if applied is None:
-        _check_unawares(name, module, [modules[outer] for outer in _above(path)])
+        _check_unawares(name, module, [modules[outer] for outer in ancestors(path)])
         _check_gathered_around(name, module, path)
     elif applied.spec.num_shards > 1 and applied.cut.output != "whole":
         _check_code(name, module)
         own = list(syncs_of(module))
-        above = [sync for outer in _above(path) for sync in syncs_of(modules[outer])]
+        above = [sync for outer in ancestors(path) for sync in syncs_of(modules[outer])]
         _check_output(name, applied, own, above)
         _check_input(name, applied, own, above, _beside(path, modules))
     check_moves(name, module, split_of(module))
@@ -173,7 +174,7 @@ def _uses_own(module: nn.Module, path: str, around: str, modules: dict[str, nn.M
         return False
     if applied.cut.input == "replicated":
         return True
-    between = [module, *(modules[outer] for outer in _above(path) if len(outer) > len(around) and outer in modules)]
+    between = [module, *(modules[outer] for outer in ancestors(path) if len(outer) > len(around) and outer in modules)]
     scattered = any(sync.mode == "fwd_pre" and sync.op == "scatter" for each in between for sync in syncs_of(each))
     return path != around and not scattered
 
@@ -261,7 +262,7 @@ def _check_input(name: str, applied: AppliedCut, own: list[Sync], above: list[Sy
 
 def _beside(path: str, modules: dict[str, nn.Module]) -> Iterator[Sync]:
     """The syncs of what stands beside a module, or beside one around it, and is whole itself."""
-    for outer in _above(path):
+    for outer in ancestors(path):
         for child in modules[outer].children():
             if not cut_modules(child):
                 yield from syncs_of(child)
@@ -271,9 +272,3 @@ def _reduces_gradient(sync: Sync, mode: str = "fwd_pre") -> bool:
     if sync.mode == "bwd_post":
         return sync.op == "all_reduce"
     return sync.mode == mode and sync.op == "all_gather" and sync.backward == "reduce_scatter"
-
-
-def _above(path: str) -> Iterator[str]:
-    while path:
-        path = path.rpartition(".")[0]
-        yield path

@@ -27,7 +27,7 @@ from .layouts import LayoutError, Layouts
 from .local_sizes.owners import is_inside
 from .local_sizes.sharded_norms import norm_of
 from .mixed_parameters import mixed_parameters
-from .repeated_blocks import kind
+from .repeated_blocks import ancestors, kind
 from .residual_streams import residual_streams
 from .splits import ParameterSplit, Split
 
@@ -60,8 +60,7 @@ class Derived:
 
     def splits_parameter(self, name: str) -> bool:
         """Return whether a parameter is split, or the layer that it is in."""
-        owners = (name[:end] for end in (0, *(place for place, letter in enumerate(name) if letter == "."), len(name)))
-        return name in self.parameters or any(map(self.splits.__contains__, owners))
+        return name in self.parameters or any(path in self.splits for path in ancestors(name))
 
     def __len__(self) -> int:
         return len(self.splits) + len(self.parameters)

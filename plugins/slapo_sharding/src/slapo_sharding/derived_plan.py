@@ -30,12 +30,13 @@ from .local_sizes.owners import (
     partial_parameters,
 )
 from .localise import Count, Difference, counts, difference, localise
-from .named_choices import unseen_choices
+from .module_dicts import unused_entries
 from .norms import counts_channels_only
 from .parameter_splits import split_parameters
 from .parametrized import registrations
 from .parts_alone import split_parts
 from .plan_search import find_plan
+from .repeated_blocks import ancestors
 from .rulebook import rules_of
 from .rules import split_of
 from .sharding import Sharder
@@ -46,7 +47,7 @@ from .vocabulary import vocabulary_in
 
 
 def apply_derived(
-    schedule: Schedule, sequence_parallel: bool = False, words: Mapping[str, str] | None = None
+    schedule: Schedule, sequence_parallel: bool = False, vocabulary: Mapping[str, str] | None = None
 ) -> dict[str, str]:
     """Derive a plan for the module and take its steps.
 
@@ -55,19 +56,20 @@ def apply_derived(
     Args:
         schedule: Of the module.
         sequence_parallel: Split the sequence between the layers too.
-        words: Paths and styles of the embedding and head that the model names. None for a part of a model, of which something
-            is split elsewhere, so that nothing may be split here.
+        vocabulary: Paths and styles of the embedding and head that the model names, as far as it does. None for a part of a
+            model, of which something is split elsewhere, so that nothing may be split here.
 
     Returns:
-        The steps left to take: ``words``, or what the graph shows of a vocabulary.
+        The steps left to take: ``vocabulary``, or else the one that the graph shows.
 
     Raises:
         ScheduleError: no example inputs, nothing that can be split, or a sequence that cannot.
         TraceError: the forward of the module itself cannot be a graph.
     """
+    steps = {**(vocabulary or {})}
     if schedule.world_size <= 1:
-        return {**(words or {})}
-    whole, splits_more = LeftWhole(), words is None or bool(words)
+        return steps
+    whole, splits_more = LeftWhole(), vocabulary is None or bool(vocabulary)
     try:
         derived = _carried_out(schedule, whole, sequence_parallel, splits_more)
     except (ScheduleError, TraceError) as err:
@@ -76,24 +78,22 @@ def apply_derived(
             raise
         what = "tensor_parallel: the parts of %s are split each for themselves, as there is no plan for all of it: %s"
         get_logger().warning(what, schedule.path or type(schedule.mod).__name__, without_advice(err))
-        return {**(words or {})}
+        return steps
     if [path for path in whole.opaque if split_parts(schedule[path], _apply_to_part)]:
         derived.reasons = untold(schedule.mod, derived.reasons)
     if not splits_more and not any(map(is_part, schedule.mod.parameters())):
         raise _nothing_split(schedule, derived, sequence_parallel)
-    if words == {}:
-        words = vocabulary_in(derived.layouts, schedule.mod, schedule.world_size, rules_of(schedule))
-    if any(_runs_from_graph(schedule.mod, path) for path in words or ()):
-        words = {}
-    tell(schedule, derived, whole.layers, tell_of_opaque(schedule, whole) | {*(words or ())})
-    return {**(words or {})}
+    if vocabulary == {}:
+        steps = vocabulary_in(derived.layouts, schedule.mod, schedule.world_size, rules_of(schedule))
+    if any(_runs_from_graph(schedule.mod, path) for path in steps):
+        steps = {}
+    tell(schedule, derived, whole.layers, tell_of_opaque(schedule, whole) | {*steps})
+    return steps
 
 
 def _runs_from_graph(model: nn.Module, path: str) -> bool:
     """Return whether a module around a layer runs from a graph, in which the layer is what it was in the plan."""
-    names = path.split(".")
-    outer = (model.get_submodule(".".join(names[:end])) for end in range(len(names)))
-    return any(isinstance(own_forward(module), LocalForward) for module in outer)
+    return any(isinstance(own_forward(model.get_submodule(outer)), LocalForward) for outer in ancestors(path))
 
 
 def _carried_out(schedule: Schedule, whole: LeftWhole, sequence_parallel: bool, splits_more: bool) -> Derived:
@@ -169,7 +169,7 @@ def carry_out(
     for paths in column_inputs.by_input(layouts.graph, columns):
         column_inputs.sum_gradients(schedule, paths)
     if not layouts.crossings:
-        _split_choices(schedule, derived)
+        _split_unused_entries(schedule, derived)
     for (path, mode), crossing in layouts.crossings.items():
         schedule[path].sync(mode, crossing.op, **crossing.arguments())
     for path, (forward, _) in forwards.items():
@@ -253,10 +253,10 @@ def _split(schedule: Schedule, split: Split, scattered: int | None) -> bool:
     return cut.input == "replicated"
 
 
-def _split_choices(schedule: Schedule, derived: Derived) -> None:
-    """Split layers as wide as split ones, beside which they stand for the model to choose from, and which did not run."""
+def _split_unused_entries(schedule: Schedule, derived: Derived) -> None:
+    """Split layers that did not run as those of the same width in the same ``nn.ModuleDict`` that did."""
     for path, split in derived.splits.items():
-        for other in unseen_choices(schedule.mod, derived.layouts, path):
+        for other in unused_entries(schedule.mod, derived.layouts, path):
             applied = split_of(schedule.mod.get_submodule(path))
             assert applied is not None
             module, spec = schedule.mod.get_submodule(other), applied.spec
@@ -295,7 +295,7 @@ def _fork(schedule: Schedule, derived: Derived, from_graph: Collection[str]) -> 
         if derived.layouts.crossings:
             raise _error(schedule, f"{err}; set that rate to 0, or give plan= and fork_rng") from err
         raise Misfit(schedule, f"{err}; set that rate to 0", _sources(derived, [err.node])) from err
-    found += [(other, outside) for path, outside in found for other in unseen_choices(schedule.mod, derived.layouts, path)]
+    found += [(other, outside) for path, outside in found for other in unused_entries(schedule.mod, derived.layouts, path)]
     for path, outside in found:
         (schedule[path] if path else schedule).fork_rng(**({"outside": True} if outside else {}))
 
@@ -347,9 +347,7 @@ def _count_locally(
         what = f"a module counts on all heads or all of its width where it has a part: {wrong.reason}"
         if derived.layouts.crossings:
             raise _error(schedule, f"the sequence cannot be split: {what}; leave out sequence_parallel")
-        near = (
-            [path for path in stacks if is_inside(path, wrong.module) or is_inside(wrong.module, path)] if wrong.module else []
-        )
+        near = [path for path in stacks if wrong.module and (is_inside(path, wrong.module) or is_inside(wrong.module, path))]
         raise Misfit(schedule, what, near or _given_to(derived, wrong.module) or _layers_of(derived, wrong.module) or stacks)
     for module in schedule.mod.modules():
         schedule.touch(module)

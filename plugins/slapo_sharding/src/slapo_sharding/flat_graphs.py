@@ -14,11 +14,11 @@ from slapo_core.wrapping import is_opaque
 
 from .capturing_hooks import recorded_captures
 from .computing_hooks import computing_hooks
-from .examples import without_examples
 from .left_whole import LeftWhole
 from .local_sizes.owners import is_inside
 from .origins import forget, remembered
 from .parametrized import computed_by, registrations
+from .prototypes import without_prototypes
 from .rulebook import rules_of
 
 _OF_LAYERS = (
@@ -116,7 +116,7 @@ def flat_graph(schedule: Schedule, layers: list[str]) -> fx.GraphModule:
             open_modules=_OF_LAYERS,
             assigned="returned" if schedule.path else "noted",  # what is around a part may read what that leaves behind
         )
-    without_examples(traced.graph)
+    without_prototypes(traced.graph)
     return traced
 
 

@@ -54,19 +54,19 @@ def with_parts(layouts: Layouts, n: fx.Node, args: Any, kwargs: Any) -> Any:
         [(place, None), *((place, dim) for dim, size in enumerate(each.shape) if size in sizes and is_cut[place])]
         for place, each in whole.items()
     ]
+    blocks = _blocks(shards)
     for chosen in islice(product(*options), 1, _MOST_CHOICES):
         cut = {place: dim for place, dim in chosen if dim is not None}
-        blocks = _blocks(shards)
-        args, kwargs = with_leaves(
-            (args, kwargs), {place: _cut(layouts, whole[place], dim, blocks) for place, dim in cut.items()}
-        )
+        parts = {place: _cut(layouts, whole[place], dim, blocks) for place, dim in cut.items()}
+        args, kwargs = with_leaves((args, kwargs), parts)
         try:
             value = getattr(layouts, n.op)(n.target, args, kwargs)
         except RuntimeError:
             args, kwargs = with_leaves((args, kwargs), whole)
         else:
             layouts.cut[n] = cut
-            layouts.cut_blocks.update({n: blocks} if blocks else {})
+            if blocks:
+                layouts.cut_blocks[n] = blocks
             return value
     if layouts.cuts_only:
         raise ValueError("the operation needs all of a value that is sharded")
@@ -151,12 +151,8 @@ def may_cut(layouts: Layouts, node: fx.Node, of_layers: bool = True) -> bool:
         node: Gives the value.
         of_layers: Count the results that row layers add up among the latter.
     """
-    if (
-        (layouts.cuts_inputs and _is_of_argument(node))
-        or not has_gradient(node)
-        or parameters_of(node)
-        or node in layouts.copies
-    ):
+    is_given = layouts.cuts_inputs and _is_of_argument(node)
+    if is_given or not has_gradient(node) or parameters_of(node) or node in layouts.copies:
         return True
     return not layouts.cuts_only and _is_for_parts(layouts, node, of_layers)
 

@@ -20,7 +20,7 @@ from .layouts import UNEVEN, Layouts
 from .local_sizes.owners import is_inside
 from .parametrized import computed_by
 from .projections import is_projection
-from .repeated_blocks import kind
+from .repeated_blocks import ancestors, kind
 from .rulebook import rules_of
 from .rules import split_of
 from .whole_products import whole_products
@@ -123,7 +123,7 @@ def untold(model: nn.Module, reasons: Mapping[str, str]) -> dict[str, str]:
 
 def _block(path: str) -> str:
     """Return the path of the outermost repeated module around a layer; the layer's own where there is none."""
-    return next((outer for outer in reversed([*_around(path)]) if kind(outer) != outer), path)
+    return next((outer for outer in reversed([*ancestors(path)]) if kind(outer) != outer), path)
 
 
 def tell(schedule: Schedule, derived: Derived, misfits: Collection[str] = (), done: Collection[str] = ()) -> None:
@@ -177,7 +177,7 @@ def tell(schedule: Schedule, derived: Derived, misfits: Collection[str] = (), do
             if rewritten:
                 why = "the rewritten graph around it uses its weights; call tensor_parallel() before what rewrites it"
             _say(schedule, path, why)
-    split = {outer for path in (*derived.splits, *derived.parameters) for outer in (path, *_around(path))}
+    split = {outer for path in (*derived.splits, *derived.parameters) for outer in (path, *ancestors(path))}
     for path, line in whole_products(schedule.mod, derived.layouts, split).items():
         if not path or not any(is_inside(kind(path), what) or is_inside(what, kind(path)) for what in told):
             told |= {kind(path)} - {""}
@@ -220,7 +220,7 @@ def _of_parameters(schedule: Schedule, derived: Derived) -> dict[str, str]:
 
     Repeated ones are meant, and one of a kind; with one matrix it is a table or a router.
     """
-    split = {outer for path in (*derived.splits, *derived.parameters) for outer in _around(path)}
+    split = {outer for path in (*derived.splits, *derived.parameters) for outer in ancestors(path)}
     found: dict[str, tuple[str, str]] = {}
     for node in derived.layouts.graph.find_nodes(op="get_attr"):
         path = str(node.target).rpartition(".")[0]
@@ -259,21 +259,15 @@ def _read_weights(schedule: Schedule, derived: Derived) -> Iterable[str]:
 
 
 def _is_in_graph(schedule: Schedule, path: str) -> bool:
-    outer = (schedule.mod, *map(schedule.mod.get_submodule, _around(path)))
-    return any(isinstance(module, fx.GraphModule) for module in outer)
-
-
-def _around(path: str) -> Iterator[str]:
-    while path := path.rpartition(".")[0]:
-        yield path
+    return any(isinstance(schedule.mod.get_submodule(outer), fx.GraphModule) for outer in ancestors(path))
 
 
 def _whole_modules(derived: Derived) -> dict[str, str]:
     """Return, of layers in repeated modules, the outermost one around each in which nothing is split, if it has several."""
-    split = {outer for path in (*derived.splits, *derived.parameters) for outer in _around(path)}
+    split = {outer for path in (*derived.splits, *derived.parameters) for outer in ancestors(path)}
     found: dict[str, str] = {}
     for path in derived.reasons.keys() - derived.splits.keys():
-        outer = [other for other in _around(path) if other not in split and kind(other) != other]
+        outer = [other for other in ancestors(path) if other not in split and kind(other) != other]
         outer = [other for other in outer if not other.rpartition(".")[2].isdigit()] or outer
         if outer:
             found[path] = outer[-1]

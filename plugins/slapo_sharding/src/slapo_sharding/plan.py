@@ -23,6 +23,7 @@ from torch import nn
 
 from . import attention
 from .layers import is_conv1d
+from .repeated_blocks import ancestors
 from .rulebook import Rulebook
 from .vocabulary import vocabulary_modules
 
@@ -72,7 +73,7 @@ def undeclared_parameters(model: nn.Module, steps: Plan) -> list[str]:
     found = []
     for owner in sorted(owners):
         for name, _ in model.get_submodule(owner).named_parameters(owner):
-            if steps.keys().isdisjoint(_ancestors(name)):
+            if steps.keys().isdisjoint(ancestors(name)):
                 found.append(name)
     return found
 
@@ -92,9 +93,3 @@ def head_norms(model: nn.Module, steps: Plan) -> Iterator[str]:
         heads = any(f"{owner}.{other}" in steps for other in attention.PROJECTIONS)
         if heads and attention.norms_heads(model.get_submodule(owner), child):
             yield path
-
-
-def _ancestors(path: str) -> Iterator[str]:
-    while path:
-        path = path.rpartition(".")[0]
-        yield path

@@ -15,12 +15,9 @@ from .layouts import Layouts
 from .rulebook import Rulebook
 from .whole_products import PRODUCTS
 
-_STYLES = {True: "embedding_rowwise", False: "colwise_gather_output"}
-"""Of an embedding, and of a head: both are given and return whole values."""
-
 
 def vocabulary(model: nn.Module, num_shards: int, rules: Rulebook) -> list[tuple[str, str]]:
-    """Paths and styles of the embedding and the head, where the vocabulary can be split: no rule is against it.
+    """Return paths and styles of the embedding and the head, where the vocabulary can be split: no rule is against it.
 
     What is tied to them is split along, or all of it stays whole. Without a head the embedding stays whole: its weight may
     serve as one.
@@ -33,7 +30,7 @@ def vocabulary(model: nn.Module, num_shards: int, rules: Rulebook) -> list[tuple
     for module in found:
         tied = _tied(named, module)
         if all(_splits(other, num_shards, rules) for other in tied.values()):
-            steps.update((path, _STYLES[isinstance(other, nn.Embedding)]) for path, other in tied.items())
+            steps.update((path, _style(other)) for path, other in tied.items())
     return list(steps.items())
 
 
@@ -63,18 +60,19 @@ def vocabulary_in(layouts: Layouts, model: nn.Module, num_shards: int, rules: Ru
         for path in whole
         if rules.is_layer(named[path], "sharded") and not any(_is_computed_with(each, model) for each in calls[path])
     ]
-    sizes = {named[path].weight.shape[0] for path in tables} & {named[path].weight.shape[0] for path in heads}
+    sizes = set.intersection(*({len(named[path].weight) for path in paths} for paths in (tables, heads)))
     steps: dict[str, str] = {}
-    for path in (*tables, *heads):
+    for path in (path for path in (*tables, *heads) if len(named[path].weight) in sizes):
         tied = _tied(named, named[path])
         used_by_calls = calls.keys() >= tied.keys() and read.isdisjoint(tied)
-        if (
-            named[path].weight.shape[0] in sizes
-            and used_by_calls
-            and all(_splits(each, num_shards, rules) for each in tied.values())
-        ):
-            steps.update((other, _STYLES[isinstance(module, nn.Embedding)]) for other, module in tied.items())
+        if used_by_calls and all(_splits(each, num_shards, rules) for each in tied.values()):
+            steps.update((other, _style(module)) for other, module in tied.items())
     return steps
+
+
+def _style(module: nn.Module) -> str:
+    """Return the style of an embedding or a head: both are given and return whole values."""
+    return "embedding_rowwise" if isinstance(module, nn.Embedding) else "colwise_gather_output"
 
 
 def _has_rows(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from slapo_core.tracing.calls import function_name
 
 from .layouts import Layouts
 from .node_values import parameters_of
-from .repeated_blocks import kind
+from .repeated_blocks import ancestors, kind
 
 PRODUCTS = frozenset("linear bilinear matmul mm bmm addmm baddbmm einsum tensordot conv1d conv2d conv3d".split())
 """Names of functions that multiply matrices."""
@@ -90,8 +90,5 @@ def _place(node: fx.Node, model: nn.Module) -> str | None:
 
 def _outermost(path: str, split: Collection[str]) -> str:
     """Return the outermost repeated module around a path, or it itself, in which nothing is split; no element of a list."""
-    found = path
-    while path := path.rpartition(".")[0]:
-        if path not in split and kind(path) != path and not path.rpartition(".")[2].isdigit():
-            found = path
-    return found
+    outer = (each for each in ancestors(path) if kind(each) != each and not each.rpartition(".")[2].isdigit())
+    return ([path] + [each for each in outer if each not in split])[-1]

@@ -83,7 +83,7 @@ def placement(schedule: str, stages: int, ranks: int, microbatches: int) -> tupl
         )
     if why := _misfit(schedule, stages, ranks, microbatches):
         raise BuildError(why)
-    if (runs := _degenerate(schedule, stages, microbatches)) != schedule:
+    if (runs := _effective(schedule, stages, microbatches)) != schedule:
         message = "schedule %r of fewer micro-batches than stages, %d for %d, runs as %r; with microbatches=%d ranks wait less"
         get_logger().warning(message, schedule, microbatches, stages, runs, stages)
     if is_file(schedule):
@@ -108,7 +108,7 @@ def schedule_of(name: str, program: Program, microbatches: int, rows: int | None
     """
     stages = len(program.stages)
     if not rows or rows % microbatches == 0:
-        return _degenerate(name, stages, microbatches), microbatches
+        return _effective(name, stages, microbatches), microbatches
     found = for_rows(name, stages, program.axis_size("pp"), microbatches, rows)
     how = f"{found[1]} micro-batches, not {microbatches}" + (f", by schedule {found[0]!r}" if found[0] != name else "")
     get_logger().warning("a batch of %d rows runs in %s", rows, how)
@@ -132,7 +132,7 @@ def for_rows(schedule: str, stages: int, ranks: int, microbatches: int, rows: in
     for name in () if is_file(schedule) else (schedule, _ANY_NUMBER.get(schedule, schedule)):
         for number in numbers:
             if _misfit(name, stages, ranks, number) is None:
-                return _degenerate(name, stages, number), number
+                return _effective(name, stages, number), number
     raise BuildError(
         f"{rows} rows cannot be cut into {microbatches} equal micro-batches; give a batch of a multiple of {microbatches} rows"
     )
@@ -146,7 +146,7 @@ def _with_any_number(per_rank: int) -> str:
     return " or ".join(repr(name) for name, kind in KINDS.items() if kind.stages_per_rank in (None, per_rank))
 
 
-def _degenerate(schedule: str, stages: int, microbatches: int) -> str:
+def _effective(schedule: str, stages: int, microbatches: int) -> str:
     """Return the schedule that runs: 1F1B of fewer micro-batches than stages keeps as many activations as GPipe does."""
     return _ANY_NUMBER[schedule] if schedule == "1f1b" and microbatches < stages else schedule
 

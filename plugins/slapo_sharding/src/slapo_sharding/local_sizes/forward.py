@@ -29,10 +29,10 @@ from slapo_core.wrapping import INNER, WRAPPERS
 from .._torch_private import mesh_of
 from ..branches import Branches, find_branches
 from ..collectives import Group
-from ..examples import without_examples
 from ..layouts import LayoutError, Layouts
 from ..origins import forget
 from ..parametrized import registrations
+from ..prototypes import without_prototypes
 from ..splits import ParameterSplit, Split
 from .arguments import leaves
 from .graph import make_local
@@ -259,7 +259,7 @@ class LocalForward(Hidden):
             LayoutError: they do not fit together in this graph.
         """
         plan, whole = self._plan, whole or self._whole
-        without_examples(graph)
+        without_prototypes(graph)
         layers = {id(whole.get_submodule(path)) for path in plan.splits}
         candidates = {path: split for path, split in plan.splits.items() if split is not None and split.output == "sharded"}
         left = [whole.get_submodule(path) for path, split in plan.splits.items() if split is None]

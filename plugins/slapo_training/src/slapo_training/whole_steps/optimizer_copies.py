@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -39,13 +40,11 @@ def substituted_states(optimizer: Optimizer, memo: dict[int, Any]) -> dict[int, 
     found: dict[int, Any] = {}
     for each in optimizers_in(optimizer):
         for table in (value for value in vars(each).values() if isinstance(value, dict)):
-            kept: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-            for parameter, state in table.items():
-                for name, value in (
-                    (state if isinstance(state, dict) else {None: state}).items() if id(parameter) in memo else ()
-                ):
+            kept = defaultdict[Any, list[tuple[torch.Tensor, torch.Tensor]]](list)
+            for parameter, state in (item for item in table.items() if id(item[0]) in memo):
+                for name, value in (state if isinstance(state, dict) else {None: state}).items():
                     if isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.shape:
-                        kept.setdefault(name, []).append((parameter, value))
+                        kept[name].append((parameter, value))
             for pairs in kept.values():
                 # sums that start at zero are equal to parameters that do, as biases
                 are_copies = all(torch.equal(*pair) for pair in pairs) and any(bool(value.any()) for _, value in pairs)

@@ -1,4 +1,4 @@
-"""Calls that are given a tensor as an example of a shape or a dtype: they use none of its numbers, and it gets no gradient."""
+"""Calls that are given a tensor as a prototype of a shape or a dtype: they use none of its numbers, and it gets no gradient."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _LIKE_SHAPE = {"view_as": "view", "reshape_as": "reshape"}
 _LIKE_TYPE = frozenset(("type_as", "to"))
 
 
-def without_examples(graph: fx.Graph) -> None:
-    """Let calls take a shape or a dtype in the place of an example of it.
+def without_prototypes(graph: fx.Graph) -> None:
+    """Let calls take a shape or a dtype in the place of a prototype.
 
     Rewrite:
         x.view_as(y)             -->  x.view(*sizes of y)
@@ -31,8 +31,8 @@ def without_examples(graph: fx.Graph) -> None:
         if name in _LIKE_SHAPE:
             node.target, node.args = _LIKE_SHAPE[name], (node.args[0], *values[1].shape)
         elif name in _LIKE_TYPE:
-            node.target, node.args = "to", (node.args[0], *_facts(*values))
+            node.target, node.args = "to", (node.args[0], *_device_and_dtype(*values))
 
 
-def _facts(given: Any, example: Any) -> tuple[Any, ...]:
-    return (example.dtype,) if given.device == example.device else (example.device, example.dtype)
+def _device_and_dtype(given: Any, prototype: Any) -> tuple[Any, ...]:
+    return (prototype.dtype,) if given.device == prototype.device else (prototype.device, prototype.dtype)
