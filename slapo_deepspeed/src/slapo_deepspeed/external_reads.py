@@ -24,7 +24,7 @@ class ExternalReads:
     """Refuses to read a parameter that is not gathered, in the first step that trains and in the first that does not.
 
     DeepSpeed gathers a parameter for a module that reads it as an attribute of another one. Its plan of gathers is then
-    recorded anew. Who finds a parameter in any other way would compute with an empty tensor.
+    recorded anew. Code that finds a parameter in any other way would compute with an empty tensor.
 
     Args:
         model: DeepSpeed's engine.
@@ -41,7 +41,7 @@ class ExternalReads:
             vars(each)["_external_params"] = _ExternalParameters(coordinator, table)
         self._hooks = [
             module.register_forward_pre_hook(self._before, prepend=True),
-            module.register_forward_hook(self._behind, always_call=True),
+            module.register_forward_hook(self._after, always_call=True),
         ]
 
     @contextmanager
@@ -60,7 +60,7 @@ class ExternalReads:
             self._watch = _Watch(self._names)
             self._watch.__enter__()  # type: ignore[no-untyped-call]
 
-    def _behind(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]

@@ -295,9 +295,8 @@ class _Search:
         if self.adapts != "all" or module in self.unadapted:
             return set()
         if tables:  # of distances, say, which queries meet in a product: all heads use the whole of it
-            return (
-                {_place(path) for path in tables} if function_name(err.node) in _ATTENTION and err.sources - tables else set()
-            )
+            is_met = function_name(err.node) in _ATTENTION and err.sources > tables
+            return set(map(_place, tables)) if is_met else set()
         numbers: dict[str, int] = {}
         for path in err.sources:
             numbers[_place(path)] = numbers.get(_place(path), 0) + self._numbers([path])

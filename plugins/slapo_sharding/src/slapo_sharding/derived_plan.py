@@ -20,7 +20,7 @@ from .derive import Derived
 from .draws import MixedDraws, forks
 from .flat_graphs import TakenName, flat_graph, layer_paths
 from .layouts import Layouts
-from .left_whole import REMEDY, LeftWhole, Misfit, tell, tell_of_attributes, tell_of_opaque, untold, without_advice
+from .left_whole import REMEDY, LeftWhole, Misfit, remaining_reasons, tell, tell_of_attributes, tell_of_opaque, without_advice
 from .local_forwards import local_forwards
 from .local_sizes.forward import LocalForward
 from .local_sizes.owners import (
@@ -80,7 +80,7 @@ def apply_derived(
         get_logger().warning(what, schedule.path or type(schedule.mod).__name__, without_advice(err))
         return steps
     if [path for path in whole.opaque if split_parts(schedule[path], _apply_to_part)]:
-        derived.reasons = untold(schedule.mod, derived.reasons)
+        derived.reasons = remaining_reasons(schedule.mod, derived.reasons)
     if not splits_more and not any(map(is_part, schedule.mod.parameters())):
         raise _nothing_split(schedule, derived, sequence_parallel)
     if vocabulary == {}:

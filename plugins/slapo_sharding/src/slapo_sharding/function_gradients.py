@@ -77,7 +77,8 @@ def by_trial(node: fx.Node, args: Any, kwargs: Any, mesh: DeviceMesh) -> DTensor
     target: Any = node.target
     run = target if node.op == "call_function" else lambda x, *others, **named: getattr(x, target)(*others, **named)
     dims = {_dim(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)}
-    local = run(*pytree.tree_map_only(DTensor, DTensor.to_local, args), **kwargs)
+    own, named = pytree.tree_map_only(DTensor, DTensor.to_local, (args, kwargs))
+    local = run(*own, **named)
     if None in dims or node.meta.get("mutates") or node.meta.get("draws") or not isinstance(local, torch.Tensor):
         raise RuntimeError("DTensor has no rule")
     whole = node.meta["val"].shape

@@ -107,7 +107,7 @@ def tell_of_opaque(schedule: Schedule, whole: LeftWhole) -> set[str]:
     return told
 
 
-def untold(model: nn.Module, reasons: Mapping[str, str]) -> dict[str, str]:
+def remaining_reasons(model: nn.Module, reasons: Mapping[str, str]) -> dict[str, str]:
     """Return the reasons of layers of which the plans of parts have not told.
 
     Such a plan tells of all layers in the blocks that it splits, but for attentions of which it splits nothing.
@@ -149,13 +149,13 @@ def tell(schedule: Schedule, derived: Derived, misfits: Collection[str] = (), do
         _say(schedule, where if loud else path, reason, loud)
         told.update([what, kind(where)] if loud else [])
     for path, line in _of_parameters(schedule, derived).items():
-        if not any(is_inside(kind(path), what) for what in told):
+        if not _is_told(path, told):
             told.add(kind(path))
             why = next((f": {reason}" for name, reason in derived.reasons.items() if name.startswith(f"{path}.")), f" ({line})")
             why = f"it multiplies by parameters of its own, in no layer{why}"
             _say(schedule, path, why)
     for path, line in _of_convolutions(schedule, derived).items():
-        if not any(is_inside(kind(path), what) for what in told):
+        if not _is_told(path, told):
             told.add(kind(path))
             _say(schedule, path, f"its MLP is made of convolutions ({line})")
     told |= tell_whole_attentions(schedule, {**_lines_of_calls(derived), **derived.reasons}, _NONE, told)
@@ -165,21 +165,21 @@ def tell(schedule: Schedule, derived: Derived, misfits: Collection[str] = (), do
     for path in computed.values():
         _say(schedule, path, f"its {computed_by(schedule.mod.get_submodule(path))}")
     for path in _whole_projections(schedule):
-        if kind(path) not in computed and not any(is_inside(kind(path), what) for what in told):
+        if kind(path) not in computed and not _is_told(path, told):
             told.add(kind(path))
             name = type(schedule.mod.get_submodule(path)).__name__
             why = f"a part of what the {name} returns does not follow from parts of its tensors"
             _say(schedule, path, why)
     for path in _read_weights(schedule, derived):
         rewritten = _is_in_graph(schedule, path)
-        if (rewritten or kind(path) != path) and not any(is_inside(kind(path), what) for what in told):
+        if (rewritten or kind(path) != path) and not _is_told(path, told):
             why = "the code around it uses its weights and does not call it"
             if rewritten:
                 why = "the rewritten graph around it uses its weights; call tensor_parallel() before what rewrites it"
             _say(schedule, path, why)
     split = {outer for path in (*derived.splits, *derived.parameters) for outer in (path, *ancestors(path))}
     for path, line in whole_products(schedule.mod, derived.layouts, split).items():
-        if not path or not any(is_inside(kind(path), what) or is_inside(what, kind(path)) for what in told):
+        if not path or not (_is_told(path, told) or any(is_inside(what, kind(path)) for what in told)):
             told |= {kind(path)} - {""}
             why = derived.reasons.get(path) or next(_reasons_in(path, derived.reasons), "no rule splits its products")
             _say(schedule, path, why if _LINE.search(why) else f"{why} ({line})")
@@ -192,6 +192,10 @@ def tell_of_attributes(schedule: Schedule, layouts: Layouts) -> None:
     what = "tensor_parallel: the attribute %r of %r holds this rank's part of what the unmodified model leaves there"
     for path, _, name in (name.rpartition(".") for name in names.values()):
         get_logger().warning(what, name, join(schedule.path, path))
+
+
+def _is_told(path: str, told: Collection[str]) -> bool:
+    return any(is_inside(kind(path), what) for what in told)
 
 
 def _say(schedule: Schedule, path: str, why: str, loud: bool = True) -> None:

@@ -65,7 +65,7 @@ def by_heads(name: str, args: Any, kwargs: Any) -> DTensor | torch.Tensor:
         RuntimeError: it is none of these.
     """
     if name in ("view", "reshape") and not kwargs and isinstance(args[0], DTensor):
-        return in_two_steps(name, args[0], *args[1:])
+        return view_in_two_steps(name, args[0], *args[1:])
     if name == "matmul" and not kwargs and min(each.dim() for each in args) > 1:
         batch = "abcdefgh"[: max(each.dim() for each in args) - 2]
         left, right = (batch[len(batch) - each.dim() + 2 :] for each in args)
@@ -82,7 +82,7 @@ def by_heads(name: str, args: Any, kwargs: Any) -> DTensor | torch.Tensor:
     return DTensor.from_local(result, query.device_mesh, query.placements, run_check=False)
 
 
-def in_two_steps(name: str, x: DTensor, *sizes: Any) -> DTensor:
+def view_in_two_steps(name: str, x: DTensor, *sizes: Any) -> DTensor:
     """Return a view by way of the finest shape between: ``[batch, heads * size]`` to ``[batch * heads, size]`` splits first.
 
     Raises:

@@ -24,7 +24,7 @@ from . import sums
 from ._torch_autograd import no_functions
 from ._torch_private import MOVES, layouts_kept, mesh_of, no_modes
 from .followed import Layout, from_dtensor, tensors_in
-from .node_values import in_two_steps
+from .node_values import view_in_two_steps
 from .trial import Mixed, trial
 
 GIVEN_SIZES = frozenset("view reshape expand unflatten layer_norm rms_norm".split())
@@ -197,7 +197,7 @@ def _in_two_steps(question: Question, leaves: Sequence[Any]) -> Any:
     args, kwargs = pytree.tree_unflatten([*leaves], question.spec)
     if kwargs or not isinstance(args[0], DTensor):
         raise RuntimeError("DTensor has no rule")
-    return in_two_steps(question.name, *args)
+    return view_in_two_steps(question.name, *args)
 
 
 def decide(question: Question, moved: Sequence[Attempt], numbers: Mapping[int, torch.Tensor]) -> Sequence[Outcome]:

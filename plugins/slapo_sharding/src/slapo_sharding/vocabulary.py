@@ -1,4 +1,4 @@
-"""Embeddings and heads whose vocabulary is split over the ranks: by a model's own word, or as its graph shows them."""
+"""Embeddings and heads whose vocabulary is split over the ranks: those that a model names, or its graph shows."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def vocabulary_in(layouts: Layouts, model: nn.Module, num_shards: int, rules: Ru
     heads = [
         path
         for path in whole
-        if rules.is_layer(named[path], "sharded") and not any(_is_computed_with(each, model) for each in calls[path])
+        if rules.is_layer(named[path], "sharded") and not any(_feeds_product(each, model) for each in calls[path])
     ]
     sizes = set.intersection(*({len(named[path].weight) for path in paths} for paths in (tables, heads)))
     steps: dict[str, str] = {}
@@ -86,7 +86,7 @@ def _is_whole(node: fx.Node, layouts: Layouts) -> bool:
     return node not in layouts.local and node not in layouts.parts and node not in layouts.copies
 
 
-def _is_computed_with(node: fx.Node, model: nn.Module) -> bool:
+def _feeds_product(node: fx.Node, model: nn.Module) -> bool:
     """Return whether a layer or a product of matrices computes something from a value."""
     seen, new = set[fx.Node](), [node]
     while new:

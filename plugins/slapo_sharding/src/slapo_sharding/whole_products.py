@@ -33,16 +33,16 @@ def whole_products(model: nn.Module, layouts: Layouts, split: Collection[str]) -
         split: Paths of the modules in which something is split.
     """
     work = {node: _work(node, model) for node in layouts.graph.nodes}
-    places = {node: _place(node, model) for node, amount in work.items() if amount}
+    places = {node: path for node, amount in work.items() if amount and (path := _place(node, model)) is not None}
     least = _LEAST * max(work.values(), default=0.0)
     found: dict[str, list[fx.Node]] = {}
-    for node, amount in work.items():
-        if amount and not _is_sharded(node, layouts) and (path := places[node]) is not None:
+    for node, path in places.items():
+        if not _is_sharded(node, layouts):
             found.setdefault(_outermost(path, split), []).append(node)
     named = dict[str, str]()
     for owner, nodes in found.items():
         if sum(work[node] for node in nodes) >= least:
-            named[owner if len(nodes) > 1 else places[nodes[0]] or ""] = str(nodes[0].meta.get("source"))
+            named[owner if len(nodes) > 1 else places[nodes[0]]] = str(nodes[0].meta.get("source"))
     return {path: named[path] for path in {kind(path): path for path in reversed(named)}.values()}
 
 

@@ -200,7 +200,7 @@ class LocalForward(Hidden):
     def _trace(self, call: Call, args: Any, kwargs: Any) -> tuple[Guard, Variant]:
         plan, whole = self._plan, self._whole
         _update(whole, self._module, ("", *plan.opened))
-        _take_dtypes(whole, self._module)
+        _copy_dtypes(whole, self._module)
         try:
             with unobserved(), _unparametrised(whole):
                 self._check_parts()
@@ -376,7 +376,7 @@ def _update(target: nn.Module, source: nn.Module, paths: Iterable[str]) -> None:
         target.get_submodule(path).__dict__.update(new)
 
 
-def _take_dtypes(target: nn.Module, source: nn.Module) -> None:
+def _copy_dtypes(target: nn.Module, source: nn.Module) -> None:
     """Give weights and buffers the dtypes that those of the same names in another module have now: an engine may cast them."""
     named = (*source.named_parameters(remove_duplicate=False), *source.named_buffers(remove_duplicate=False))
     dtypes = {name: tensor.dtype for name, tensor in named}
