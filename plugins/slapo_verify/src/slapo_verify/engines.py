@@ -116,7 +116,7 @@ def _by_name(reference: nn.Module, batch: Any, has_labels: bool) -> dict[str, An
         if len(others) == 1:
             kwargs["labels"] = kwargs.pop(others[0])
         elif len(args) > 1:
-            *args, kwargs["labels"] = args
+            args, kwargs["labels"] = args[:-1], args[-1]
     try:
         return named_inputs(reference, args, kwargs)
     except BuildError as err:
