@@ -31,7 +31,8 @@ Facts = dict[str, float | str]
 
 def parameters() -> list[nn.Parameter]:
     torch.manual_seed(0)
-    found = [nn.Parameter(torch.randn(24, 16)) for _ in range(3)] + [nn.Parameter(torch.randn(16)) for _ in range(2)]
+    found = [nn.Parameter(torch.randn(24, 16)) for _ in range(3)]
+    found += [nn.Parameter(torch.zeros(16)), nn.Parameter(torch.ones(16))]  # as biases and norms start
     found[0].lr_scale = 0.5  # type: ignore[attr-defined]
     return found
 

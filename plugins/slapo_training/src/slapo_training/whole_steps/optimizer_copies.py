@@ -38,14 +38,20 @@ def substituted_states(optimizer: Optimizer, memo: dict[int, Any]) -> dict[int, 
     """Return replacements for the tensors that an optimizer has made for each element of its parameters, by id."""
     found: dict[int, Any] = {}
     for each in optimizers_in(optimizer):
-        tables = [value for value in vars(each).values() if isinstance(value, dict)]
-        for parameter, state in (item for table in tables for item in table.items()):
-            if (new := memo.get(id(parameter))) is None:
-                continue
-            for value in state.values() if isinstance(state, dict) else [state]:
-                if isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.shape:
-                    is_copy = torch.equal(value, parameter)
-                    found[id(value)] = new.detach().clone() if is_copy else _shaped_like(value, new).to(value.dtype)
+        for table in (value for value in vars(each).values() if isinstance(value, dict)):
+            kept: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+            for parameter, state in table.items():
+                for name, value in (
+                    (state if isinstance(state, dict) else {None: state}).items() if id(parameter) in memo else ()
+                ):
+                    if isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.shape:
+                        kept.setdefault(name, []).append((parameter, value))
+            for pairs in kept.values():
+                # sums that start at zero are equal to parameters that do, as biases
+                are_copies = all(torch.equal(*pair) for pair in pairs) and any(bool(value.any()) for _, value in pairs)
+                for parameter, value in pairs:
+                    new = memo[id(parameter)]
+                    found[id(value)] = new.detach().clone() if are_copies else _shaped_like(value, new).to(value.dtype)
     return found
 
 
