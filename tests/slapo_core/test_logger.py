@@ -50,3 +50,9 @@ def test_a_level_lasts_until_another_one_is_given(name: str, how: str, capsys: p
     get_logger(name, logging.WARNING)
     get_logger(name).info("hidden")
     assert capsys.readouterr().err.endswith("shown\n")
+
+
+def test_what_another_rank_shows_is_not_shown_twice(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for another in (False, True):
+        get_logger(name).warning("of rank %d", another, extra={"another_rank": another})
+    assert capsys.readouterr().err == "WARNING SlapoTest: of rank 0\n"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from functools import partial
+from io import StringIO
 
 import pytest
 import torch
@@ -157,6 +159,19 @@ def test_the_rest_is_split_and_a_warning_says_what_is_not(name: str) -> None:
         assert re.match(f"tensor_parallel: blocks.0.{message}", told[0]), told
         beside = paths and message.startswith("part.up")  # then the layer that would take its output in is named, too
         assert [each.split()[1] for each in told[1:]] == ["blocks.0.part.down"] * bool(beside), told
+
+
+def shown(rank: int) -> str:
+    """Return what a rank writes to its console."""
+    with redirect_stderr(StringIO()) as console:
+        split(Net(DecidingBeside))
+    return console.getvalue()
+
+
+def test_one_rank_shows_the_warnings_of_all() -> None:
+    first, second = run_distributed(shown, 2)
+    assert "part.decide stays whole" in first
+    assert second == ""
 
 
 def test_a_norm_of_sharded_and_of_whole_values_leaves_what_shards_them_whole() -> None:

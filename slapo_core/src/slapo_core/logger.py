@@ -18,11 +18,15 @@ class RankFormatter(logging.Formatter):
 
 
 class ConsoleHandler(logging.StreamHandler[TextIO]):
-    """Writes to whatever ``sys.stderr`` is at that moment: notebooks and tests put another stream there."""
+    """Writes to whatever ``sys.stderr`` is at that moment: notebooks and tests put another stream there.
+
+    A record with a true attribute ``another_rank`` is left to another rank, which writes the same.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.stream = sys.stderr
-        super().emit(record)
+        if not getattr(record, "another_rank", False):
+            self.stream = sys.stderr
+            super().emit(record)
 
 
 def get_logger(name: str = "Slapo", level: int = logging.INFO) -> logging.Logger:

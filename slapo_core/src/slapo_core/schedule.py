@@ -193,9 +193,8 @@ class Schedule:
     def rank(self) -> int:
         """This process's rank in ``group``; 0 without one."""
         group = self.group
-        if group is None:
-            return 0
-        return group.rank() if isinstance(group, dist.ProcessGroup) else -1  # torch has a number for a group we are not in
+        # torch has a number for a group that this process is not in
+        return group.rank() if isinstance(group, dist.ProcessGroup) else 0 if group is None else -1
 
     @property
     def world_size(self) -> int:

@@ -23,6 +23,7 @@ from slapo_core.parameters import ShardSpec
 from slapo_core.schedule import Schedule
 from slapo_core.wrapping import forward_wrappers
 
+from .left_whole import first_rank_only
 from .parallel_loss import ParallelLoss
 from .repeated_blocks import kind as kind_of_path
 from .rules import AppliedCut, record_cut, split_of
@@ -158,7 +159,8 @@ def replace_layers(
             primitive="tensor_parallel",
         )
     if reasons:
-        get_logger().warning("tensor_parallel(%r): not replaced by layers of %r: %s", schedule.path, name, _told(reasons))
+        what = "tensor_parallel(%r): not replaced by layers of %r: %s"
+        get_logger().warning(what, schedule.path, name, _told(reasons), extra=first_rank_only(schedule))
 
 
 def _told(reasons: Mapping[str, str]) -> str:

@@ -20,7 +20,17 @@ from .derive import Derived
 from .draws import MixedDraws, forks
 from .flat_graphs import TakenName, flat_graph, layer_paths
 from .layouts import Layouts
-from .left_whole import REMEDY, LeftWhole, Misfit, remaining_reasons, tell, tell_of_attributes, tell_of_opaque, without_advice
+from .left_whole import (
+    REMEDY,
+    LeftWhole,
+    Misfit,
+    first_rank_only,
+    remaining_reasons,
+    tell,
+    tell_of_attributes,
+    tell_of_opaque,
+    without_advice,
+)
 from .local_forwards import local_forwards
 from .local_sizes.forward import LocalForward
 from .local_sizes.owners import (
@@ -77,7 +87,8 @@ def apply_derived(
         if sequence_parallel or not may_help or not split_parts(schedule, _apply_to_part):
             raise
         what = "tensor_parallel: the parts of %s are split each for themselves, as there is no plan for all of it: %s"
-        get_logger().warning(what, schedule.path or type(schedule.mod).__name__, without_advice(err))
+        names = schedule.path or type(schedule.mod).__name__, without_advice(err)
+        get_logger().warning(what, *names, extra=first_rank_only(schedule))
         return steps
     if [path for path in whole.opaque if split_parts(schedule[path], _apply_to_part)]:
         derived.reasons = remaining_reasons(schedule.mod, derived.reasons)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -191,7 +192,7 @@ def tell_of_attributes(schedule: Schedule, layouts: Layouts) -> None:
     names = {kind(name): name for node in reversed([*parts]) for name in node.meta.get("assigned", ())}
     what = "tensor_parallel: the attribute %r of %r holds this rank's part of what the unmodified model leaves there"
     for path, _, name in (name.rpartition(".") for name in names.values()):
-        get_logger().warning(what, name, join(schedule.path, path))
+        get_logger().warning(what, name, join(schedule.path, path), extra=first_rank_only(schedule))
 
 
 def _is_told(path: str, told: Collection[str]) -> bool:
@@ -199,9 +200,15 @@ def _is_told(path: str, told: Collection[str]) -> bool:
 
 
 def _say(schedule: Schedule, path: str, why: str, loud: bool = True) -> None:
-    log = get_logger().warning if loud else get_logger().debug
     name = join(schedule.path, path) or type(schedule.mod).__name__
-    log("tensor_parallel: %s stays whole on every rank: %s", name, why)
+    level = logging.WARNING if loud else logging.DEBUG
+    get_logger().log(level, "tensor_parallel: %s stays whole on every rank: %s", name, why, extra=first_rank_only(schedule))
+
+
+def first_rank_only(schedule: Schedule) -> dict[str, bool]:
+    """Return what to log with a message that is the same on all ranks: the first of the mesh, or of the group, shows it."""
+    is_first = schedule.rank == 0 if schedule.mesh is None else not any(schedule.mesh.get_coordinate() or ())
+    return {"another_rank": not is_first}
 
 
 def _whole_projections(schedule: Schedule) -> Iterable[str]:

@@ -21,6 +21,7 @@ from .asked_later import ATTENTIONS, HIDDEN_STATES, WholeOutputs
 from .derived_plan import apply_derived
 from .given_plan import apply_given
 from .layouts import UNEVEN
+from .left_whole import first_rank_only
 from .parametrized import computed_by
 from .plan import (
     BESIDE_SHARDED,
@@ -159,7 +160,7 @@ def _as_derived(schedule: Schedule, steps: Mapping[str, str]) -> set[str]:
         return done
     message = "tensor_parallel(%r): the plan is followed to the letter, as the model's forward does not show it right: %s"
     log = get_logger().debug if UNEVEN in reason else get_logger().warning
-    log(message, schedule.path, reason)
+    log(message, schedule.path, reason, extra=first_rank_only(schedule))
     return set()
 
 
@@ -218,7 +219,7 @@ def _warn_of_unknown(schedule: Schedule) -> None:
             message = (
                 "tensor_parallel(%r): the published plan gives %r the style %r, which is not supported; one is derived instead"
             )
-            get_logger().warning(message, schedule.path, key, style)
+            get_logger().warning(message, schedule.path, key, style, extra=first_rank_only(schedule))
             return
 
 
