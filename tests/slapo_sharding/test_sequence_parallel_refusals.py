@@ -29,7 +29,7 @@ class Odd(Model):
 
     def __init__(self, why: str) -> None:
         super().__init__()
-        self.why = why
+        self.why, self.calls = why, torch.zeros(())
         if why == "used on both":
             self.blocks[1].norm = self.blocks[0].norm
         if why == "a list":
@@ -42,7 +42,8 @@ class Odd(Model):
         if self.why == "used on both":
             x = self.blocks[0].norm(x)
         if self.why == "keeps":
-            self.kept = x
+            self.calls = self.calls + 1
+            x = x + self.calls
         for block in self.blocks:
             x = block(x)
             if self.why == "the length":
@@ -80,7 +81,8 @@ def test_what_cannot_be_split_is_refused_and_nothing_changes() -> None:
     assert "give example_inputs to create_schedule" in first["no inputs"]
     assert "leave out plan, or sequence_parallel" in first["a plan"]
     assert (
-        "assigns to its attribute 'kept' or changes it, which a graph cannot repeat; leave the assignment out" in first["keeps"]
+        "assigns to its attribute 'calls' or changes it, which a graph cannot repeat; leave the assignment out"
+        in first["keeps"]
     )
     assert "the sequence cannot be split" in first["keeps"]
     assert "leaf_modules" not in first["keeps"]
