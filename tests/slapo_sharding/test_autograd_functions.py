@@ -241,3 +241,40 @@ def test_a_function_between_layers_that_are_sharded_by_hand() -> None:
         Exception, match=r"Scaling needs all of it, or its backward all of the gradient, and each rank has a part"
     ):
         run_distributed(sharded_by_hand, 2, True)
+
+
+class Counting(torch.autograd.Function):
+    """Counts its calls, as what engines put around modules does."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        Counting.calls += 1
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+def with_hooks_of_an_engine(rank: int) -> None:
+    torch.manual_seed(0)
+    expected = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH))
+    sch = create_schedule(copy.deepcopy(expected))
+    sch["0"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
+    sch["2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    build(sch)
+    shapes = []
+
+    def count(module: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        shapes.append(args[0].shape)
+        return (Counting.apply(*args),)
+
+    sch.mod[1].register_forward_pre_hook(count)
+    compare_gradients(sch, expected, torch.randn(3, WIDTH))
+    assert Counting.calls == len(shapes)
+
+
+def test_functions_of_hooks_are_not_run_on_random_numbers() -> None:
+    run_distributed(with_hooks_of_an_engine, 2)

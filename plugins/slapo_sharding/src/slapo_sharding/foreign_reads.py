@@ -38,7 +38,7 @@ from .own_gradients import OwnGradients
 from .part_counts import COUNTS, PartCount, asks_slapo
 from .reentrant import with_graph
 from .rules import holds, is_kept_for_inside, split_of
-from .sharded_values import ShardedValues, is_ours
+from .sharded_values import ShardedValues, is_of_hook, is_ours
 from .syncing import REDUCING, map_output, syncs_of
 from .whole_comparison import WholeComparison
 from .whole_forward import Rerun
@@ -227,7 +227,7 @@ class _Reads(TorchFunctionMode):
 
     def applied(self, function: Any, args: tuple[Any, ...], result: Any) -> None:
         """Look at what an autograd function of the model's own has made of sharded values."""
-        if not self.paused and not is_ours() and split_of(self.running[-1]) is None:
+        if not self.paused and not is_ours() and not is_of_hook() and split_of(self.running[-1]) is None:
             with no_functions():
                 self.values.applied(function, args, result)
 

@@ -376,3 +376,15 @@ def is_ours() -> bool:
     names = (str(frame.f_globals.get("__name__")) for frame, _ in walk_stack(sys._getframe(1)))
     watching = (__name__, *(f"{__package__}.{name}" for name in ("foreign_reads", "own_gradients", "_torch_autograd")))
     return next(name for name in names if name not in watching and not name.startswith("torch.")).startswith(f"{__package__}.")
+
+
+def is_of_hook() -> bool:
+    """Return whether a hook calls, as those do that engines put on modules, and not the module's forward."""
+    called = None
+    for frame, _ in walk_stack(sys._getframe(1)):
+        if frame.f_globals.get("__name__") == nn.Module.__module__ and "self" in frame.f_locals:
+            module = frame.f_locals["self"]
+            hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+            return any(getattr(hook, "__code__", None) is called for hook in hooks)
+        called = frame.f_code
+    return False
