@@ -1,4 +1,4 @@
-"""Whether ranks can call a torch function part by part: asked of torch's rules, once for layers that are alike.
+"""Questions to torch's rules about functions that ranks call part by part, asked once for identical layers.
 
 A question holds all that the answer depends on and nothing that has numbers, so the answers are remembered by the process.
 Where random numbers have to decide and the function was also given a tensor that is not followed, a mask, say, the answer
@@ -41,7 +41,7 @@ Attempt = tuple[Any, ...]
 
 SAME = "the same on every rank"
 Outcome = Layout | int | str | None
-"""Of a result: its layout, or the dimension it is sharded along; ``SAME``; None where it may be anything."""
+"""Layout of a result, or the dimension it is sharded along; ``SAME``; None where it may be anything."""
 
 
 class Slice(NamedTuple):

@@ -372,7 +372,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def is_ours() -> bool:
-    """Whether the code that calls the torch function is of the collectives and the like: they know what they do."""
+    """Return whether this package calls the torch function: its collectives and the like know what they do."""
     names = (str(frame.f_globals.get("__name__")) for frame, _ in walk_stack(sys._getframe(1)))
     watching = (__name__, *(f"{__package__}.{name}" for name in ("foreign_reads", "own_gradients", "_torch_autograd")))
     return next(name for name in names if name not in watching and not name.startswith("torch.")).startswith(f"{__package__}.")

@@ -37,12 +37,12 @@ KINDS = {
 
 
 def is_file(schedule: str) -> bool:
-    """Whether a schedule is given by a file, in the CSV format of ``torch.distributed.pipelining``."""
+    """Return whether a schedule is given by a file, in the CSV format of ``torch.distributed.pipelining``."""
     return schedule.endswith(".csv")
 
 
 def kind_of(schedule: str) -> Kind:
-    """What a ``pipeline_schedule`` is.
+    """Return the kind of a ``pipeline_schedule``.
 
     Raises:
         BuildError: no such schedule, or no such file.

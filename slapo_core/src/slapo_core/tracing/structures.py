@@ -106,7 +106,7 @@ def walk(value: Any, seen: set[int] | None = None) -> Iterator[tuple[tuple[Any, 
 
 
 class Snapshot:
-    """What a value consists of now, down to the last object inside, to compare with and to put back.
+    """Contents of a value at one moment, down to the last object inside, to compare with and to put back.
 
     Args:
         value: A container or an object.
@@ -140,7 +140,7 @@ def _same(part: Any, old: dict[Any, Any]) -> bool:
 
 
 def getter(value: Any) -> Callable[[Any, Any], Any]:
-    """How to get the part of ``value`` that ``contents`` calls by a key: ``getter(value)(value, key)``."""
+    """Return the function that gets the part of ``value`` that ``contents`` calls by a key: ``getter(value)(value, key)``."""
     return operator.getitem if isinstance(value, (dict, list, tuple, deque)) else getattr
 
 

@@ -34,7 +34,7 @@ from .traced_module import TracedModule, variants_of
 Kind = Literal["leaf", "inline", "graph"]
 Assigned = Literal["refused", "noted", "returned"]
 Plan = Callable[[str, nn.Module], Kind]
-"""What happens when a module is called: it stays whole, is recorded into its caller's graph, or gets a graph of its own."""
+"""Treatment of a module that is called: it stays whole, is recorded into its caller's graph, or gets a graph of its own."""
 
 
 _FAILING = "failing_module"
