@@ -21,7 +21,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from slapo_core import Primitive, create_schedule, default_registry, hookimpl
-from slapo_core.testing import isolated_plugins
+from slapo_testing import isolated_plugins
 
 
 class NothingPrimitive(Primitive):

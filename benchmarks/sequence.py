@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from benchmarks import sharding
 from slapo_core import build, create_schedule
-from slapo_core.testing import run_distributed
+from slapo_testing import run_distributed
 
 SPLIT = 1
 """The dimension of the sequence; collectives cut dimension 0."""

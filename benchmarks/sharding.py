@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 
 from slapo_core import build, create_schedule
-from slapo_core.testing import run_distributed
+from slapo_testing import run_distributed
 
 LAYERS, HEADS, BATCH, SEQUENCE = 4, 8, 4, 128
 ROUNDS = {256: 240, 512: 90, 1024: 30}

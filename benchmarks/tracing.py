@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core import create_schedule, subgraph
-from slapo_core.matching import find_subgraph
-from slapo_core.patterns import call_module
-from slapo_core.tracing import TracedModule, trace, trace_module
+from slapo_core import create_schedule
+from slapo_tracing import TracedModule, trace, trace_module
+from slapo_tracing.editing import subgraph
+from slapo_tracing.matching.matcher import find_subgraph
+from slapo_tracing.matching.patterns import call_module
 
 SEQ = 64
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_core import create_schedule, set_random_seed
-from slapo_core.testing import run_distributed
+from slapo_testing import run_distributed
 from slapo_verify import run_as_threads, verify
 
 LAYERS, HIDDEN, ROWS, LENGTH, ROUNDS = 24, 256, 4, 128, 5

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import slapo
 from benchmarks.peers.rounds import in_new_processes
-from slapo_core.parameters import facts, shard_spec
+from slapo_core.modules.parameters import facts, shard_spec
 
 RANKS, TURNS, MIB = 4, 3, 2**20
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from slapo_core import build, create_schedule
-from slapo_core.testing import DistributedError, run_distributed
+from slapo_testing import DistributedError, run_distributed
 
 STAGES, MICROBATCHES, ROWS, LENGTH, WIDTH = 4, 2, 2, 32, 64
 VOCABULARY = 128

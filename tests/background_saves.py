@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.build import build
-from slapo_core.random import set_random_seed
+from slapo_core.building.build import build
+from slapo_core.distributed.random import set_random_seed
 from slapo_training.saving import Saving
 from tests.engine_models import batches, halved, my_part, small, two_groups
 from tests.engines import scheduled

@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 import torch
 
-from slapo_core.testing import clean_up_with, preload
+from slapo_testing import clean_up_with, preload
 from slapo_training.stale_engines import abandon_stale
 
 torch.set_num_threads(1)

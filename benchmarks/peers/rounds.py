@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slapo_core.testing import run_distributed, shutdown_workers
+from slapo_testing import run_distributed, shutdown_workers
 
 Step = Callable[[], float]
 """Takes one training step and gives its loss."""

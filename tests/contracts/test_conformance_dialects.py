@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from slapo_core import Registry, Schedule
-from slapo_core.testing.conformance import Check, EngineExample, RefusedOption, dialect_checks
+from slapo_testing.conformance import Check, EngineExample, RefusedOption, dialect_checks
 
 
 class Regression(nn.Module):

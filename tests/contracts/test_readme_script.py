@@ -216,5 +216,5 @@ def test_an_error_is_the_last_that_torchrun_says(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(FAILING, encoding="utf-8")
     run = torchrun(tmp_path, "--local-ranks-filter", "0", "--nproc-per-node", "2", "train.py")
     *_, sentence, _empty, _rule = run.stderr.splitlines()
-    assert sentence.strip().startswith("slapo_core.errors.UnknownNameError: no module 'weigth'"), run.stderr
+    assert sentence.strip().startswith("slapo_core.reporting.errors.UnknownNameError: no module 'weigth'"), run.stderr
     assert run.stderr.count("no module 'weigth'") == 1

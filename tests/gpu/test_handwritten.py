@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from slapo_core import build, create_schedule
-from slapo_core.testing import run_distributed
+from slapo_testing import run_distributed
 from tests.slapo_sharding.handwritten import SPLIT
 from tests.slapo_sharding.test_handwritten import net
 

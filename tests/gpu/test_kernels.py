@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slapo_core.errors import ScheduleError
+from slapo_core.reporting.errors import ScheduleError
 from slapo_kernels import Implementation, run
 from slapo_kernels.kernels import KERNELS
 from tests.slapo_kernels.numbers import CALLS, computed, names

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from slapo_core import build, create_schedule
-from slapo_core.schedule import Schedule
-from slapo_core.testing import run_distributed
+from slapo_core.schedules.schedule import Schedule
+from slapo_testing import run_distributed
 
 from .models import DEVICE, KINDS, PATHS, batch_of
 from .staged import join

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slapo_core import create_schedule, init_empty_weights, materialize
-from slapo_core.build import build_program
+from slapo_core.building.build import build_program
 
 from .models import DEVICE, KINDS, PATHS, batch_of
 

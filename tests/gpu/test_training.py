@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import slapo
-from slapo_core.testing import run_distributed
+from slapo_testing import run_distributed
 from tests.slapo.injected import Attach
 from tests.strange_optimizers import Lamb, Shampoo
 

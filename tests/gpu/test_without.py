@@ -10,7 +10,7 @@ import torch
 from benchmarks import handwritten
 from benchmarks.gpu import checkpoint, stages, step
 from benchmarks.gpu.timing import Sizes, table
-from slapo_core.testing import run_distributed
+from slapo_testing import run_distributed
 
 from .test_handwritten import beside_whole
 from .test_ranks import beside_reference

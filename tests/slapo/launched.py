@@ -14,7 +14,7 @@ import torch.distributed as dist
 from slapo.training.failures import InterruptedRunError
 from slapo.training.launch import launch
 from slapo.training.settings import Settings
-from slapo_core.errors import ScheduleError
+from slapo_core.reporting.errors import ScheduleError
 
 
 def add(settings: Settings) -> None:

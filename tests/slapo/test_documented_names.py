@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import slapo
-from slapo_core.testing import isolated_plugins
+from slapo_testing import isolated_plugins
 from tests.slapo.documented import MLP, Page, Stack, X, each_name, same, scheduled
 
 SLAPO = Page(slapo)

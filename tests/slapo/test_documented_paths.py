@@ -13,8 +13,8 @@ from torch.nn import functional as F
 import slapo
 from slapo import sharding, utils
 from slapo.op.cross_entropy import vocab_parallel_cross_entropy
-from slapo_core.testing import isolated_plugins, run_distributed
 from slapo_sharding import plugin as sharding_plugin
+from slapo_testing import isolated_plugins, run_distributed
 
 X = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(0))
 

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import ScheduleGPipe
 from torch.nn import functional as F
 
 import slapo
-from slapo_core.testing import run_distributed
+from slapo_testing import run_distributed
 from tests.slapo.documented import Page, Stack, X, each_name, same, scheduled
 
 PIPELINE, PIPE = Page(slapo.pipeline), Page(slapo.pipeline)

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import slapo
-from slapo_core.logger import get_logger
-from slapo_core.testing import run_distributed
+from slapo_core.reporting.logger import get_logger
+from slapo_testing import run_distributed
 from tests.first_step_cases import MEANS, MIXING, NO_MEANS, QUIET, Loss, batch
 from tests.slapo.injected import Net, batches
 from tests.slapo_torch.layouts import mesh_of, message_of

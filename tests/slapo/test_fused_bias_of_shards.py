@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import slapo
-from slapo_core.testing import run_distributed
+from slapo_testing import run_distributed
 
 ORDERS = [
     order

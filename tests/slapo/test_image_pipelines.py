@@ -9,9 +9,9 @@ import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 from slapo_core import build, create_schedule
-from slapo_core.build import build_program
-from slapo_core.errors import BuildError, ScheduleError
-from slapo_core.testing import run_distributed
+from slapo_core.building.build import build_program
+from slapo_core.reporting.errors import BuildError, ScheduleError
+from slapo_testing import run_distributed
 from tests.slapo_pipeline.staged import assert_same, cut, expected_of, loss_of
 
 from .image_models import IMAGES, MODELS, SGD, assert_trains_alike, batch_of

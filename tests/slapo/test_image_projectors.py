@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from slapo_core import build, create_schedule
-from slapo_core.errors import BuildError
-from slapo_core.testing import run_distributed
+from slapo_core.reporting.errors import BuildError
+from slapo_testing import run_distributed
 
 from .image_models import IMAGE, IMAGES, SGD, Batch, assert_trains_alike, batch_of, joined, llava
 

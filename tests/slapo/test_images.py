@@ -9,8 +9,8 @@ import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 from slapo_core import build, create_schedule
-from slapo_core.testing import run_distributed
 from slapo_sharding.capturing_hooks import recorded_captures
+from slapo_testing import run_distributed
 from tests.slapo_sharding.told import warnings_told
 
 from .image_models import IMAGES, SGD, TRAINED, assert_trains_alike, batch_of, joined

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import slapo
-from slapo_core.testing import run_distributed
+from slapo_testing import run_distributed
 from tests.slapo.injected import WAYS, Net, batches
 from tests.slapo_torch.layouts import mesh_of
 

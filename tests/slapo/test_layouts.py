@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import slapo
-from slapo_core.testing import run_distributed
+from slapo_testing import run_distributed
 
 LAYERS = 4
 Numbers = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]

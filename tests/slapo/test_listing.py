@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from slapo.cli.app import create_app, main
 from slapo.versions import PACKAGES, versions
 from slapo_core import Registry, ScheduleError, hookimpl
-from slapo_core.testing import isolated_plugins
-from slapo_core.testing.isolation import using
+from slapo_testing import isolated_plugins
+from slapo_testing.plugin_isolation import using
 from tests.distributions import write_distribution
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import slapo
-from slapo_core.testing import run_distributed
+from slapo_testing import run_distributed
 
 
 class Block(nn.Module):

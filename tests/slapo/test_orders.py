@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import slapo
-from slapo_core.testing import run_distributed
+from slapo_testing import run_distributed
 from tests.slapo.orders import STEPS, Order, batch, gradients, make, plain_losses
 
 BATCHES = [batch(), batch(1, rows=3, length=7), batch(2, rows=1)]

@@ -21,7 +21,7 @@ from slapo.training import worker
 from slapo.training.data import Corpus
 from slapo.training.record import ModuleRecord, RankRecord, RunRecord, StepRecord
 from slapo.training.settings import Settings
-from slapo_core.errors import VerifyError
+from slapo_core.reporting.errors import VerifyError
 
 from .browser import CHROMIUM, faults_of
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import slapo
-from slapo_core.parameters import is_part
-from slapo_core.testing import run_distributed
+from slapo_core.modules.parameters import is_part
+from slapo_testing import run_distributed
 from tests.slapo.shapes_of_models import SHAPES, batches, loss_of, made
 from tests.slapo_torch.layouts import mesh_of
 

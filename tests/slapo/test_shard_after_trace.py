@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import slapo
-from slapo_core.testing import run_distributed
+from slapo_testing import run_distributed
 
 Heads = Callable[["Attention", torch.Tensor], torch.Tensor]
 HEADS: dict[str, Heads] = {

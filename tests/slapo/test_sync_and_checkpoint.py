@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import slapo
-from slapo_core.testing import assert_equivalent, run_distributed
+from slapo_testing import assert_equivalent, run_distributed
 
 
 class _Sums(TorchDispatchMode):

@@ -14,8 +14,8 @@ from torch import nn
 
 import slapo
 from slapo.training.progress import follow
-from slapo_core.replay import load_schedule
-from slapo_core.testing import run_distributed
+from slapo_core.schedules.schedule_files import load_schedule
+from slapo_testing import run_distributed
 from tests.engine_models import batches, my_part, small
 from tests.engines import in_one_process, scheduled
 from tests.slapo_torch.layouts import adamw, mesh_of, message_of

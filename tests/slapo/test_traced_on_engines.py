@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import slapo
-from slapo_core.testing import run_distributed
+from slapo_testing import run_distributed
 from tests.slapo.orders import PARTS, batch, make, plain_losses
 
 

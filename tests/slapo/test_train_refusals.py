@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from slapo.cli.app import create_app
 from slapo.training.failures import RankError
-from slapo_core.errors import SlapoError
+from slapo_core.reporting.errors import SlapoError
 
 
 def refusal(*flags: str) -> str:
@@ -82,7 +82,7 @@ def test_a_schedule_without_the_syncs_its_shards_need(tmp_path: Path, flags: str
         ("broken.json", '{"slapo_schedule": 1,\n "steps": ]\n', r"broken.json:2: not JSON"),
         ("other.json", "{}", r"other.json: not a saved schedule"),
         (
-            "stages.py",
+            "staged_model.py",
             "def schedule(sch):\n    sch['transformer.h.1'].cut_pipeline_stage()\n",
             r"2 stages on a mesh with pp=1; give the mesh's axis pp more ranks, or leave out the cuts",
         ),

@@ -11,8 +11,8 @@ from slapo.training.models import build_model
 from slapo.training.rehearsal import rehearse
 from slapo.training.schedules import apply_default, find_layers
 from slapo.training.settings import Settings, SettingsError
-from slapo_core.schedule import create_schedule
-from slapo_core.weights import init_empty_weights
+from slapo_core.building.weights import init_empty_weights
+from slapo_core.schedules.schedule import create_schedule
 
 
 def steps(settings: Settings) -> list[str]:

@@ -7,8 +7,8 @@ import torch
 
 from slapo.training.models import build_config, build_model
 from slapo.training.settings import Settings, SettingsError, counted
-from slapo_core.errors import UnknownNameError
-from slapo_core.weights import init_empty_weights
+from slapo_core.building.weights import init_empty_weights
+from slapo_core.reporting.errors import UnknownNameError
 
 FAMILIES = [
     "gpt2",

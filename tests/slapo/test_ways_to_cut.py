@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import slapo
 from slapo.pipeline import build_pipeline_model, pipe_split
-from slapo_core.testing import run_distributed
+from slapo_testing import run_distributed
 
 ROWS, WIDTH = 4, 8
 Weights = dict[str, Any]

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import slapo
-from slapo_core.parameters import is_part
-from slapo_core.testing import run_distributed
+from slapo_core.modules.parameters import is_part
+from slapo_testing import run_distributed
 from tests.slapo_sharding.told import warnings_told
 from tests.slapo_torch.layouts import mesh_of
 

@@ -27,7 +27,7 @@ from slapo_core import (
     init_target_engine,
     make,
 )
-from slapo_core.testing import isolated_plugins, run_distributed
+from slapo_testing import isolated_plugins, run_distributed
 
 
 class Recorded(Engine):

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from slapo_core import Pattern, create_schedule
-from slapo_core.errors import ScheduleError, TraceError
-from slapo_core.patterns import call_module
+from slapo_core.reporting.errors import ScheduleError, TraceError
+from slapo_tracing.matching.patterns import call_module
 from tests.zoo.families import FAMILIES
 
 X = torch.randn(2, 4)

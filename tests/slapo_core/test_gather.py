@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from slapo_core import ScheduleError, build, create_schedule
-from slapo_core.parameters import ShardSpec, successor
-from slapo_core.testing import run_distributed
+from slapo_core.modules.parameters import ShardSpec, successor
+from slapo_testing import run_distributed
 
 
 def gather(rank: int, blocks: tuple[int, ...]) -> tuple[Any, Any, list[bool]]:

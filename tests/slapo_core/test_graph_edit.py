@@ -11,14 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slapo_core import create_schedule, graph_edit
-from slapo_core.errors import ScheduleError, TraceError
-from slapo_core.matching import Match, find_node, find_subgraph
-from slapo_core.patterns import call_module
-from slapo_core.schedule import Schedule
-from slapo_core.tracing import TracedModule, trace_module
-from slapo_core.tracing.regions import write_regions
-from slapo_core.transaction import Transaction
+from slapo_core import create_schedule
+from slapo_core.reporting.errors import ScheduleError, TraceError
+from slapo_core.schedules.schedule import Schedule
+from slapo_core.schedules.transaction import Transaction
+from slapo_tracing import TracedModule, trace_module
+from slapo_tracing.editing import graph_edit
+from slapo_tracing.matching.matcher import Match, find_node, find_subgraph
+from slapo_tracing.matching.patterns import call_module
+from slapo_tracing.nodes.mode_regions import write_regions
 
 X = torch.randn(2, 4)
 

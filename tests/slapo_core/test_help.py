@@ -7,10 +7,10 @@ import pydoc
 
 from torch import nn
 
-from slapo_core.hookspecs import hookimpl
-from slapo_core.primitive import Primitive
-from slapo_core.schedule import create_schedule
-from slapo_core.testing import isolated_plugins
+from slapo_core.interfaces.hookspecs import hookimpl
+from slapo_core.interfaces.primitive import Primitive
+from slapo_core.schedules.schedule import create_schedule
+from slapo_testing import isolated_plugins
 
 
 class Paint(Primitive):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from slapo_core.holders import Holders
+from slapo_core.modules.holders import Holders
 
 
 def tree(depth: int, shared: nn.Module) -> nn.Module:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.errors import BuildError
-from slapo_core.inputs import by_position, named_inputs, split_inputs
-from slapo_core.tracing import trace_module
-from slapo_core.wrapping import wrap_forward
+from slapo_core.modules.forward_arguments import by_position, named_inputs, split_inputs
+from slapo_core.modules.forward_wrapping import wrap_forward
+from slapo_core.reporting.errors import BuildError
+from slapo_tracing import trace_module
 
 X, Y = torch.randn(2, 3), torch.randn(2, 3)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from slapo_core import get_logger
-from slapo_core.testing import run_distributed
+from slapo_testing import run_distributed
 
 
 @pytest.fixture

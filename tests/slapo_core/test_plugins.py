@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from slapo_core import Registry, build, create_schedule, hookimpl
-from slapo_core.errors import BuildError, PluginError, UnknownNameError
-from slapo_core.plugins import PluginRecord
+from slapo_core.registration.plugins import PluginRecord
+from slapo_core.reporting.errors import BuildError, PluginError, UnknownNameError
 from tests.distributions import write_distribution
 
 PLUGIN = """

@@ -11,9 +11,9 @@ import pytest
 from torch import nn
 
 from slapo_core import Primitive, Registry, create_schedule, default_registry, hookimpl, list_primitives, register_primitive
-from slapo_core.entries import Entry
-from slapo_core.errors import PluginError, UnknownNameError
-from slapo_core.testing import isolated_plugins
+from slapo_core.registration.entries import Entry
+from slapo_core.reporting.errors import PluginError, UnknownNameError
+from slapo_testing import isolated_plugins
 
 
 def providing(**primitives: object) -> SimpleNamespace:
@@ -67,7 +67,7 @@ def test_a_lazy_name_is_imported_on_first_use_and_once(tmp_path: Path, monkeypat
         ("module_of_nobody:Class", "No module named 'module_of_nobody'"),
         ("collections:Clas", "has no attribute 'Clas'"),
         ("collections:OrderedDict", "is not a subclass of Primitive"),
-        ("slapo_core.primitive:Primitive", "Primitive does not define apply"),
+        ("slapo_core.interfaces.primitive:Primitive", "Primitive does not define apply"),
     ],
 )
 def test_what_a_lazy_name_stands_for_is_checked_when_used(target: str, why: str) -> None:

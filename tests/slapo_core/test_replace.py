@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from slapo_core import ScheduleError, UnknownNameError, create_schedule, make
-from slapo_core.parameters import facts
+from slapo_core.modules.parameters import facts
 
 
 class Twins(nn.Module):

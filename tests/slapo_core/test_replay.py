@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from slapo_core import ScheduleError, create_schedule, load_schedule, make
-from slapo_core.errors import TraceError
-from slapo_core.serialize import decode, encode, to_source
+from slapo_core.reporting.errors import TraceError
+from slapo_core.schedules.serialization import decode, encode, to_source
 
 
 def fresh() -> nn.Sequential:
@@ -101,7 +101,7 @@ def test_a_changed_attribute_is_not_lost() -> None:
         "torch.nn.modules.module:Module.__init__",
         "torch.nn.modules.module:Module.__subclasses__",
         "subprocess:run",
-        "slapo_core.replay:load_schedule",
+        "slapo_core.schedules.schedule_files:load_schedule",
         "torch.nnx:f",
         "torch.nn.utils.prune:torch.hub.load",
         "",

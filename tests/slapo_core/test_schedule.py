@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from slapo_core import Schedule, ScheduleError, UnknownNameError, create_schedule, is_module_list, make
-from slapo_core.parameters import facts
+from slapo_core.modules.parameters import facts
 
 
 class Block(nn.Module):

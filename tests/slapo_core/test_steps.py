@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from slapo_core import Primitive, Schedule, ScheduleError, SlapoError, Step, UnknownNameError, create_schedule, hookimpl
-from slapo_core.parameters import facts, successor
-from slapo_core.steps import attempt
-from slapo_core.testing import isolated_plugins
-from slapo_core.wrapping import wrap_forward
+from slapo_core.modules.forward_wrapping import wrap_forward
+from slapo_core.modules.parameters import facts, successor
+from slapo_core.schedules.steps import attempt
+from slapo_testing import isolated_plugins
 
 
 class Mark(Primitive):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from slapo_core import Primitive, Schedule, create_schedule, hookimpl
-from slapo_core.registry import Registry
+from slapo_core.registration.registry import Registry
 
 
 def mark(module: nn.Module, args: Any, output: Any) -> None:

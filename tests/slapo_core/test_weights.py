@@ -8,7 +8,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from slapo_core import BuildError, build, create_schedule, init_empty_weights, materialize
-from slapo_core.parameters import ShardSpec, facts, successor
+from slapo_core.modules.parameters import ShardSpec, facts, successor
 
 
 def gpt2() -> GPT2LMHeadModel:

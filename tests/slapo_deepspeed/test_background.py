@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from slapo_core.testing import run_distributed
+from slapo_testing import run_distributed
 from tests.background_saves import check_gone_on, check_in_vain, check_killed, in_vain, went_on
 from tests.engines import zero
 

@@ -15,10 +15,10 @@ from torch import nn
 
 import slapo_deepspeed.plugin
 import slapo_sharding.plugin
-from slapo_core.build import build
-from slapo_core.registry import Registry
-from slapo_core.schedule import create_schedule
-from slapo_core.testing import run_distributed
+from slapo_core.building.build import build
+from slapo_core.registration.registry import Registry
+from slapo_core.schedules.schedule import create_schedule
+from slapo_testing import run_distributed
 from tests.engines import check_own_buffers, own_buffers, reseal
 from tests.slapo_torch.layouts import adamw, mesh_of, message_of
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from slapo_core.build import build
-from slapo_core.schedule import Schedule
-from slapo_core.testing import run_distributed
+from slapo_core.building.build import build
+from slapo_core.schedules.schedule import Schedule
+from slapo_testing import run_distributed
 from tests.engine_models import SIZES, batches, halved, my_part, small, two_groups
 from tests.engines import cut, scheduled
 from tests.slapo_torch.layouts import adamw, mesh_of, message_of, put_together
@@ -298,7 +298,7 @@ def with_scale(rank: int, side: Side, folder: str, saves: bool) -> tuple[dict[st
     """
     from deepspeed.accelerator import get_accelerator
 
-    from slapo_core.build import build_program
+    from slapo_core.building.build import build_program
     from slapo_deepspeed.engine import DeepSpeedEngine
     from slapo_deepspeed.options import DeepSpeedOptions
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.build import build
-from slapo_core.testing import run_distributed
+from slapo_core.building.build import build
+from slapo_testing import run_distributed
 from tests.engine_models import batches, halved, my_part, small, two_groups
 from tests.engines import scheduled
 from tests.slapo_torch.layouts import largest_difference, mesh_of, put_together

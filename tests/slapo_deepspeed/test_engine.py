@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from slapo_core.build import build, get_dialect_cls
-from slapo_core.testing import run_distributed
+from slapo_core.building.build import build, get_dialect_cls
+from slapo_testing import run_distributed
 from tests.engine_models import batches, my_part, small
 from tests.engines import (
     NO_OPTIMIZER,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from slapo_core.build import build
-from slapo_core.testing import run_distributed
+from slapo_core.building.build import build
+from slapo_testing import run_distributed
 from tests.engines import zero
 from tests.gradient_hooks import SGD, batches, differences, made, scheduled
 from tests.slapo_torch.layouts import message_of

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slapo_core.testing import run_distributed
+from slapo_testing import run_distributed
 from tests.engines import FACTS, train_beside_reference, zero
 
 pytestmark = pytest.mark.multiproc

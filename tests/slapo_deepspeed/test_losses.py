@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slapo_core.testing import run_distributed
+from slapo_testing import run_distributed
 from tests.engines import zero
 from tests.loss_cases import CASES, REFUSED, all_differences, refusals
 from tests.loss_graphs import OTHERS, train

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slapo_core.testing import run_distributed
+from slapo_testing import run_distributed
 from tests.engines import zero
 from tests.output_cases import RETURNS, all_differences, masked_later, of_labels
 

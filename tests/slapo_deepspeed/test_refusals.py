@@ -18,13 +18,13 @@ from torch.optim.lr_scheduler import StepLR
 import slapo_deepspeed.plugin
 import slapo_pipeline.plugin
 import slapo_sharding.plugin
-from slapo_core.build import build
-from slapo_core.errors import BuildError
-from slapo_core.registry import Registry
-from slapo_core.schedule import Schedule, create_schedule
-from slapo_core.testing import run_distributed
+from slapo_core.building.build import build
+from slapo_core.registration.registry import Registry
+from slapo_core.reporting.errors import BuildError
+from slapo_core.schedules.schedule import Schedule, create_schedule
 from slapo_deepspeed.dialect import DeepSpeedDialect
 from slapo_deepspeed.options import DeepSpeedOptions
+from slapo_testing import run_distributed
 from tests.slapo_sharding.handwritten import Net
 from tests.slapo_sharding.handwritten_branches import ListOfHeads
 from tests.slapo_torch.layouts import adamw, mesh_of, message_of

@@ -13,11 +13,11 @@ from torch import nn
 
 import slapo_fusion.plugin
 import slapo_memory.plugin
-from slapo_core.errors import ScheduleError
-from slapo_core.schedule import create_schedule
-from slapo_core.testing import assert_equivalent, isolated_plugins
+from slapo_core.reporting.errors import ScheduleError
+from slapo_core.schedules.schedule import create_schedule
 from slapo_fusion._torch_private import mode_options
 from slapo_memory.recompute import checkpoint
+from slapo_testing import assert_equivalent, isolated_plugins
 
 # of inputs that are no leaves: torch's compiler asks, and tells nobody but where warnings are errors
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")

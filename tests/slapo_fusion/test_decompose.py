@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 import slapo_fusion.plugin
-from slapo_core.errors import ScheduleError
-from slapo_core.schedule import create_schedule
-from slapo_core.testing import assert_equivalent, isolated_plugins
+from slapo_core.reporting.errors import ScheduleError
+from slapo_core.schedules.schedule import create_schedule
+from slapo_testing import assert_equivalent, isolated_plugins
 
 
 @pytest.fixture(autouse=True)

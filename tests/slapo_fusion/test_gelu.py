@@ -13,12 +13,12 @@ from torch.nn import functional as F
 from transformers.activations import GELUActivation
 
 from slapo_core import create_schedule
-from slapo_core.patterns import call_module
-from slapo_core.testing import assert_equivalent
 from slapo_fusion import _torch_pass
 from slapo_fusion import gelu as gelus
 from slapo_fusion.compilers import inductor
 from slapo_fusion.gelu import fusable, gelu
+from slapo_testing import assert_equivalent
+from slapo_tracing.matching.patterns import call_module
 
 X = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(0))
 

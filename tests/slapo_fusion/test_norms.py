@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from slapo_core import create_schedule
-from slapo_core.patterns import call_module
-from slapo_core.testing import assert_equivalent
 from slapo_fusion import norms
 from slapo_fusion.norms import call_norm, layer_norm
+from slapo_testing import assert_equivalent
+from slapo_tracing.matching.patterns import call_module
 
 X = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(0))
 

@@ -13,10 +13,10 @@ import slapo_kernels.plugin
 import slapo_memory.plugin
 import slapo_pipeline.plugin
 import slapo_sharding.plugin
-from slapo_core.hookspecs import hookimpl
-from slapo_core.registry import Registry
-from slapo_core.testing import isolated_plugins
+from slapo_core.interfaces.hookspecs import hookimpl
+from slapo_core.registration.registry import Registry
 from slapo_kernels import eager, registry
+from slapo_testing import isolated_plugins
 
 
 class Counted(NamedTuple):

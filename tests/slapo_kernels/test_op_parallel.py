@@ -9,9 +9,9 @@ from torch import nn
 import slapo_kernels.plugin
 import slapo_sharding.plugin
 from slapo_core import ScheduleError, build, create_schedule
-from slapo_core.registry import Registry
-from slapo_core.testing import assert_equivalent, run_distributed
+from slapo_core.registration.registry import Registry
 from slapo_kernels import op
+from slapo_testing import assert_equivalent, run_distributed
 
 pytestmark = pytest.mark.multiproc
 

@@ -21,10 +21,10 @@ from typer.testing import CliRunner
 import slapo_kernels.plugin
 from slapo.cli.app import create_app
 from slapo_core import create_schedule, hookimpl
-from slapo_core.errors import PluginError, ScheduleError
-from slapo_core.testing import isolated_plugins
+from slapo_core.reporting.errors import PluginError, ScheduleError
 from slapo_kernels import Implementation, choose, explain, hookspecs, kernel_names, reset, run
 from slapo_kernels.kernels import KERNELS
+from slapo_testing import isolated_plugins
 
 X, W = torch.randn(4, 8), torch.ones(8)
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.errors import ScheduleError
-from slapo_core.replay import load_schedule
-from slapo_core.schedule import Schedule, create_schedule
-from slapo_core.testing import assert_equivalent
+from slapo_core.reporting.errors import ScheduleError
+from slapo_core.schedules.schedule import Schedule, create_schedule
+from slapo_core.schedules.schedule_files import load_schedule
+from slapo_testing import assert_equivalent
 from tests.slapo_kernels.kernel_calls import COUNTED, Counted, counted_kernels
 from tests.zoo.families import FAMILIES
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core.errors import SlapoError
-from slapo_core.schedule import create_schedule
+from slapo_core.reporting.errors import SlapoError
+from slapo_core.schedules.schedule import create_schedule
 from slapo_kernels.lazy_logits import LazyLogits
 from slapo_kernels.unchanged import Unchanged
 from tests.zoo.families import FAMILIES

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core.errors import ScheduleError, SlapoError
-from slapo_core.schedule import create_schedule
-from slapo_core.testing import assert_equivalent
+from slapo_core.reporting.errors import ScheduleError, SlapoError
+from slapo_core.schedules.schedule import create_schedule
 from slapo_kernels.lazy_logits import LazyLogits
+from slapo_testing import assert_equivalent
 from tests.slapo_kernels.kernel_calls import COUNTED, Counted, counted_kernels
 from tests.zoo.families import FAMILIES
 

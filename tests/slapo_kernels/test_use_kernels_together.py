@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core.build import build_program
-from slapo_core.schedule import Schedule, create_schedule
-from slapo_core.testing import assert_equivalent
+from slapo_core.building.build import build_program
+from slapo_core.schedules.schedule import Schedule, create_schedule
+from slapo_testing import assert_equivalent
 from tests.slapo_kernels.kernel_calls import COUNTED, Counted, counted_kernels
 from tests.zoo.families import FAMILIES
 

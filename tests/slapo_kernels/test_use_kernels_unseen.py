@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.schedule import Schedule, create_schedule
-from slapo_core.testing import assert_equivalent, run_distributed
+from slapo_core.schedules.schedule import Schedule, create_schedule
+from slapo_testing import assert_equivalent, run_distributed
 from tests.zoo.families import FAMILIES
 
 WAYS = {

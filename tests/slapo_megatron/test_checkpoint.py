@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.build import build
-from slapo_core.schedule import create_schedule
-from slapo_core.testing import run_distributed
+from slapo_core.building.build import build
+from slapo_core.schedules.schedule import create_schedule
 from slapo_megatron.cpu_mode import cpu_mode
 from slapo_megatron.optimizer_state import OptimizerState
 from slapo_megatron.sharded_state import Held
+from slapo_testing import run_distributed
 from slapo_training.engine_warnings import without_warnings
 from slapo_training.pieces import boxes
 from tests.engine_models import batches, my_part, small

@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from slapo_core.errors import BuildError
+from slapo_core.reporting.errors import BuildError
 from slapo_megatron.cpu_mode import cpu_mode, without_mode
 from tests.slapo_sharding.told import warnings_told
 

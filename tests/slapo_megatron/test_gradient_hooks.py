@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from slapo_core.build import build
-from slapo_core.testing import run_distributed
+from slapo_core.building.build import build
+from slapo_testing import run_distributed
 from tests import gradient_hooks as hooked
 from tests.gradient_hooks import SGD, batches, differences, made, scheduled
 from tests.slapo_torch.layouts import message_of

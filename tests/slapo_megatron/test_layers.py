@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slapo_core.build import build, build_program
-from slapo_core.errors import ScheduleError
-from slapo_core.schedule import create_schedule
-from slapo_core.testing import assert_equivalent, run_distributed
-from slapo_core.weights import init_empty_weights
+from slapo_core.building.build import build, build_program
+from slapo_core.building.weights import init_empty_weights
+from slapo_core.reporting.errors import ScheduleError
+from slapo_core.schedules.schedule import create_schedule
 from slapo_sharding.cross_entropy import parallel_cross_entropy
+from slapo_testing import assert_equivalent, run_distributed
 from tests.engine_models import batches, small
 from tests.engines import PLUGINS, in_one_process
 from tests.slapo_sharding.told import warnings_told

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slapo_core.testing import run_distributed
+from slapo_testing import run_distributed
 from tests.engines import FACTS, train_beside_reference
 
 pytestmark = pytest.mark.multiproc

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.build import build, build_program
-from slapo_core.errors import BuildError
-from slapo_core.schedule import create_schedule
-from slapo_core.testing import run_distributed
+from slapo_core.building.build import build, build_program
+from slapo_core.reporting.errors import BuildError
+from slapo_core.schedules.schedule import create_schedule
 from slapo_megatron.starting import ParallelState
+from slapo_testing import run_distributed
 from tests.engines import PLUGINS
 from tests.slapo_torch.layouts import mesh_of, message_of
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core.build import build
-from slapo_core.errors import ScheduleError
-from slapo_core.schedule import create_schedule
-from slapo_core.testing import run_distributed
+from slapo_core.building.build import build
+from slapo_core.reporting.errors import ScheduleError
+from slapo_core.schedules.schedule import create_schedule
+from slapo_testing import run_distributed
 from slapo_training.engine_warnings import without_warnings
 from tests.engine_models import batches, small
 from tests.engines import PLUGINS, in_one_process

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from slapo_core.build import build
-from slapo_core.errors import BuildError
-from slapo_core.schedule import create_schedule
-from slapo_core.testing import run_distributed
+from slapo_core.building.build import build
+from slapo_core.reporting.errors import BuildError
+from slapo_core.schedules.schedule import create_schedule
 from slapo_megatron.dialect import MegatronDialect
 from slapo_megatron.options import MegatronOptions
+from slapo_testing import run_distributed
 from tests.engines import PLUGINS
 from tests.slapo_torch.layouts import adamw, mesh_of, message_of
 

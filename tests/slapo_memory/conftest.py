@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 import slapo_memory.plugin
-from slapo_core.testing import isolated_plugins
+from slapo_testing import isolated_plugins
 
 
 @pytest.fixture

@@ -19,14 +19,14 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slapo_core.errors import ScheduleError
-from slapo_core.random import get_cuda_rng_tracker, set_random_seed
-from slapo_core.replay import load_schedule
-from slapo_core.schedule import Schedule, create_schedule
-from slapo_core.testing import assert_equivalent
+from slapo_core.distributed.random import get_cuda_rng_tracker, set_random_seed
+from slapo_core.reporting.errors import ScheduleError
+from slapo_core.schedules.schedule import Schedule, create_schedule
+from slapo_core.schedules.schedule_files import load_schedule
 from slapo_memory.budget import parse
 from slapo_memory.keeping import _Entry, tensors_in
 from slapo_memory.measuring import Operator, choose
+from slapo_testing import assert_equivalent
 
 pytestmark = pytest.mark.usefixtures("only_memory")
 

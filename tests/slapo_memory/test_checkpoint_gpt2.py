@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from slapo_core.schedule import create_schedule
-from slapo_core.testing import assert_equivalent
+from slapo_core.schedules.schedule import create_schedule
+from slapo_testing import assert_equivalent
 
 pytestmark = pytest.mark.usefixtures("only_memory")
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core.errors import ScheduleError
-from slapo_core.schedule import Schedule, create_schedule
-from slapo_core.testing import assert_equivalent
+from slapo_core.reporting.errors import ScheduleError
+from slapo_core.schedules.schedule import Schedule, create_schedule
+from slapo_testing import assert_equivalent
 
 pytestmark = pytest.mark.usefixtures("only_memory")
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core.errors import ScheduleError
-from slapo_core.schedule import create_schedule
+from slapo_core.reporting.errors import ScheduleError
+from slapo_core.schedules.schedule import create_schedule
 from slapo_memory.recompute import checkpoint
 
 pytestmark = pytest.mark.usefixtures("only_memory")

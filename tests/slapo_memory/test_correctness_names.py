@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import slapo_memory.plugin
 import slapo_sharding.plugin
-from slapo_core.random import get_cuda_rng_tracker, set_random_seed
-from slapo_core.registry import Registry
-from slapo_core.schedule import create_schedule
-from slapo_core.testing import run_distributed
+from slapo_core.distributed.random import get_cuda_rng_tracker, set_random_seed
+from slapo_core.registration.registry import Registry
+from slapo_core.schedules.schedule import create_schedule
+from slapo_testing import run_distributed
 
 pytestmark = pytest.mark.usefixtures("only_memory")
 

@@ -13,10 +13,10 @@ from torch import nn
 
 import slapo_memory.plugin
 import slapo_sharding.plugin
-from slapo_core.random import set_random_seed
-from slapo_core.registry import Registry
-from slapo_core.schedule import Schedule, create_schedule
-from slapo_core.testing import run_distributed
+from slapo_core.distributed.random import set_random_seed
+from slapo_core.registration.registry import Registry
+from slapo_core.schedules.schedule import Schedule, create_schedule
+from slapo_testing import run_distributed
 from tests.zoo.families import FAMILIES, layers
 
 PLUGINS = Registry([slapo_memory.plugin, slapo_sharding.plugin])

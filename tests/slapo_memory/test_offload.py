@@ -15,11 +15,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import slapo_fusion.plugin
 import slapo_memory.plugin
-from slapo_core.errors import ScheduleError
-from slapo_core.replay import load_schedule
-from slapo_core.schedule import Schedule, create_schedule
-from slapo_core.testing import assert_equivalent, isolated_plugins
+from slapo_core.reporting.errors import ScheduleError
+from slapo_core.schedules.schedule import Schedule, create_schedule
+from slapo_core.schedules.schedule_files import load_schedule
 from slapo_memory.offloading import _Copy
+from slapo_testing import assert_equivalent, isolated_plugins
 
 
 @pytest.fixture(autouse=True)

@@ -14,10 +14,10 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from slapo_core.errors import ScheduleError
-from slapo_core.replay import load_schedule
-from slapo_core.schedule import Schedule, create_schedule
-from slapo_core.testing import assert_equivalent
+from slapo_core.reporting.errors import ScheduleError
+from slapo_core.schedules.schedule import Schedule, create_schedule
+from slapo_core.schedules.schedule_files import load_schedule
+from slapo_testing import assert_equivalent
 
 pytestmark = pytest.mark.usefixtures("only_memory")
 

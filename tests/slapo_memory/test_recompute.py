@@ -9,11 +9,11 @@ import torch
 from torch.nn.functional import dropout
 
 import slapo_memory.plugin
-from slapo_core.errors import ScheduleError
-from slapo_core.random import get_cuda_rng_tracker, set_random_seed
-from slapo_core.schedule import create_schedule
-from slapo_core.testing import isolated_plugins
+from slapo_core.distributed.random import get_cuda_rng_tracker, set_random_seed
+from slapo_core.reporting.errors import ScheduleError
+from slapo_core.schedules.schedule import create_schedule
 from slapo_memory.recompute import checkpoint
+from slapo_testing import isolated_plugins
 
 modes = pytest.mark.parametrize("use_reentrant", [True, False])
 

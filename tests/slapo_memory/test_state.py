@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.schedule import create_schedule
+from slapo_core.schedules.schedule import create_schedule
 from slapo_memory.recompute import checkpoint
 
 pytestmark = pytest.mark.usefixtures("only_memory")

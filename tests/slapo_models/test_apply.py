@@ -18,11 +18,11 @@ import slapo.model_schedule
 import slapo_memory.plugin
 import slapo_models.plugin
 from slapo_core import Registry, Schedule, hookimpl
-from slapo_core.errors import PluginError, ScheduleError, UnknownNameError
-from slapo_core.testing import assert_equivalent
-from slapo_core.testing.isolation import using
+from slapo_core.reporting.errors import PluginError, ScheduleError, UnknownNameError
 from slapo_models import apply_schedule, get_schedule, register_schedule
 from slapo_models.registration import REGISTERED
+from slapo_testing import assert_equivalent
+from slapo_testing.plugin_isolation import using
 from tests.slapo_models.cases import CASES
 
 

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from slapo.cli.app import create_app
 from slapo_core import Registry
-from slapo_core.testing.isolation import using
 from slapo_models.registration import REGISTERED
+from slapo_testing.plugin_isolation import using
 from tests.contracts.conftest import TOP
 from tests.slapo_models.cases import CASES
 

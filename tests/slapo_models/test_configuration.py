@@ -14,10 +14,10 @@ from torch.nn import functional as F
 import slapo
 import slapo_models.plugin
 from slapo_core import Registry, Schedule
-from slapo_core.errors import ScheduleError, UnknownNameError
-from slapo_core.testing import assert_equivalent, run_distributed
+from slapo_core.reporting.errors import ScheduleError, UnknownNameError
 from slapo_models import Configuration, apply_schedule
 from slapo_models.kernels import ATTENTIONS
+from slapo_testing import assert_equivalent, run_distributed
 from tests.contracts.conftest import TOP
 from tests.slapo_models.cases import CASES
 from tests.slapo_models.residual import BasicBlock, WideResNet

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slapo_core.testing import run_distributed
+from slapo_testing import run_distributed
 from tests.slapo_models.cases import CASES, of_engine, of_model
 
 pytestmark = [

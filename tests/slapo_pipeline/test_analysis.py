@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.build import build_program
-from slapo_core.errors import BuildError, ScheduleError, UnknownNameError
-from slapo_core.program import Program, Stage
-from slapo_core.ties import analyze_tie_weights
+from slapo_core.building.build import build_program
+from slapo_core.interfaces.program import Program, Stage
+from slapo_core.modules.tied_parameters import analyze_tie_weights
+from slapo_core.reporting.errors import BuildError, ScheduleError, UnknownNameError
 from slapo_pipeline.analysis import (
     analyze_pipeline_module,
     module_stages,

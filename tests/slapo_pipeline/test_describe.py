@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core.build import build_program
-from slapo_core.errors import BuildError
-from slapo_core.program import Program, Stage
+from slapo_core.building.build import build_program
+from slapo_core.interfaces.program import Program, Stage
+from slapo_core.reporting.errors import BuildError
 from slapo_pipeline.describe import describe, stage_code
 
 from .staged import cut

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from slapo_core.build import build_program
-from slapo_core.errors import TraceError
+from slapo_core.building.build import build_program
+from slapo_core.reporting.errors import TraceError
 
 from .families import CLASSES, FAST, IN_TWO, REFUSED, places, small
 from .family_table import table

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.build import build_program
-from slapo_core.errors import TraceError
+from slapo_core.building.build import build_program
+from slapo_core.reporting.errors import TraceError
 
 from .staged import assert_same_as_model, cut
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.build import build_program
-from slapo_core.tracing import tracers
+from slapo_core.building.build import build_program
 from slapo_pipeline import flat_trace
 from slapo_pipeline.pipe_split import pipe_split
+from slapo_tracing.tracers import selection
 
 from .staged import assert_same, cut
 
@@ -53,7 +53,7 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
 
     def traced(root: nn.Module, *args: Any, **kwargs: Any) -> Any:
         found.append(root)
-        return tracers.trace_module(root, *args, **kwargs)
+        return selection.trace_module(root, *args, **kwargs)
 
     monkeypatch.setattr(flat_trace, "trace_module", traced)
     return found

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
 
-from slapo_core.build import build_program
-from slapo_core.wrapping import wrap_forward
+from slapo_core.building.build import build_program
+from slapo_core.modules.forward_wrapping import wrap_forward
 from slapo_pipeline.least_traffic import least_traffic
 from slapo_pipeline.traffic import Traffic, boundary_bytes
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core.build import build_program
-from slapo_core.errors import TraceError
+from slapo_core.building.build import build_program
+from slapo_core.reporting.errors import TraceError
 
 from .staged import cut
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from slapo_core.build import build_program
-from slapo_core.errors import BuildError, TraceError
+from slapo_core.building.build import build_program
+from slapo_core.reporting.errors import BuildError, TraceError
 
 from .staged import assert_same_as_model, cut
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from slapo_core.build import build_program
-from slapo_core.errors import TraceError
+from slapo_core.building.build import build_program
+from slapo_core.reporting.errors import TraceError
 
 from .staged import assert_same, assert_same_as_model, cut, loss_of, received
 from .toys import Counts, InPlace, Regions, Skips, Structures

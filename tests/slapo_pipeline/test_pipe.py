@@ -34,8 +34,8 @@ from slapo.pipeline import (
     pipe_split,
     pipeline,
 )
-from slapo_core.errors import BuildError, ScheduleError
-from slapo_core.wrapping import wrap_forward
+from slapo_core.modules.forward_wrapping import wrap_forward
+from slapo_core.reporting.errors import BuildError, ScheduleError
 
 from .staged import assert_same, loss_of
 

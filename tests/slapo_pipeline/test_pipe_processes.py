@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from slapo.pipeline import MultiUseParameterConfig, SplitPoint, TrivialLossWrapper, annotate_split_points, pipe_split, pipeline
-from slapo_core.testing import run_distributed
+from slapo_testing import run_distributed
 
 ROWS, PARTS, WIDTH, VOCABULARY = 8, 4, 8, 32
 RANKS = 2

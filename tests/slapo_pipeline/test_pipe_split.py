@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.pipelining import pipe_split as torch_pipe_split
 from torch.nn import functional as F
 
-from slapo_core.build import build_program
-from slapo_core.errors import ScheduleError
-from slapo_core.program import Program
-from slapo_core.replay import load_schedule
-from slapo_core.wrapping import wrap_forward
+from slapo_core.building.build import build_program
+from slapo_core.interfaces.program import Program
+from slapo_core.modules.forward_wrapping import wrap_forward
+from slapo_core.reporting.errors import ScheduleError
+from slapo_core.schedules.schedule_files import load_schedule
 from slapo_pipeline.analysis import module_stages
 from slapo_pipeline.pipe_split import pipe_split
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.build import build_program
-from slapo_core.errors import ScheduleError, TraceError
-from slapo_core.logger import get_logger
-from slapo_core.program import Program
-from slapo_core.replay import load_schedule
-from slapo_core.schedule import Schedule
-from slapo_core.wrapping import wrap_forward
+from slapo_core.building.build import build_program
+from slapo_core.interfaces.program import Program
+from slapo_core.modules.forward_wrapping import wrap_forward
+from slapo_core.reporting.errors import ScheduleError, TraceError
+from slapo_core.reporting.logger import get_logger
+from slapo_core.schedules.schedule import Schedule
+from slapo_core.schedules.schedule_files import load_schedule
 from slapo_pipeline.cut_pipeline_stage import cuts
 from slapo_pipeline.stage_table import StageTable
 

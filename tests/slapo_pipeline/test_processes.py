@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from slapo_core.build import build
-from slapo_core.errors import SlapoError
-from slapo_core.schedule import create_schedule
-from slapo_core.testing import run_distributed
+from slapo_core.building.build import build
+from slapo_core.reporting.errors import SlapoError
+from slapo_core.schedules.schedule import create_schedule
+from slapo_testing import run_distributed
 
 pytestmark = pytest.mark.multiproc
 

@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 import slapo
-from slapo_core.build import build, build_program
-from slapo_core.errors import BuildError, ScheduleError
-from slapo_core.replay import load_schedule
-from slapo_core.schedule import Schedule
-from slapo_core.ties import analyze_tie_weights
+from slapo_core.building.build import build, build_program
+from slapo_core.modules.tied_parameters import analyze_tie_weights
+from slapo_core.reporting.errors import BuildError, ScheduleError
+from slapo_core.schedules.schedule import Schedule
+from slapo_core.schedules.schedule_files import load_schedule
 from slapo_pipeline.analysis import analyze_pipeline_module
 from slapo_pipeline.partitioned import PartitionedModule
 from slapo_pipeline.propagation import (

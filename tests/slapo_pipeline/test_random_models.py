@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core.errors import TraceError
+from slapo_core.reporting.errors import TraceError
 from slapo_pipeline.partitioned import PartitionedModule
 
 from .staged import assert_same, assert_same_as_model, expected_of

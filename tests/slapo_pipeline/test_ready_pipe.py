@@ -12,11 +12,11 @@ from torch.distributed.pipelining import Pipe, SplitPoint, pipe_split, pipeline
 from torch.nn import functional as F
 
 import slapo_pipeline.plugin
-from slapo_core.build import build, build_program
-from slapo_core.errors import BuildError, TraceError
-from slapo_core.program import Program
-from slapo_core.registry import Registry
-from slapo_core.schedule import Schedule, create_schedule
+from slapo_core.building.build import build, build_program
+from slapo_core.interfaces.program import Program
+from slapo_core.registration.registry import Registry
+from slapo_core.reporting.errors import BuildError, TraceError
+from slapo_core.schedules.schedule import Schedule, create_schedule
 from slapo_pipeline.analysis import analyze_pipeline_module
 from slapo_pipeline.describe import describe
 from slapo_pipeline.ready_pipe import PipeStage, program_of_pipe

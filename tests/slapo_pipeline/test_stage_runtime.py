@@ -12,12 +12,12 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from slapo_core.build import build_program
-from slapo_core.errors import BuildError
-from slapo_core.program import Program, Stage
-from slapo_core.testing import run_distributed
+from slapo_core.building.build import build_program
+from slapo_core.interfaces.program import Program, Stage
+from slapo_core.reporting.errors import BuildError
 from slapo_pipeline.stage_runtime import build_stage
 from slapo_pipeline.tied_gradients import sum_tied_gradients
+from slapo_testing import run_distributed
 
 from .staged import cut
 from .toys import WIDTH, Skips

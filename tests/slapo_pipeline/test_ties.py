@@ -7,8 +7,8 @@ import time
 import torch
 from torch import nn
 
-from slapo_core.program import TieGroup
-from slapo_core.ties import analyze_tie_weights
+from slapo_core.interfaces.program import TieGroup
+from slapo_core.modules.tied_parameters import analyze_tie_weights
 from slapo_pipeline.tie_groups import tie_groups
 
 

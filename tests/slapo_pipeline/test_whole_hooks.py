@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 import slapo
 from slapo.pipeline import build_pipeline_model, generate_pipeline_partition
-from slapo_core.build import build_program
-from slapo_core.errors import BuildError, ScheduleError
-from slapo_core.testing import run_distributed
+from slapo_core.building.build import build_program
+from slapo_core.reporting.errors import BuildError, ScheduleError
+from slapo_testing import run_distributed
 
 from .staged import assert_same, cut
 

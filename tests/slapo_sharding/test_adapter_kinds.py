@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from slapo_core.build import build
-from slapo_core.parameters import is_part
-from slapo_core.schedule import create_schedule
-from slapo_core.testing import run_distributed
+from slapo_core.building.build import build
+from slapo_core.modules.parameters import is_part
+from slapo_core.schedules.schedule import create_schedule
+from slapo_testing import run_distributed
 from tests.slapo_sharding.test_adapters import QV, llama
 from tests.slapo_torch.layouts import mesh_of
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.build import build
-from slapo_core.errors import BuildError
-from slapo_core.parameters import is_part, shard_spec
-from slapo_core.random import set_random_seed
-from slapo_core.schedule import create_schedule
-from slapo_core.testing import assert_equivalent, run_distributed
+from slapo_core.building.build import build
+from slapo_core.distributed.random import set_random_seed
+from slapo_core.modules.parameters import is_part, shard_spec
+from slapo_core.reporting.errors import BuildError
+from slapo_core.schedules.schedule import create_schedule
+from slapo_testing import assert_equivalent, run_distributed
 from tests.slapo_torch.layouts import gpt2, mesh_of
 
 pytestmark = [

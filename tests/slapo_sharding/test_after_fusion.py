@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from slapo_core import BuildError, Registry, ScheduleError, UnknownNameError, create_schedule, hookimpl
-from slapo_core.build import build
-from slapo_core.patterns import call_module
-from slapo_core.schedule import Schedule
-from slapo_core.testing import assert_equivalent, run_distributed
+from slapo_core.building.build import build
+from slapo_core.schedules.schedule import Schedule
 from slapo_sharding import plugin
 from slapo_sharding.rules import Cut, ShardingRule
+from slapo_testing import assert_equivalent, run_distributed
+from slapo_tracing.matching.patterns import call_module
 
 pytestmark = pytest.mark.multiproc
 

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
-from slapo_core.build import build
-from slapo_core.errors import ScheduleError
-from slapo_core.registry import Registry
-from slapo_core.schedule import create_schedule
-from slapo_core.testing import run_distributed
+from slapo_core.building.build import build
+from slapo_core.registration.registry import Registry
+from slapo_core.reporting.errors import ScheduleError
+from slapo_core.schedules.schedule import create_schedule
 from slapo_sharding import plugin
+from slapo_testing import run_distributed
 
 pytestmark = pytest.mark.multiproc
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from slapo_core import build, create_schedule
-from slapo_core.parameters import is_part
-from slapo_core.testing import run_distributed
+from slapo_core.modules.parameters import is_part
+from slapo_testing import run_distributed
 from tests.slapo_sharding.handwritten import Net
 from tests.slapo_sharding.handwritten_reused import KeepsMap
 from tests.slapo_sharding.told import warnings_told

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from slapo_core import build, create_schedule
-from slapo_core.testing import run_distributed
+from slapo_testing import run_distributed
 
 pytestmark = pytest.mark.multiproc
 WIDTH = 8

@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from slapo_core import PluginError, Registry, ScheduleError, create_schedule, hookimpl
-from slapo_core.build import build
-from slapo_core.parameters import ShardSpec
-from slapo_core.testing import assert_equivalent, run_distributed
+from slapo_core.building.build import build
+from slapo_core.modules.parameters import ShardSpec
 from slapo_sharding import collectives, plugin
+from slapo_testing import assert_equivalent, run_distributed
 
 PLAN = {"0": "colwise", "2": "rowwise", "3": "rowwise_split_input"}
 

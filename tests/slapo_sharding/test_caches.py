@@ -7,11 +7,11 @@ import copy
 import pytest
 import torch
 
-from slapo_core.build import build
-from slapo_core.registry import Registry
-from slapo_core.schedule import create_schedule
-from slapo_core.testing import run_distributed
+from slapo_core.building.build import build
+from slapo_core.registration.registry import Registry
+from slapo_core.schedules.schedule import create_schedule
 from slapo_sharding import plugin
+from slapo_testing import run_distributed
 from tests.zoo.families import FAMILIES
 
 pytestmark = pytest.mark.multiproc

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.grad_norm import total_grad_norm
-from slapo_core.registry import Registry
-from slapo_core.schedule import create_schedule
-from slapo_core.testing import run_distributed
+from slapo_core.registration.registry import Registry
+from slapo_core.schedules.schedule import create_schedule
 from slapo_sharding import clip_grad_norm_, plugin
+from slapo_testing import run_distributed
+from slapo_training.grad_norm import total_grad_norm
 
 pytestmark = pytest.mark.multiproc
 

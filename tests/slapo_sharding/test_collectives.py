@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slapo_core.testing import DistributedError, run_distributed
 from slapo_sharding import collectives
+from slapo_testing import DistributedError, run_distributed
 
 pytestmark = pytest.mark.multiproc
 

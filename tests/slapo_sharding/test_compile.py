@@ -12,11 +12,11 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from benchmarks.gpu.blocks import COMPILED, WAYS, Sizes, measure, report
-from slapo_core.build import build
-from slapo_core.registry import Registry
-from slapo_core.schedule import create_schedule
-from slapo_core.testing import run_distributed
+from slapo_core.building.build import build
+from slapo_core.registration.registry import Registry
+from slapo_core.schedules.schedule import create_schedule
 from slapo_sharding import plugin
+from slapo_testing import run_distributed
 from tests.slapo_sharding.test_handwritten import net, tokens
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from slapo_core import build, create_schedule, get_logger
-from slapo_core.testing import assert_equivalent, run_distributed
+from slapo_testing import assert_equivalent, run_distributed
 from tests.slapo_sharding.test_regions import WIDTH, Attention
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slapo_core.testing import run_distributed
 from slapo_sharding.cross_entropy import parallel_cross_entropy
+from slapo_testing import run_distributed
 
 pytestmark = pytest.mark.multiproc
 

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core.build import build
-from slapo_core.parameters import shard_spec
-from slapo_core.registry import Registry
-from slapo_core.schedule import create_schedule
-from slapo_core.testing import assert_equivalent, run_distributed
+from slapo_core.building.build import build
+from slapo_core.modules.parameters import shard_spec
+from slapo_core.registration.registry import Registry
+from slapo_core.schedules.schedule import create_schedule
 from slapo_sharding import plugin
+from slapo_testing import assert_equivalent, run_distributed
 from tests.slapo_sharding.split_families import steps_of_same
 from tests.slapo_sharding.told import warnings_told
 

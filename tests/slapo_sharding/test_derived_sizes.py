@@ -7,12 +7,12 @@ import copy
 import pytest
 import torch
 
-from slapo_core.build import build
-from slapo_core.errors import ScheduleError
-from slapo_core.registry import Registry
-from slapo_core.schedule import create_schedule
-from slapo_core.testing import assert_equivalent, run_distributed
+from slapo_core.building.build import build
+from slapo_core.registration.registry import Registry
+from slapo_core.reporting.errors import ScheduleError
+from slapo_core.schedules.schedule import create_schedule
 from slapo_sharding import plugin
+from slapo_testing import assert_equivalent, run_distributed
 from tests.slapo_sharding.split_families import family
 from tests.slapo_sharding.test_sequence_parallel import Model, token_ids
 from tests.slapo_sharding.told import warnings_told

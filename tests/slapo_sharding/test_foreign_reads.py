@@ -17,13 +17,13 @@ import slapo_memory.plugin
 import slapo_pipeline.plugin
 import slapo_sharding.plugin
 import slapo_torch.plugin
-from slapo_core.build import build
-from slapo_core.errors import BuildError, TraceError
-from slapo_core.registry import Registry
-from slapo_core.schedule import Schedule, create_schedule
-from slapo_core.testing import assert_equivalent, run_distributed
-from slapo_core.tracing import trace_module
+from slapo_core.building.build import build
+from slapo_core.registration.registry import Registry
+from slapo_core.reporting.errors import BuildError, TraceError
+from slapo_core.schedules.schedule import Schedule, create_schedule
 from slapo_sharding.foreign_reads import watch
+from slapo_testing import assert_equivalent, run_distributed
+from slapo_tracing import trace_module
 
 pytestmark = pytest.mark.multiproc
 

@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from slapo_core.errors import ScheduleError
-from slapo_core.random import rng_state, set_random_seed, set_rng_state
-from slapo_core.registry import Registry
-from slapo_core.schedule import create_schedule
-from slapo_core.testing import run_distributed
+from slapo_core.distributed.random import rng_state, set_random_seed, set_rng_state
+from slapo_core.registration.registry import Registry
+from slapo_core.reporting.errors import ScheduleError
+from slapo_core.schedules.schedule import create_schedule
 from slapo_sharding import plugin
+from slapo_testing import run_distributed
 
 pytestmark = pytest.mark.multiproc
 
@@ -108,7 +108,7 @@ def test_without_a_seed_training_is_refused_and_evaluation_runs():
 
 
 def _without_seed(rank: int) -> None:
-    from slapo_core import random
+    from slapo_core.distributed import random
 
     random._SEED_SET = False
     random.get_cuda_rng_tracker().reset()

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from slapo_core.build import build
-from slapo_core.errors import ScheduleError
-from slapo_core.parameters import is_part
-from slapo_core.registry import Registry
-from slapo_core.schedule import Schedule, create_schedule
-from slapo_core.testing import run_distributed
+from slapo_core.building.build import build
+from slapo_core.modules.parameters import is_part
+from slapo_core.registration.registry import Registry
+from slapo_core.reporting.errors import ScheduleError
+from slapo_core.schedules.schedule import Schedule, create_schedule
 from slapo_sharding import gather_full, load_full_state, plugin, scatter_full
+from slapo_testing import run_distributed
 
 pytestmark = pytest.mark.multiproc
 

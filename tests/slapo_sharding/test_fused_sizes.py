@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.tracing import trace_module
 from slapo_sharding.fused_sizes import fused_sizes
+from slapo_tracing import trace_module
 
 
 class Viewed(nn.Module):

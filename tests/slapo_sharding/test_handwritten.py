@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from slapo_core import build, create_schedule
-from slapo_core.errors import TraceError
-from slapo_core.random import set_random_seed
-from slapo_core.testing import run_distributed
-from slapo_core.wrapping import own_forward
+from slapo_core.distributed.random import set_random_seed
+from slapo_core.modules.forward_wrapping import own_forward
+from slapo_core.reporting.errors import TraceError
 from slapo_sharding.local_sizes.forward import LocalForward
+from slapo_testing import run_distributed
 from tests.slapo_sharding.handwritten import SPLIT, Net
 
 pytestmark = pytest.mark.multiproc

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from slapo_core import build, create_schedule
-from slapo_core.errors import SlapoError
-from slapo_core.testing import run_distributed
+from slapo_core.reporting.errors import SlapoError
+from slapo_testing import run_distributed
 from tests.slapo_sharding.handwritten import SPLIT
 from tests.slapo_sharding.handwritten_branches import BRANCHES
 from tests.slapo_sharding.test_handwritten import net, tokens

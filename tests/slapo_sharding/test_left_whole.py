@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from slapo_core import build
-from slapo_core.errors import ScheduleError
-from slapo_core.testing import run_distributed
+from slapo_core.reporting.errors import ScheduleError
+from slapo_testing import run_distributed
 from tests.slapo_sharding.handwritten import SPLIT, D, GatedMlp, H, Net
 from tests.slapo_sharding.handwritten_others import WHOLE, LoopedHeads, ThreeHeads
 from tests.slapo_sharding.test_handwritten import split, tokens

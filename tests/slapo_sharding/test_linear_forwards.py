@@ -11,12 +11,12 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.models.falcon.modeling_falcon import FalconLinear
 
-from slapo_core.build import build
-from slapo_core.registry import Registry
-from slapo_core.schedule import create_schedule
-from slapo_core.testing import assert_equivalent, run_distributed
+from slapo_core.building.build import build
+from slapo_core.registration.registry import Registry
+from slapo_core.schedules.schedule import create_schedule
 from slapo_sharding import plugin
 from slapo_sharding.layers import is_linear
+from slapo_testing import assert_equivalent, run_distributed
 
 
 class Calls(nn.Linear):

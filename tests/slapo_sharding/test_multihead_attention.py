@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from slapo_core import ScheduleError, build, create_schedule
-from slapo_core.random import set_random_seed
-from slapo_core.testing import run_distributed
+from slapo_core.distributed.random import set_random_seed
+from slapo_testing import run_distributed
 
 pytestmark = pytest.mark.multiproc
 

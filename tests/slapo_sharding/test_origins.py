@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import fx, nn
 
-from slapo_core.registry import Registry
-from slapo_core.schedule import create_schedule
-from slapo_core.testing import run_distributed
-from slapo_core.tracing.tracers import trace
+from slapo_core.registration.registry import Registry
+from slapo_core.schedules.schedule import create_schedule
 from slapo_sharding import flat_graphs, plugin
 from slapo_sharding.origins import Counted, forget, may_be, remembered
+from slapo_testing import run_distributed
+from slapo_tracing.tracers.selection import trace
 from tests.slapo_sharding.split_families import family
 
 

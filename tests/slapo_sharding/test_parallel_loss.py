@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slapo_core import Registry, ScheduleError, create_schedule, hookimpl
-from slapo_core.build import build, build_program
-from slapo_core.testing import assert_equivalent, run_distributed
+from slapo_core.building.build import build, build_program
 from slapo_sharding import plugin
+from slapo_testing import assert_equivalent, run_distributed
 from slapo_training.losses import CountedLoss
 from tests.zoo.families import FAMILIES
 

@@ -12,12 +12,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from slapo_core.build import build
-from slapo_core.parameters import shard_spec
-from slapo_core.schedule import Schedule, create_schedule
-from slapo_core.testing import run_distributed
+from slapo_core.building.build import build
+from slapo_core.modules.parameters import shard_spec
+from slapo_core.schedules.schedule import Schedule, create_schedule
 from slapo_sharding.layers import LINEAR
 from slapo_sharding.parametrized import adapted
+from slapo_testing import run_distributed
 from tests.slapo_torch.layouts import message_of
 
 

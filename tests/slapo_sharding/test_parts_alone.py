@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from slapo_core import build, create_schedule
-from slapo_core.parameters import is_part
-from slapo_core.testing import run_distributed
+from slapo_core.modules.parameters import is_part
+from slapo_testing import run_distributed
 from tests.slapo_sharding.handwritten import SPLIT, D, GatedMlp
 from tests.slapo_sharding.test_handwritten import BATCHES, SGD
 from tests.slapo_sharding.told import warnings_told

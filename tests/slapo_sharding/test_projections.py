@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
-from slapo_core.logger import get_logger
-from slapo_core.parameters import shard_spec
-from slapo_core.schedule import create_schedule
-from slapo_core.testing import run_distributed
+from slapo_core.modules.parameters import shard_spec
+from slapo_core.reporting.logger import get_logger
+from slapo_core.schedules.schedule import create_schedule
+from slapo_testing import run_distributed
 
 
 class Wrapped(nn.Module):

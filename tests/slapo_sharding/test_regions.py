@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from slapo_core import create_schedule
-from slapo_core.testing import assert_equivalent, run_distributed
+from slapo_testing import assert_equivalent, run_distributed
 
 pytestmark = pytest.mark.multiproc
 

@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 from slapo_core import PluginError, Registry, ScheduleError, create_schedule, hookimpl
-from slapo_core.build import build
-from slapo_core.parameters import shard_spec
-from slapo_core.testing import assert_equivalent, run_distributed
+from slapo_core.building.build import build
+from slapo_core.modules.parameters import shard_spec
 from slapo_sharding import hookspecs, plugin
 from slapo_sharding.rulebook import rules_of
 from slapo_sharding.rules import Cut, ShardingRule
+from slapo_testing import assert_equivalent, run_distributed
 
 
 class Gated(nn.Module):

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
-from slapo_core.testing import run_distributed
 from slapo_sharding._torch_private import layouts_kept
+from slapo_testing import run_distributed
 
 pytestmark = pytest.mark.multiproc
 

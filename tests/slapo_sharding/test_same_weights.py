@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.build import build
-from slapo_core.errors import BuildError
-from slapo_core.registry import Registry
-from slapo_core.schedule import Schedule, create_schedule
-from slapo_core.testing import assert_equivalent, run_distributed
+from slapo_core.building.build import build
+from slapo_core.registration.registry import Registry
+from slapo_core.reporting.errors import BuildError
+from slapo_core.schedules.schedule import Schedule, create_schedule
 from slapo_sharding import plugin
+from slapo_testing import assert_equivalent, run_distributed
 
 pytestmark = pytest.mark.multiproc
 

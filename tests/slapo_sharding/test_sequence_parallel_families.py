@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slapo_core.testing import run_distributed
+from slapo_testing import run_distributed
 from tests.slapo_sharding.split_families import (
     ALONG_ON_TWO,
     FAST,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from slapo_core.testing import run_distributed
+from slapo_testing import run_distributed
 from tests.slapo_sharding.split_families import split
 
 pytestmark = pytest.mark.multiproc

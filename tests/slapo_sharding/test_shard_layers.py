@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from slapo_core.build import build
-from slapo_core.parameters import shard_spec
-from slapo_core.random import set_random_seed
-from slapo_core.registry import Registry
-from slapo_core.schedule import Schedule, create_schedule
-from slapo_core.testing import assert_equivalent, run_distributed
+from slapo_core.building.build import build
+from slapo_core.distributed.random import set_random_seed
+from slapo_core.modules.parameters import shard_spec
+from slapo_core.registration.registry import Registry
+from slapo_core.schedules.schedule import Schedule, create_schedule
 from slapo_sharding import plugin
+from slapo_testing import assert_equivalent, run_distributed
 
 pytestmark = pytest.mark.multiproc
 
@@ -218,7 +218,7 @@ def test_without_processes_shard_leaves_the_numbers_and_a_spec_of_one():
 
 
 def _traced(rank: int) -> None:
-    from slapo_core.tracing import trace_module
+    from slapo_tracing import trace_module
 
     before, after = _pair(Two(nn.Linear(8, 16), nn.Linear(16, 8)), 0, 1)
     x = torch.randn(3, 8, requires_grad=True)
@@ -229,7 +229,7 @@ def _traced(rank: int) -> None:
 
 
 def _traced_embedding() -> None:
-    from slapo_core.tracing import trace_module
+    from slapo_tracing import trace_module
 
     def steps(sch: Schedule) -> None:
         sch["0"].shard("weight", axis=0).sync("fwd_post", "all_reduce")
@@ -247,7 +247,7 @@ def test_correctness_02_a_traced_module_keeps_its_shards_and_syncs():
 
 
 def _traced_first(rank: int) -> None:
-    from slapo_core.tracing import trace_module
+    from slapo_tracing import trace_module
 
     model = Two(nn.Linear(8, 16), nn.Linear(16, 8))
     before, x = copy.deepcopy(model), torch.randn(3, 8, requires_grad=True)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slapo_core.parameters import ShardSpec
+from slapo_core.modules.parameters import ShardSpec
 from slapo_sharding.dealing import chunks, head_copies, side_by_side
 
 

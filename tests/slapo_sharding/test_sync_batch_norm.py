@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from slapo_core import ScheduleError, create_schedule, load_schedule
-from slapo_core.testing import run_distributed
 from slapo_sharding.sync_batch_norm import statistics_of
+from slapo_testing import run_distributed
 
 
 class Renamed(nn.BatchNorm2d):

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.build import build
-from slapo_core.errors import BuildError, ScheduleError
-from slapo_core.parameters import shard_spec
-from slapo_core.registry import Registry
-from slapo_core.schedule import Schedule, create_schedule
-from slapo_core.testing import assert_equivalent, run_distributed
+from slapo_core.building.build import build
+from slapo_core.modules.parameters import shard_spec
+from slapo_core.registration.registry import Registry
+from slapo_core.reporting.errors import BuildError, ScheduleError
+from slapo_core.schedules.schedule import Schedule, create_schedule
 from slapo_sharding import plugin
 from slapo_sharding.plan import gpt2_plan, tensor_parallel_plan
+from slapo_testing import assert_equivalent, run_distributed
 from tests.slapo_sharding.told import warnings_told
 from tests.zoo.families import FAMILIES
 
@@ -178,7 +178,7 @@ def test_ranks_that_disagree_about_a_shape_all_say_so():
 
 
 def _meta(rank: int) -> list[int]:
-    from slapo_core.weights import init_empty_weights
+    from slapo_core.building.weights import init_empty_weights
 
     with init_empty_weights():
         model = _llama_like("qwen3", tie_word_embeddings=True)
@@ -194,7 +194,7 @@ def test_a_model_without_weights_is_split_and_then_gets_them():
 
 
 def _replayed(rank: int) -> None:
-    from slapo_core.replay import load_schedule
+    from slapo_core.schedules.schedule_files import load_schedule
 
     sch = _schedule(_gpt2())
     sch.tensor_parallel()

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.build import build
-from slapo_core.errors import BuildError, ScheduleError
-from slapo_core.grad_norm import clip_grad_norm_
-from slapo_core.parameters import facts, shard_spec
-from slapo_core.registry import Registry
-from slapo_core.schedule import Schedule, create_schedule
-from slapo_core.testing import assert_equivalent, run_distributed
+from slapo_core.building.build import build
+from slapo_core.modules.parameters import facts, shard_spec
+from slapo_core.registration.registry import Registry
+from slapo_core.reporting.errors import BuildError, ScheduleError
+from slapo_core.schedules.schedule import Schedule, create_schedule
 from slapo_sharding import plugin
+from slapo_testing import assert_equivalent, run_distributed
+from slapo_training.grad_norm import clip_grad_norm_
 
 pytestmark = pytest.mark.multiproc
 

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.overrides import TorchFunctionMode
 
-from slapo_core.testing import run_distributed
 from slapo_sharding._torch_autograd import is_batched, no_functions, saving, swap_turns
 from slapo_sharding._torch_private import NO_BACKWARD, backward_pass, layouts_kept, mesh_of, surroundings
+from slapo_testing import run_distributed
 
 pytestmark = pytest.mark.multiproc
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from slapo_core import build, create_schedule
-from slapo_core.testing import run_distributed
+from slapo_testing import run_distributed
 from tests.slapo_sharding.test_handwritten import tokens
 from tests.slapo_sharding.told import warnings_told
 

@@ -15,14 +15,14 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from slapo_core.build import build
-from slapo_core.errors import BuildError, ScheduleError
-from slapo_core.parameters import shard_spec
-from slapo_core.registry import Registry
-from slapo_core.schedule import Schedule, create_schedule
-from slapo_core.testing import assert_equivalent, run_distributed
+from slapo_core.building.build import build
+from slapo_core.modules.parameters import shard_spec
+from slapo_core.registration.registry import Registry
+from slapo_core.reporting.errors import BuildError, ScheduleError
+from slapo_core.schedules.schedule import Schedule, create_schedule
 from slapo_sharding import clip_grad_norm_, collectives, plugin
 from slapo_sharding.cross_entropy import parallel_cross_entropy
+from slapo_testing import assert_equivalent, run_distributed
 
 pytestmark = pytest.mark.multiproc
 
@@ -235,7 +235,7 @@ def test_the_vocabulary_of_gpt2_is_split():
 
 
 def _from_meta(rank: int) -> torch.Tensor:
-    from slapo_core.weights import init_empty_weights
+    from slapo_core.building.weights import init_empty_weights
 
     with init_empty_weights():
         model = Tied()

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from slapo_core import build, create_schedule
-from slapo_core.parameters import is_part
-from slapo_core.testing import run_distributed
+from slapo_core.modules.parameters import is_part
+from slapo_testing import run_distributed
 
 pytestmark = pytest.mark.multiproc
 D, V = 16, 51

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from slapo_core import build, create_schedule
-from slapo_core.errors import BuildError
-from slapo_core.random import set_random_seed
-from slapo_core.testing import run_distributed
+from slapo_core.distributed.random import set_random_seed
+from slapo_core.reporting.errors import BuildError
 from slapo_sharding import whole_comparison
+from slapo_testing import run_distributed
 
 pytestmark = pytest.mark.multiproc
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from slapo_core import build, create_schedule
-from slapo_core.testing import run_distributed
+from slapo_testing import run_distributed
 from tests.slapo_sharding.told import warnings_told
 from tests.slapo_sharding.whole_models import Mamba, NanoGpt, Whisper, XTransformer
 from tests.slapo_sharding.whole_vision_models import Detr, Dit, Mixer, Swin, UNet, Vit

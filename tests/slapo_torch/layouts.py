@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import slapo_pipeline.plugin
 import slapo_sharding.plugin
 import slapo_torch.plugin
-from slapo_core.agreement import gather
-from slapo_core.build import build
-from slapo_core.registry import Registry
-from slapo_core.schedule import Schedule, create_schedule
+from slapo_core.building.build import build
+from slapo_core.distributed.agreement import gather
+from slapo_core.registration.registry import Registry
+from slapo_core.schedules.schedule import Schedule, create_schedule
 from slapo_torch.engine import TorchEngine
 from slapo_training.pieces import whole
 

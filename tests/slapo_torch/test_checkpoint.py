@@ -16,13 +16,13 @@ from torch import nn
 
 import slapo_pipeline.plugin
 import slapo_torch.plugin
-from slapo_core.build import build
-from slapo_core.errors import BuildError, ScheduleError
-from slapo_core.random import get_cuda_rng_tracker, set_random_seed
-from slapo_core.registry import Registry
-from slapo_core.schedule import create_schedule
-from slapo_core.testing import run_distributed
-from slapo_core.tracing import trace_module
+from slapo_core.building.build import build
+from slapo_core.distributed.random import get_cuda_rng_tracker, set_random_seed
+from slapo_core.registration.registry import Registry
+from slapo_core.reporting.errors import BuildError, ScheduleError
+from slapo_core.schedules.schedule import create_schedule
+from slapo_testing import run_distributed
+from slapo_tracing import trace_module
 from slapo_training import random_state
 from slapo_training.plain import check_plain
 from tests.engines import check_own_buffers, own_buffers

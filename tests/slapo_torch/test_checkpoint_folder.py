@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import nn
 
 import slapo_torch.plugin
-from slapo_core.build import build
-from slapo_core.errors import BuildError
-from slapo_core.registry import Registry
-from slapo_core.schedule import create_schedule
-from slapo_core.testing import run_distributed
+from slapo_core.building.build import build
+from slapo_core.registration.registry import Registry
+from slapo_core.reporting.errors import BuildError
+from slapo_core.schedules.schedule import create_schedule
+from slapo_testing import run_distributed
 from slapo_training._torch_private import job_timeout
 from slapo_training.checkpoint_folder import Writing, opened, reading, verify
 from slapo_training.ranks import Ranks

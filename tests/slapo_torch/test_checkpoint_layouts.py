@@ -16,11 +16,11 @@ import slapo_fusion.plugin
 import slapo_memory.plugin
 import slapo_sharding.plugin
 import slapo_torch.plugin
-from slapo_core.build import build
-from slapo_core.random import get_cuda_rng_tracker, set_random_seed
-from slapo_core.registry import Registry
-from slapo_core.schedule import create_schedule
-from slapo_core.testing import run_distributed
+from slapo_core.building.build import build
+from slapo_core.distributed.random import get_cuda_rng_tracker, set_random_seed
+from slapo_core.registration.registry import Registry
+from slapo_core.schedules.schedule import create_schedule
+from slapo_testing import run_distributed
 
 from .layouts import gpt2, losses, mesh_of, message_of, my_part, scheduled, tokens
 

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 import slapo_torch.fsdp
 import slapo_torch.plugin
-from slapo_core.build import build
-from slapo_core.registry import Registry
-from slapo_core.schedule import create_schedule
-from slapo_core.testing import run_distributed
+from slapo_core.building.build import build
+from slapo_core.registration.registry import Registry
+from slapo_core.schedules.schedule import create_schedule
+from slapo_testing import run_distributed
 from slapo_torch.fsdp_unit import Unit
 
 from .layouts import adamw, mesh_of, message_of

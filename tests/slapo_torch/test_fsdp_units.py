@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from slapo_core import build, create_schedule, get_logger
-from slapo_core.errors import BuildError
-from slapo_core.parameters import ShardSpec
-from slapo_core.testing import run_distributed
+from slapo_core.modules.parameters import ShardSpec
+from slapo_core.reporting.errors import BuildError
+from slapo_testing import run_distributed
 from slapo_torch.fsdp_units import deal, unit_paths
 from slapo_torch.replica_spec import ReplicaSpec
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slapo_core.testing import run_distributed
+from slapo_testing import run_distributed
 from tests.loss_graphs import BY_HAND, MADE, OTHERS, PLAIN, train
 
 TOLD = "what the loss is a mean over cannot be told, as it is no plain cross_entropy; say with loss_weights="

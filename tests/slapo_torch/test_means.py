@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 import slapo_pipeline.plugin
 import slapo_torch.plugin
-from slapo_core.build import build
-from slapo_core.registry import Registry
-from slapo_core.schedule import create_schedule
-from slapo_core.testing import run_distributed
+from slapo_core.building.build import build
+from slapo_core.registration.registry import Registry
+from slapo_core.schedules.schedule import create_schedule
+from slapo_testing import run_distributed
 from slapo_training._torch_private import nll_mean_of
 
 from .layouts import adamw, mesh_of, message_of

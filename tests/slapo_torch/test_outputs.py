@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from slapo_core.testing import run_distributed
+from slapo_testing import run_distributed
 from tests.output_cases import (
     FEW_BITS,
     GPT,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from slapo_core.testing import run_distributed
+from slapo_testing import run_distributed
 from slapo_training._torch_private import CollectiveFound, MessageWatch
 from tests.slapo_torch.layouts import mesh_of
 from tests.whole_steps import batches, engine_of, errors, in_place, part_of, resumed, saved, stepped_in_place

@@ -10,12 +10,12 @@ from torch import nn
 
 import slapo_sharding.plugin
 import slapo_torch.plugin
-from slapo_core.build import build
-from slapo_core.errors import BuildError
-from slapo_core.parameters import ShardSpec
-from slapo_core.registry import Registry
-from slapo_core.schedule import create_schedule
-from slapo_core.testing import run_distributed
+from slapo_core.building.build import build
+from slapo_core.modules.parameters import ShardSpec
+from slapo_core.registration.registry import Registry
+from slapo_core.reporting.errors import BuildError
+from slapo_core.schedules.schedule import create_schedule
+from slapo_testing import run_distributed
 from slapo_training.pieces import Piece, piece_of, whole
 
 from .layouts import adamw, gpt2, largest_difference, mesh_of, my_part, put_together, scheduled, tokens

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from slapo_core.build import build
-from slapo_core.testing import run_distributed
+from slapo_core.building.build import build
+from slapo_testing import run_distributed
 from slapo_torch.timeline import bubble, chrome_trace
 
 from .layouts import adamw, gpt2, losses, mesh_of, my_part, scheduled, tokens

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core.errors import UnknownNameError
+from slapo_core.reporting.errors import UnknownNameError
 from slapo_training.gradient_hooks import cut_attributes, gradient_hook
 from slapo_training.gradient_hooks.marker import is_elementwise
 from slapo_training.gradient_hooks.reachable import reads_weights

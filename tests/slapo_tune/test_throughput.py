@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slapo_core import Dialect, hookimpl
-from slapo_core.testing import isolated_plugins
+from slapo_testing import isolated_plugins
 from slapo_tune.throughput import last_words, logged_result, printed_result, unusable
 
 MEGATRON = (

@@ -20,12 +20,12 @@ import slapo_pipeline.plugin
 import slapo_sharding.plugin
 import slapo_torch.plugin
 from slapo_core import VerifyError, hookimpl
-from slapo_core.program import Program
-from slapo_core.registry import Registry
-from slapo_core.schedule import Schedule, create_schedule
-from slapo_core.testing import run_distributed
-from slapo_core.testing.equivalence import Tolerance
+from slapo_core.interfaces.program import Program
+from slapo_core.registration.registry import Registry
+from slapo_core.schedules.schedule import Schedule, create_schedule
+from slapo_testing import run_distributed
 from slapo_verify import Report, verify, verify_engine
+from slapo_verify.comparison.equivalence import Tolerance
 from slapo_verify.plain_steps import plain_steps, sgd
 from tests.engine_models import Skips, batches, small, twice
 from tests.output_cases import GPT, RETURNS, batch_of, two

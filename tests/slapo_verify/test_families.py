@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slapo_core import create_schedule, set_random_seed
-from slapo_core.testing import run_distributed
+from slapo_testing import run_distributed
 from slapo_verify import Report, run_as_threads, verify
 from tests.zoo.families import FAMILIES, layers
 

@@ -19,7 +19,7 @@ from torch import nn
 
 import slapo_verify.meeting as meeting
 from slapo_core import VerifyError, create_schedule
-from slapo_core.testing import run_distributed
+from slapo_testing import run_distributed
 from slapo_verify import run_as_threads, verify, verify_engine
 from slapo_verify._torch_private import _COLLECTIVES, watched_collectives
 from tests.slapo_torch.layouts import mesh_of

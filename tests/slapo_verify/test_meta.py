@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import slapo
-from slapo_core.testing import run_distributed
+from slapo_testing import run_distributed
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 

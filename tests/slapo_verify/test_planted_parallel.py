@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.nn.functional import all_gather
 
 from slapo_core import create_schedule
-from slapo_core.testing import run_distributed
+from slapo_testing import run_distributed
 from slapo_verify import Report, verify
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import slapo
-from slapo_core.testing import run_distributed
+from slapo_testing import run_distributed
 from slapo_training.means import CountedMeans
 from slapo_training.whole_steps.probe import Finding
 from tests.slapo_torch.layouts import mesh_of

@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from slapo_core import SlapoError, VerifyError, create_schedule, set_random_seed
-from slapo_core.random import get_cuda_rng_tracker
-from slapo_core.testing import run_distributed
+from slapo_core.distributed.random import get_cuda_rng_tracker
+from slapo_testing import run_distributed
 from slapo_verify import Report, run_as_threads, verify
 from tests.engine_models import batches, small
 from tests.slapo_verify.test_planted_parallel import FAULTS, planted

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import slapo
-from slapo_core.errors import BuildError
+from slapo_core.reporting.errors import BuildError
 from slapo_weights import export_weights
 from slapo_weights.made_of import made_of
 from slapo_weights.plan import parsed_size

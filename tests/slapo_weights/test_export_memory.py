@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import slapo
-from slapo_core.testing import run_distributed
+from slapo_testing import run_distributed
 from slapo_weights import export_weights, plan
 from tests.slapo_torch.layouts import mesh_of
 

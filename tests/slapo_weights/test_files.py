@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from slapo_core.errors import BuildError
+from slapo_core.reporting.errors import BuildError
 from slapo_weights import boxes
 from slapo_weights.boxes import View, concatenated, stacked
 from slapo_weights.files import WeightFiles

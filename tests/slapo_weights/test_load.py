@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import slapo
-from slapo_core.errors import BuildError
-from slapo_core.hookspecs import hookimpl
-from slapo_core.parameters import ShardSpec, facts, successor
-from slapo_core.registry import Registry
+from slapo_core.interfaces.hookspecs import hookimpl
+from slapo_core.modules.parameters import ShardSpec, facts, successor
+from slapo_core.registration.registry import Registry
+from slapo_core.reporting.errors import BuildError
 from slapo_weights.load import Weights, fill
 from tests.zoo.families import FAMILIES
 

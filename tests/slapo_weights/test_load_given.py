@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import slapo
-from slapo_core.errors import BuildError
-from slapo_core.testing import run_distributed
+from slapo_core.reporting.errors import BuildError
+from slapo_testing import run_distributed
 from slapo_weights.files import WeightFiles
 from slapo_weights.load import Weights
 from tests.slapo_torch.layouts import mesh_of, message_of

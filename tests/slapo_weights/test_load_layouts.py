@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import slapo
-from slapo_core.testing import run_distributed
+from slapo_testing import run_distributed
 from tests.slapo_torch.layouts import adamw, mesh_of, message_of
 
 from .saved import IDS, empty, expected, logits_and_gradients, save

@@ -1,26 +1,27 @@
 """The schedule language for training large PyTorch models: core."""
 
-from . import gloo_threads as gloo_threads  # waits for them as the process ends
-from .build import build, build_program, get_dialect_cls, init_target_engine
-from .dialect import Dialect
-from .engine import Engine
-from .errors import BuildError, PluginError, ScheduleError, SlapoError, TraceError, UnknownNameError, VerifyError
-from .hookspecs import NAME, hookimpl, hookspec
-from .journal import Journal, Step
-from .logger import get_logger
-from .matching import find_by_name as match
-from .paths import is_module_list
-from .patterns import ModulePattern, Pattern, call_module
-from .primitive import Primitive
-from .program import Boundary, Program, Stage, TieGroup
-from .random import get_cuda_rng_tracker, is_random_seed_set, set_random_seed
-from .registry import Registry, default_registry, list_primitives, register_primitive
-from .replay import load_schedule
-from .schedule import Schedule, ScheduleMetadata, create_schedule
-from .serialize import make
-from .ties import analyze_tie_weights
-from .tracing import trace, trace_module
-from .weights import init_empty_weights, materialize
+from slapo_tracing import trace, trace_module
+from slapo_tracing.matching.matcher import find_by_name as match
+from slapo_tracing.matching.patterns import ModulePattern, Pattern, call_module
+
+from .building.build import build, build_program, get_dialect_cls, init_target_engine
+from .building.weights import init_empty_weights, materialize
+from .distributed import gloo_threads  # waits for them as the process ends
+from .distributed.random import get_cuda_rng_tracker, is_random_seed_set, set_random_seed
+from .interfaces.dialect import Dialect
+from .interfaces.engine import Engine
+from .interfaces.hookspecs import NAME, hookimpl, hookspec
+from .interfaces.primitive import Primitive
+from .interfaces.program import Boundary, Program, Stage, TieGroup
+from .modules.paths import is_module_list
+from .modules.tied_parameters import analyze_tie_weights
+from .registration.registry import Registry, default_registry, list_primitives, register_primitive
+from .reporting.errors import BuildError, PluginError, ScheduleError, SlapoError, TraceError, UnknownNameError, VerifyError
+from .reporting.logger import get_logger
+from .schedules.journal import Journal, Step
+from .schedules.schedule import Schedule, ScheduleMetadata, create_schedule
+from .schedules.schedule_files import load_schedule
+from .schedules.serialization import make
 
 __all__ = [
     "NAME",

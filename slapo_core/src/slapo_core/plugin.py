@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .hookspecs import hookimpl
+from .interfaces.hookspecs import hookimpl
 
 
 @hookimpl
@@ -11,6 +11,6 @@ def slapo_primitives() -> dict[str, str]:
         "annotate": "slapo_core.primitives.annotate:AnnotatePrimitive",
         "replace": "slapo_core.primitives.replace:ReplacePrimitive",
         "replace_all": "slapo_core.primitives.replace_all:ReplaceAllPrimitive",
-        "trace": "slapo_core.primitives.trace:TracePrimitive",
-        "trace_until": "slapo_core.primitives.trace_until:TraceUntilPrimitive",
+        "trace": "slapo_tracing.trace:TracePrimitive",
+        "trace_until": "slapo_tracing.trace_until:TraceUntilPrimitive",
     }

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from slapo_core.errors import BuildError
-from slapo_core.program import Boundary
+from slapo_core.interfaces.program import Boundary
+from slapo_core.reporting.errors import BuildError
 
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.agreement import gather
-from slapo_core.errors import BuildError
-from slapo_core.program import Program
+from slapo_core.distributed.agreement import gather
+from slapo_core.interfaces.program import Program
+from slapo_core.reporting.errors import BuildError
 from slapo_training import checkpoint_folder, engine_checkpoint
 from slapo_training.averages.average_list import AverageList
 from slapo_training.averages.average_list import Taken as TakenAverages

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from slapo_core.errors import BuildError, UnknownNameError
+from slapo_core.reporting.errors import BuildError, UnknownNameError
 from slapo_training.engine_warnings import without_warnings
 
 from .own_optimizer import check_made

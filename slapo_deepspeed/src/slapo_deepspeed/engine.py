@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.agreement import compare
-from slapo_core.errors import BuildError
-from slapo_core.inputs import by_position
-from slapo_core.parameters import is_part
-from slapo_core.program import Program
+from slapo_core.distributed.agreement import compare
+from slapo_core.interfaces.program import Program
+from slapo_core.modules.forward_arguments import by_position
+from slapo_core.modules.parameters import is_part
+from slapo_core.reporting.errors import BuildError
 from slapo_training import parameter_owners, stale_engines
 from slapo_training.averages import MasterValue
 from slapo_training.batch_engine import BatchEngine, MicroBatches

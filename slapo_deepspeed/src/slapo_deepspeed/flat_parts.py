@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.agreement import all_reduce
-from slapo_core.errors import BuildError
-from slapo_core.parameters import shard_spec
-from slapo_core.program import Program
+from slapo_core.distributed.agreement import all_reduce
+from slapo_core.interfaces.program import Program
+from slapo_core.modules.parameters import shard_spec
+from slapo_core.reporting.errors import BuildError
 from slapo_training.pieces import Chunk, boxes, piece_of
 from slapo_training.whole_steps.exchange import Holding
 from slapo_training.whole_steps.making import Layout

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.parameters import shard_spec
-from slapo_core.program import Program
+from slapo_core.interfaces.program import Program
+from slapo_core.modules.parameters import shard_spec
 from slapo_training.averages import MasterValue
 from slapo_training.averages.master_values import buffer_values
 from slapo_training.model_tensors import buffers, parameters

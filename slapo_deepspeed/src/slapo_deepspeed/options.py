@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from slapo_core.errors import BuildError
+from slapo_core.reporting.errors import BuildError
 from slapo_training.options import CommonOptions, is_rate
 
 from .own_optimizer import check_section, with_torch_adam

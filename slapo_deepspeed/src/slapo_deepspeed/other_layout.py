@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from slapo_core.agreement import gather
-from slapo_core.errors import BuildError
-from slapo_core.program import Program
+from slapo_core.distributed.agreement import gather
+from slapo_core.interfaces.program import Program
+from slapo_core.reporting.errors import BuildError
 
 from .places import WEIGHT
 from .saved_parts import SAME_LAYOUT, Saved

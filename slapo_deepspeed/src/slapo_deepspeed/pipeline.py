@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.parameters import is_part
-from slapo_core.program import Boundary, Program, Stage
+from slapo_core.interfaces.program import Boundary, Program, Stage
+from slapo_core.modules.parameters import is_part
 from slapo_training.batches import Batch
 from slapo_training.label_weights import LabelWeights
 from slapo_training.losses import CountedLoss, check_has_gradient, run_stage

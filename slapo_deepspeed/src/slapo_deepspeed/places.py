@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from slapo_core.errors import BuildError
-from slapo_core.program import Program
+from slapo_core.interfaces.program import Program
+from slapo_core.reporting.errors import BuildError
 from slapo_training.engine_checkpoint import bytes_of
 from slapo_training.plain import check_plain
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from slapo_core.errors import BuildError
+from slapo_core.reporting.errors import BuildError
 from slapo_training.pieces import Chunk, Piece, Ranges
 
 from .places import WEIGHT, name_of

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from slapo_core.parameters import shard_spec
-from slapo_core.program import Program
+from slapo_core.interfaces.program import Program
+from slapo_core.modules.parameters import shard_spec
 from slapo_training.model_tensors import buffers, parameters
 from slapo_training.pieces import Piece, piece_of
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from slapo_core.agreement import gather
-from slapo_core.errors import BuildError
-from slapo_core.program import Program
+from slapo_core.distributed.agreement import gather
+from slapo_core.interfaces.program import Program
+from slapo_core.reporting.errors import BuildError
 from slapo_training.engine_warnings import without_warnings
 from slapo_training.own_world import OwnWorld
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from slapo_core.errors import ScheduleError
+from slapo_core.reporting.errors import ScheduleError
 
 from . import eager
 from ._torch_private import is_dry_run

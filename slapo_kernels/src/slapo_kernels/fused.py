@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from slapo_core.parameters import facts, is_part
+from slapo_core.modules.parameters import facts, is_part
 
 from .linear import activation_named, check_probability
 from .registry import run

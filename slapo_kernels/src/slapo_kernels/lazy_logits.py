@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from slapo_core.errors import SlapoError
-from slapo_core.wrapping import is_opaque
+from slapo_core.modules.forward_wrapping import is_opaque
+from slapo_core.reporting.errors import SlapoError
 
 from ._torch_private import is_fsdp_hook, is_transformed
 from .lazy_loss import Watch

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from slapo_core.errors import PluginError, ScheduleError, SlapoError
-from slapo_core.logger import get_logger
+from slapo_core.reporting.errors import PluginError, ScheduleError, SlapoError
+from slapo_core.reporting.logger import get_logger
 
 from . import eager, native
 from ._torch_private import is_dry_run

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from slapo_core.causes import reason
-from slapo_core.entries import Entry, conflict
-from slapo_core.errors import PluginError, ScheduleError, UnknownNameError
-from slapo_core.plugins import PluginRecord
-from slapo_core.registry import default_registry
+from slapo_core.registration.entries import Entry, conflict
+from slapo_core.registration.plugins import PluginRecord
+from slapo_core.registration.registry import default_registry
+from slapo_core.reporting.errors import PluginError, ScheduleError, UnknownNameError
+from slapo_core.reporting.failure_reason import reason
 
 from .implementation import Function, Implementation
 from .kernels import KERNELS

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from slapo_core import paths
-from slapo_core.errors import ScheduleError, UnknownNameError
-from slapo_core.logger import get_logger
-from slapo_core.parameters import is_part
-from slapo_core.primitive import Primitive
-from slapo_core.schedule import Schedule
+from slapo_core.interfaces.primitive import Primitive
+from slapo_core.modules import paths
+from slapo_core.modules.parameters import is_part
+from slapo_core.reporting.errors import ScheduleError, UnknownNameError
+from slapo_core.reporting.logger import get_logger
+from slapo_core.schedules.schedule import Schedule
 
 from .lazy_logits import LazyHead
 from .recognise import attention

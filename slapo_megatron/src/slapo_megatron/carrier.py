@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from slapo_core.errors import BuildError
-from slapo_core.program import Boundary
+from slapo_core.interfaces.program import Boundary
+from slapo_core.reporting.errors import BuildError
 
 
 class Layout:

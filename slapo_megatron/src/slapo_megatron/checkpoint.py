@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from slapo_core.agreement import compare
-from slapo_core.errors import BuildError
+from slapo_core.distributed.agreement import compare
+from slapo_core.reporting.errors import BuildError
 from slapo_training import checkpoint_folder, engine_checkpoint
 from slapo_training.engine_checkpoint import Position
 from slapo_training.model_tensors import write

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from slapo_core.errors import BuildError
-from slapo_core.logger import get_logger
+from slapo_core.reporting.errors import BuildError
+from slapo_core.reporting.logger import get_logger
 from slapo_training.engine_warnings import without_warnings
 
 _CPU = torch.device("cpu")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from slapo_core.engine import Engine
-from slapo_core.program import Program
+from slapo_core.interfaces.engine import Engine
+from slapo_core.interfaces.program import Program
 from slapo_training.engine_dialect import EngineDialect, Limit
 
 from .engine import MegatronEngine

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.agreement import all_reduce, compare
-from slapo_core.errors import BuildError
-from slapo_core.parameters import shard_spec
-from slapo_core.program import Program
+from slapo_core.distributed.agreement import all_reduce, compare
+from slapo_core.interfaces.program import Program
+from slapo_core.modules.parameters import shard_spec
+from slapo_core.reporting.errors import BuildError
 from slapo_training import parameter_owners, stale_engines
 from slapo_training.averages import MasterValue
 from slapo_training.averages.master_values import buffer_values

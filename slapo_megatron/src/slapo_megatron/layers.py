@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.logger import get_logger
-from slapo_core.parameters import ShardSpec, shard_spec
+from slapo_core.modules.parameters import ShardSpec, shard_spec
+from slapo_core.reporting.logger import get_logger
 from slapo_training.engine_warnings import without_warnings
 
 from .layers_classes import layer_classes

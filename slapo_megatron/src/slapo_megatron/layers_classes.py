@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core.errors import ScheduleError
+from slapo_core.reporting.errors import ScheduleError
 from slapo_training.engine_warnings import without_warnings
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.errors import ScheduleError
-from slapo_core.parameters import ShardSpec
+from slapo_core.modules.parameters import ShardSpec
+from slapo_core.reporting.errors import ScheduleError
 from slapo_training.engine_warnings import without_warnings
 
 from .layers_classes import once

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slapo_core.program import Program
+from slapo_core.interfaces.program import Program
 from slapo_training.engine_dialect import ALL_RANKS, NO_PLATEAU, Limit, holds_copies
 
 from .optimizers import is_shared_out

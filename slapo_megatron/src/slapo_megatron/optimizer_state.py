@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from slapo_core.agreement import gather
-from slapo_core.errors import BuildError
+from slapo_core.distributed.agreement import gather
+from slapo_core.reporting.errors import BuildError
 from slapo_training.whole_steps.optimizer import WholeTensorOptimizer
 
 from .optimizers import prepared

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.program import Program
+from slapo_core.interfaces.program import Program
 from slapo_training.whole_steps.making import Layout
 from slapo_training.whole_steps.optimizer import WholeTensorOptimizer
 from slapo_training.whole_steps.parameter_tables import replace_parameters

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from slapo_core.errors import BuildError, UnknownNameError
+from slapo_core.reporting.errors import BuildError, UnknownNameError
 from slapo_training.options import CommonOptions
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.inputs import by_position
-from slapo_core.parameters import is_part, shard_spec
-from slapo_core.program import Program, Stage
+from slapo_core.interfaces.program import Program, Stage
+from slapo_core.modules.forward_arguments import by_position
+from slapo_core.modules.parameters import is_part, shard_spec
 from slapo_training.batches import Batch
 from slapo_training.label_weights import LabelWeights
 from slapo_training.losses import CountedLoss, check_has_gradient, run_stage

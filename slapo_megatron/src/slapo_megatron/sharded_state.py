@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.parameters import ShardSpec, facts, is_part
-from slapo_core.program import Program
+from slapo_core.interfaces.program import Program
+from slapo_core.modules.parameters import ShardSpec, facts, is_part
 from slapo_training.pieces import boxes
 
 

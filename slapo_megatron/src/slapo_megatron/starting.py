@@ -8,8 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from slapo_core.errors import BuildError
-from slapo_core.program import Program
+from slapo_core.interfaces.program import Program
+from slapo_core.reporting.errors import BuildError
 from slapo_training import stale_engines
 from slapo_training.engine_warnings import without_warnings
 from slapo_training.own_world import OwnWorld

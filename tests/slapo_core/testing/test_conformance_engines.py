@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from slapo_core import BuildError, Dialect, Engine, Program, hookimpl
-from slapo_core.testing.conformance import ConformanceError, EngineExample, RefusedOption, check_dialect, dialect_checks
+from slapo_testing.conformance import ConformanceError, EngineExample, RefusedOption, check_dialect, dialect_checks
 
 pytestmark = pytest.mark.multiproc
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.testing.conformance import (
+from slapo_testing.conformance import (
     ConformanceError,
     EngineExample,
     Example,

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from slapo_core import Primitive, Schedule, ScheduleError, hookimpl
-from slapo_core.testing.conformance import ConformanceError, Example, Refused, check_primitive, primitive_checks
+from slapo_testing.conformance import ConformanceError, Example, Refused, check_primitive, primitive_checks
 
 HERE = __name__
 X = torch.linspace(-1, 1, 8).view(2, 4)

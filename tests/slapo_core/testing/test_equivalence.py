@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.parameters import ShardSpec, facts, successor
-from slapo_core.random import get_cuda_rng_tracker, set_random_seed
-from slapo_core.testing import DistributedError, assert_equivalent, run_distributed
+from slapo_core.distributed.random import get_cuda_rng_tracker, set_random_seed
+from slapo_core.modules.parameters import ShardSpec, facts, successor
+from slapo_testing import DistributedError, assert_equivalent, run_distributed
 
 
 class Answer(nn.Module):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from slapo_core.errors import PluginError
-from slapo_core.hookspecs import hookimpl
-from slapo_core.primitive import Primitive
-from slapo_core.registry import default_registry, list_primitives
-from slapo_core.testing import isolated_plugins
+from slapo_core.interfaces.hookspecs import hookimpl
+from slapo_core.interfaces.primitive import Primitive
+from slapo_core.registration.registry import default_registry, list_primitives
+from slapo_core.reporting.errors import PluginError
+from slapo_testing import isolated_plugins
 
 
 class MarkPrimitive(Primitive):

@@ -16,8 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slapo_core.random import is_random_seed_set, set_random_seed
-from slapo_core.testing import MAX_WORKERS, DistributedError, pool, preload, run_distributed, shutdown_workers
+from slapo_core.distributed.random import is_random_seed_set, set_random_seed
+from slapo_testing import MAX_WORKERS, DistributedError, preload, run_distributed, shutdown_workers
+from slapo_testing.workers import pool
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -262,7 +263,7 @@ def test_workers_have_what_was_imported_for_all_and_come_from_a_new_server_when_
 
 SCRIPT = """
 import os, time
-from slapo_core.testing import run_distributed
+from slapo_testing import run_distributed
 
 def pid(rank, stay):
     os.write(1, f"{os.getpid()}\\n".encode())  # one write: two ranks share the pipe

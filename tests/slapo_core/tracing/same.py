@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.tracing import TracedModule, trace_module
-from slapo_core.tracing.structures import walk
+from slapo_tracing import TracedModule, trace_module
+from slapo_tracing.nodes.nested_values import walk
 
 
 def tensors(value: Any) -> list[torch.Tensor]:

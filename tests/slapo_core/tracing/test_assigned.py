@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from slapo_core.errors import TraceError
-from slapo_core.tracing.tracers import trace
-from slapo_core.tracing.value import trace_again
+from slapo_core.reporting.errors import TraceError
+from slapo_tracing.tracers.selection import trace
+from slapo_tracing.tracers.value_tracer import trace_again
 from tests.slapo_core.tracing.test_value import Forward
 
 X = torch.randn(2, 4)

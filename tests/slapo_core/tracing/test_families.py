@@ -6,8 +6,8 @@ import pytest
 import torch
 import transformers
 
-from slapo_core.errors import TraceError
-from slapo_core.tracing import trace, trace_module
+from slapo_core.reporting.errors import TraceError
+from slapo_tracing import trace, trace_module
 from tests.slapo_core.tracing.same import assert_same
 from tests.zoo.families import FAMILIES, layers
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.tracing import trace
-from slapo_core.tracing.guard import argument_values, plain_signature
+from slapo_tracing import trace
+from slapo_tracing.graphs.guard import argument_values, plain_signature
 from tests.slapo_core.tracing.test_value import Box, Forward
 
 FORWARDS: list[Callable[..., Any]] = [

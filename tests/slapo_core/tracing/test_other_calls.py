@@ -12,8 +12,8 @@ import torch
 from torch import is_grad_enabled, nn
 
 from slapo_core import create_schedule
-from slapo_core.errors import TraceError
-from slapo_core.tracing import trace, trace_module
+from slapo_core.reporting.errors import TraceError
+from slapo_tracing import trace, trace_module
 from tests.slapo_core.tracing.test_value import Box, Forward
 
 X = torch.randn(2, 4)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from slapo_core import create_schedule
-from slapo_core.testing import run_distributed
+from slapo_testing import run_distributed
 from tests.slapo_core.tracing.parts import Part, Reference, assert_close, calls, parts_of, run
 from tests.slapo_core.tracing.test_families import LONG, VARIATIONS
 from tests.zoo.families import FAMILIES, Family

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.errors import TraceError, UnknownNameError
-from slapo_core.tracing import trace_module
+from slapo_core.reporting.errors import TraceError, UnknownNameError
+from slapo_tracing import trace_module
 from tests.slapo_core.tracing.test_value import Box, Forward
 
 X = torch.randn(2, 4)

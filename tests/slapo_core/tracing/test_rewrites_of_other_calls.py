@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from slapo_core import Schedule, create_schedule
-from slapo_core.errors import ScheduleError, TraceError
-from slapo_core.patterns import call_module
-from slapo_core.tracing import TracedModule
+from slapo_core.reporting.errors import ScheduleError, TraceError
+from slapo_tracing import TracedModule
+from slapo_tracing.matching.patterns import call_module
 from tests.slapo_core.tracing.parts import Result, assert_close, calls
 from tests.slapo_core.tracing.parts import run as run_batch
 from tests.zoo.families import FAMILIES

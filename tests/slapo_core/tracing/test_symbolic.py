@@ -10,8 +10,8 @@ import torch
 from torch import fx, nn
 
 from slapo_core import create_schedule
-from slapo_core.errors import TraceError, UnknownNameError
-from slapo_core.tracing import TracedModule, trace, trace_module
+from slapo_core.reporting.errors import TraceError, UnknownNameError
+from slapo_tracing import TracedModule, trace, trace_module
 
 X = torch.randn(2, 4)
 

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 import slapo_core
-from slapo_core.tracing import _torch_private as private
+from slapo_tracing.nodes import _torch_private as private
 
 
 def test_private_names_stay_in_one_module() -> None:

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from slapo_core import create_schedule
-from slapo_core.errors import ScheduleError, TraceError, UnknownNameError
-from slapo_core.testing import assert_equivalent
-from slapo_core.tracing import TracedModule, trace, trace_module
+from slapo_core.reporting.errors import ScheduleError, TraceError, UnknownNameError
+from slapo_testing import assert_equivalent
+from slapo_tracing import TracedModule, trace, trace_module
 from tests.slapo_core.tracing.same import assert_same
 from tests.zoo.families import FAMILIES
 

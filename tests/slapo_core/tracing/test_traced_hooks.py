@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from slapo_core import create_schedule
-from slapo_core.tracing.tracers import trace
-from slapo_core.wrapping import is_opaque
+from slapo_core.modules.forward_wrapping import is_opaque
+from slapo_tracing.tracers.selection import trace
 
 
 class Double:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from slapo_core.tracing import TracedModule, trace_module
+from slapo_tracing import TracedModule, trace_module
 from tests.slapo_core.tracing.same import assert_same
 from tests.slapo_core.tracing.test_value import Cube, Forward
 from tests.zoo.families import FAMILIES

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slapo_core.errors import TraceError
-from slapo_core.tracing import TracedModule, trace_module
-from slapo_core.wrapping import wrap_forward
+from slapo_core.modules.forward_wrapping import wrap_forward
+from slapo_core.reporting.errors import TraceError
+from slapo_tracing import TracedModule, trace_module
 from tests.slapo_core.tracing.same import assert_same, check
 
 X = torch.randn(2, 4)

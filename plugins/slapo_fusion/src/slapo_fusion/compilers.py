@@ -11,11 +11,11 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from slapo_core.causes import reason
-from slapo_core.entries import Entry, conflict
-from slapo_core.errors import PluginError, ScheduleError, UnknownNameError
-from slapo_core.schedule import Schedule
-from slapo_core.wrapping import is_opaque
+from slapo_core.modules.forward_wrapping import is_opaque
+from slapo_core.registration.entries import Entry, conflict
+from slapo_core.reporting.errors import PluginError, ScheduleError, UnknownNameError
+from slapo_core.reporting.failure_reason import reason
+from slapo_core.schedules.schedule import Schedule
 
 from .draws import Draw, Dropout, dropout, fast_dropout
 from .gelu import Gelu, gelu, options_for

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core.errors import ScheduleError
-from slapo_core.primitive import Primitive
-from slapo_core.schedule import Schedule
-from slapo_core.tracing.around import carry_around
-from slapo_core.wrapping import is_opaque
+from slapo_core.interfaces.primitive import Primitive
+from slapo_core.modules.forward_wrapping import is_opaque
+from slapo_core.reporting.errors import ScheduleError
+from slapo_core.schedules.schedule import Schedule
+from slapo_tracing.recording.module_hooks import carry_around
 
 
 class DecomposePrimitive(Primitive):

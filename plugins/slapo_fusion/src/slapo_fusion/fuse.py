@@ -10,13 +10,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx, nn
 
-from slapo_core import graph_edit
-from slapo_core.errors import ScheduleError
-from slapo_core.finding import matches_of
-from slapo_core.primitive import Primitive
-from slapo_core.schedule import Schedule
-from slapo_core.subgraph import Part, resolve
-from slapo_core.wrapping import is_opaque
+from slapo_core.interfaces.primitive import Primitive
+from slapo_core.modules.forward_wrapping import is_opaque
+from slapo_core.reporting.errors import ScheduleError
+from slapo_core.schedules.schedule import Schedule
+from slapo_tracing.editing import graph_edit
+from slapo_tracing.editing.subgraph import Part, resolve
+from slapo_tracing.matching.queries import matches_of
 
 from ._torch_private import is_dry_run
 from .compilers import LAYER, Compiler, call_layer, compiler_of, eager

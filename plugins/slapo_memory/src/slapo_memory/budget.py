@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from slapo_core.causes import reason
-from slapo_core.errors import ScheduleError, SlapoError
-from slapo_core.schedule import Schedule
+from slapo_core.reporting.errors import ScheduleError, SlapoError
+from slapo_core.reporting.failure_reason import reason
+from slapo_core.schedules.schedule import Schedule
 
 from ._torch_private import is_about_fake_tensors
 from .measuring import Call, choose, measure

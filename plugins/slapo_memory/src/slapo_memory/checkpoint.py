@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import fx, nn
 
-from slapo_core import graph_edit
-from slapo_core.errors import ScheduleError
-from slapo_core.finding import matches_of
-from slapo_core.primitive import Primitive
-from slapo_core.schedule import Schedule
-from slapo_core.subgraph import resolve
-from slapo_core.wrapping import wrap_forward
+from slapo_core.interfaces.primitive import Primitive
+from slapo_core.modules.forward_wrapping import wrap_forward
+from slapo_core.reporting.errors import ScheduleError
+from slapo_core.schedules.schedule import Schedule
+from slapo_tracing.editing import graph_edit
+from slapo_tracing.editing.subgraph import resolve
+from slapo_tracing.matching.queries import matches_of
 
 from .budget import parse, plans
 from .lists import listed_in

@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torch.utils.flop_counter import FlopCounterMode
 
-from slapo_core.inputs import split_inputs
-from slapo_core.random import MODEL_PARALLEL_RNG, get_cuda_rng_tracker
-from slapo_core.tracing.sandbox import Sandbox
-from slapo_core.wrapping import wrap_forward
+from slapo_core.distributed.random import MODEL_PARALLEL_RNG, get_cuda_rng_tracker
+from slapo_core.modules.forward_arguments import split_inputs
+from slapo_core.modules.forward_wrapping import wrap_forward
+from slapo_tracing.recording.sandbox import Sandbox
 
 from ._torch_private import done_work, storage_key
 from .arguments import Arguments
@@ -71,7 +71,7 @@ def measure(root: nn.Module, modules: Iterable[nn.Module], example_inputs: Any) 
     Args:
         root: The model.
         modules: In it.
-        example_inputs: One call's arguments, see ``slapo_core.inputs.split_inputs``.
+        example_inputs: One call's arguments, see ``slapo_core.modules.forward_arguments.split_inputs``.
     """
     sandbox = Sandbox(root, example_inputs, fake=True)
     held = HeldState(each for module in root.modules() for each in generators_in(vars(module)))

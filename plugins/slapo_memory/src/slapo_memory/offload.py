@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from slapo_core.errors import ScheduleError
-from slapo_core.primitive import Primitive
-from slapo_core.schedule import Schedule
-from slapo_core.wrapping import forward_wrappers, wrap_forward
+from slapo_core.interfaces.primitive import Primitive
+from slapo_core.modules.forward_wrapping import forward_wrappers, wrap_forward
+from slapo_core.reporting.errors import ScheduleError
+from slapo_core.schedules.schedule import Schedule
 
 from .lists import listed_in
 from .offloading import Offloaded

@@ -14,8 +14,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 
-from slapo_core.errors import ScheduleError
-from slapo_core.wrapping import forward_wrappers
+from slapo_core.modules.forward_wrapping import forward_wrappers
+from slapo_core.reporting.errors import ScheduleError
 
 from ._torch_private import is_watched, runs_eagerly, uncompiled
 from .arguments import Arguments

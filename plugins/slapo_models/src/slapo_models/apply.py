@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.errors import ScheduleError, UnknownNameError
-from slapo_core.registry import Registry, default_registry
-from slapo_core.schedule import Schedule, create_schedule
+from slapo_core.registration.registry import Registry, default_registry
+from slapo_core.reporting.errors import ScheduleError, UnknownNameError
+from slapo_core.schedules.schedule import Schedule, create_schedule
 
 from .configuration import CREATION
 from .precision import restored_on_error

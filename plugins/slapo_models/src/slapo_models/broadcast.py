@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.errors import ScheduleError
-from slapo_core.logger import get_logger
-from slapo_core.parameters import shard_spec
-from slapo_core.schedule import Schedule
+from slapo_core.modules.parameters import shard_spec
+from slapo_core.reporting.errors import ScheduleError
+from slapo_core.reporting.logger import get_logger
+from slapo_core.schedules.schedule import Schedule
 
 from .configuration import Configuration
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from slapo_core.schedule import Schedule
+from slapo_core.schedules.schedule import Schedule
 
 from .configuration import Configuration
 from .kernels import ATTENTIONS, attention_of

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from slapo_core.errors import ScheduleError, UnknownNameError
-from slapo_core.schedule import Schedule
+from slapo_core.reporting.errors import ScheduleError, UnknownNameError
+from slapo_core.schedules.schedule import Schedule
 
 from .configuration import Configuration
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slapo_core.schedule import Schedule
+from slapo_core.schedules.schedule import Schedule
 
 from .configuration import Configuration
 from .transformer import schedule_blocks

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slapo_core.entries import Entry, conflict
-from slapo_core.errors import ScheduleError
-from slapo_core.registry import Registry, default_registry
+from slapo_core.registration.entries import Entry, conflict
+from slapo_core.registration.registry import Registry, default_registry
+from slapo_core.reporting.errors import ScheduleError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

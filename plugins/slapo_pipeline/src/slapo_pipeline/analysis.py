@@ -10,10 +10,10 @@ from typing import Any, overload
 import torch
 from torch import fx, nn
 
-from slapo_core.build import build_program
-from slapo_core.errors import BuildError
-from slapo_core.program import Boundary, Program, Stage
-from slapo_core.schedule import Schedule
+from slapo_core.building.build import build_program
+from slapo_core.interfaces.program import Boundary, Program, Stage
+from slapo_core.reporting.errors import BuildError
+from slapo_core.schedules.schedule import Schedule
 
 from .partitioned import PartitionedModule, StageArguments, is_read, stage_arguments
 

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from slapo_core.inputs import named_inputs, split_inputs
+from slapo_core.modules.forward_arguments import named_inputs, split_inputs
 
 
 def by_name(root: nn.Module, inputs: Any) -> dict[str, Any]:
-    """Return the arguments of a batch, or of example inputs, by name; see ``slapo_core.inputs``."""
+    """Return the arguments of a batch, or of example inputs, by name; see ``slapo_core.modules.forward_arguments``."""
     return named_inputs(root, *split_inputs(inputs))
 
 

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from torch import fx, nn
 
-from slapo_core.errors import TraceError
-from slapo_core.tracing.calls import function_name
-from slapo_core.tracing.graph_ops import expect
-from slapo_core.tracing.regions import is_region_node
+from slapo_core.reporting.errors import TraceError
+from slapo_tracing.nodes.graph_functions import expect
+from slapo_tracing.nodes.mode_regions import is_region_node
+from slapo_tracing.nodes.torch_calls import function_name
 
 from .gradients import check_gradients
 from .least_traffic import cheap, least_traffic

@@ -12,11 +12,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-from slapo_core.errors import ScheduleError, SlapoError
-from slapo_core.tracing.guard import argument_values
-from slapo_core.tracing.regions import current, leave
-from slapo_core.tracing.sandbox import Sandbox
-from slapo_core.tracing.traced_module import guard_of
+from slapo_core.reporting.errors import ScheduleError, SlapoError
+from slapo_tracing.graphs.guard import argument_values
+from slapo_tracing.graphs.traced_module import guard_of
+from slapo_tracing.nodes.mode_regions import current, leave
+from slapo_tracing.recording.sandbox import Sandbox
 
 from .balance import Amounts
 from .places import Units

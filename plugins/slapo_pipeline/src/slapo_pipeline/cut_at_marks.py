@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from slapo_core.errors import ScheduleError
-from slapo_core.primitive import Primitive
-from slapo_core.schedule import Schedule
-from slapo_core.tracing.stand_ins import stand_ins
+from slapo_core.interfaces.primitive import Primitive
+from slapo_core.reporting.errors import ScheduleError
+from slapo_core.schedules.schedule import Schedule
+from slapo_tracing.tracers.synthetic_inputs import stand_ins
 
 from .arguments import apart, by_name
 from .cut_pipeline_stage import MARKS, refuse_inside_opaque

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any, Literal
 
-from slapo_core.errors import ScheduleError
-from slapo_core.journal import Step
-from slapo_core.primitive import Primitive
-from slapo_core.schedule import Schedule
+from slapo_core.interfaces.primitive import Primitive
+from slapo_core.reporting.errors import ScheduleError
+from slapo_core.schedules.journal import Step
+from slapo_core.schedules.schedule import Schedule
 
 from .whole_hooks import is_whole
 

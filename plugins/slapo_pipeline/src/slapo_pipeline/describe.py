@@ -10,10 +10,10 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from slapo_core.errors import BuildError
-from slapo_core.program import Boundary, Program
-from slapo_core.schedule import Schedule
-from slapo_core.tracing.calls import function_name
+from slapo_core.interfaces.program import Boundary, Program
+from slapo_core.reporting.errors import BuildError
+from slapo_core.schedules.schedule import Schedule
+from slapo_tracing.nodes.torch_calls import function_name
 
 from .analysis import analyze_pipeline_module, program_of
 from .traffic import Crossed, boundary_bytes, nbytes

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from torch import fx, nn
 
-from slapo_core.errors import SlapoError
-from slapo_core.tracing import TracedModule
-from slapo_core.wrapping import is_opaque
+from slapo_core.modules.forward_wrapping import is_opaque
+from slapo_core.reporting.errors import SlapoError
+from slapo_tracing import TracedModule
 
 from .assignment import Assigner, Assignment
 from .flat_trace import cut_positions, is_custom, trace_flat

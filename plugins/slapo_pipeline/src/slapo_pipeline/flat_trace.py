@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from slapo_core.errors import ScheduleError, TraceError
-from slapo_core.tracing import TracedModule, trace_module
-from slapo_core.tracing.regions import is_region_node
+from slapo_core.reporting.errors import ScheduleError, TraceError
+from slapo_tracing import TracedModule, trace_module
+from slapo_tracing.nodes.mode_regions import is_region_node
 
 from .cut_pipeline_stage import MARKS, NAME, is_at_mark, where_of
 from .pipe_split import is_mark, marked

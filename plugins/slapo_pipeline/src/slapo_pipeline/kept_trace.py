@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.tracing import TracedModule
-from slapo_core.tracing.regions import autocast_state
-from slapo_core.tracing.structures import Snapshot, fingerprint
+from slapo_tracing import TracedModule
+from slapo_tracing.nodes.mode_regions import autocast_state
+from slapo_tracing.nodes.nested_values import Snapshot, fingerprint
 
 from .flat_trace import opened_by
 

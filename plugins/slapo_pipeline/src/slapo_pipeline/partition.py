@@ -11,17 +11,17 @@ import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from slapo_core.errors import BuildError, TraceError
-from slapo_core.logger import get_logger
-from slapo_core.parameters import facts, shard_spec
-from slapo_core.paths import find
-from slapo_core.program import Boundary, Program, Stage
-from slapo_core.schedule import Schedule
-from slapo_core.tracing.attributes import Attributes
-from slapo_core.tracing.regions import autocast_state
-from slapo_core.tracing.stand_ins import stand_ins
-from slapo_core.tracing.structures import fingerprint
-from slapo_core.tracing.traced_module import guard_of
+from slapo_core.interfaces.program import Boundary, Program, Stage
+from slapo_core.modules.parameters import facts, shard_spec
+from slapo_core.modules.paths import find
+from slapo_core.reporting.errors import BuildError, TraceError
+from slapo_core.reporting.logger import get_logger
+from slapo_core.schedules.schedule import Schedule
+from slapo_tracing.graphs.traced_module import guard_of
+from slapo_tracing.nodes.mode_regions import autocast_state
+from slapo_tracing.nodes.nested_values import fingerprint
+from slapo_tracing.recording.attribute_reads import Attributes
+from slapo_tracing.tracers.synthetic_inputs import stand_ins
 
 from .arguments import apart, by_name
 from .assignment import Assignment

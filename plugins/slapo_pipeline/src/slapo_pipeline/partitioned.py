@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from torch import fx, nn
 
-from slapo_core.inputs import by_position, named_inputs, signature_of
-from slapo_core.program import Program, Stage
-from slapo_core.tracing import TracedModule
-from slapo_core.tracing.around import HOOKS
-from slapo_core.tracing.traced_module import input_check_of
+from slapo_core.interfaces.program import Program, Stage
+from slapo_core.modules.forward_arguments import by_position, named_inputs, signature_of
+from slapo_tracing import TracedModule
+from slapo_tracing.graphs.traced_module import input_check_of
+from slapo_tracing.recording.module_hooks import HOOKS
 
 from .stage_module import StageGuard, laid_out
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
-from slapo_core.errors import BuildError
-from slapo_core.inputs import named_inputs
-from slapo_core.program import Program, TieGroup
+from slapo_core.interfaces.program import Program, TieGroup
+from slapo_core.modules.forward_arguments import named_inputs
+from slapo_core.reporting.errors import BuildError
 
 from .analysis import result_keys
 from .cut_at_marks import marks_in

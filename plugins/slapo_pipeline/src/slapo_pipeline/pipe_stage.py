@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.utils import _pytree as pytree
 
-from slapo_core.errors import BuildError
-from slapo_core.inputs import named_inputs, signature_of
-from slapo_core.program import Program
-from slapo_core.tracing.structures import difference, fingerprint
+from slapo_core.interfaces.program import Program
+from slapo_core.modules.forward_arguments import named_inputs, signature_of
+from slapo_core.reporting.errors import BuildError
+from slapo_tracing.nodes.nested_values import difference, fingerprint
 
 from .stage_runtime import like, model_result, note_built, sendable
 from .tied_gradients import sum_tied_gradients

@@ -9,12 +9,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.errors import ScheduleError
-from slapo_core.logger import get_logger
-from slapo_core.paths import select
-from slapo_core.primitive import Primitive
-from slapo_core.schedule import Schedule
-from slapo_core.tracing.tracers import Leaves, named_leaves
+from slapo_core.interfaces.primitive import Primitive
+from slapo_core.modules.paths import select
+from slapo_core.reporting.errors import ScheduleError
+from slapo_core.reporting.logger import get_logger
+from slapo_core.schedules.schedule import Schedule
+from slapo_tracing.tracers.selection import Leaves, named_leaves
 
 from .arguments import apart, by_name
 from .costs import BALANCES

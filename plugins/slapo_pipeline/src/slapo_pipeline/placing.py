@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from slapo_core.errors import ScheduleError, TraceError
-from slapo_core.logger import get_logger
+from slapo_core.reporting.errors import ScheduleError, TraceError
+from slapo_core.reporting.logger import get_logger
 
 from .balance import Placement, best_placement, placements
 from .costs import Costs

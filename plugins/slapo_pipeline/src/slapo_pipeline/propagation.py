@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from slapo_core.build import build, build_program
-from slapo_core.engine import Engine
-from slapo_core.errors import BuildError, ScheduleError
-from slapo_core.inputs import named_inputs, split_inputs
-from slapo_core.program import Program, Stage
-from slapo_core.schedule import Schedule
-from slapo_core.tracing.sandbox import Sandbox
+from slapo_core.building.build import build, build_program
+from slapo_core.interfaces.engine import Engine
+from slapo_core.interfaces.program import Program, Stage
+from slapo_core.modules.forward_arguments import named_inputs, split_inputs
+from slapo_core.reporting.errors import BuildError, ScheduleError
+from slapo_core.schedules.schedule import Schedule
+from slapo_tracing.recording.sandbox import Sandbox
 
 from .arguments import by_name
 from .cut_pipeline_stage import Cut, cuts, where_of

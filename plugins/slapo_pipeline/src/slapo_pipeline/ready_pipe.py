@@ -12,13 +12,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from slapo_core.errors import BuildError, TraceError
-from slapo_core.inputs import by_position, signature_of
-from slapo_core.parameters import facts
-from slapo_core.paths import find
-from slapo_core.program import Boundary, Program, Stage
-from slapo_core.schedule import Schedule
-from slapo_core.tracing.structures import difference, fingerprint
+from slapo_core.interfaces.program import Boundary, Program, Stage
+from slapo_core.modules.forward_arguments import by_position, signature_of
+from slapo_core.modules.parameters import facts
+from slapo_core.modules.paths import find
+from slapo_core.reporting.errors import BuildError, TraceError
+from slapo_core.schedules.schedule import Schedule
+from slapo_tracing.nodes.nested_values import difference, fingerprint
 
 from ._torch_pipe import Name, StageCalls, flatten, stage_calls, unflatten
 from .arguments import apart, by_name

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import fx, nn
 
-from slapo_core.errors import BuildError
-from slapo_core.tracing.regions import is_region_node
-from slapo_core.wrapping import is_opaque
+from slapo_core.modules.forward_wrapping import is_opaque
+from slapo_core.reporting.errors import BuildError
+from slapo_tracing.nodes.mode_regions import is_region_node
 
 from .assignment import Assigner
 from .finer import Flat

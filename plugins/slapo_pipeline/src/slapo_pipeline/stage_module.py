@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from slapo_core.errors import TraceError
-from slapo_core.tracing import TracedModule
-from slapo_core.tracing.attributes import Attributes
-from slapo_core.tracing.regions import State, autocast_state, write_regions
-from slapo_core.tracing.structures import difference, fingerprint
-from slapo_core.tracing.traced_module import guard_of
+from slapo_core.reporting.errors import TraceError
+from slapo_tracing import TracedModule
+from slapo_tracing.graphs.traced_module import guard_of
+from slapo_tracing.nodes.mode_regions import State, autocast_state, write_regions
+from slapo_tracing.nodes.nested_values import difference, fingerprint
+from slapo_tracing.recording.attribute_reads import Attributes
 
 from .assignment import Assignment
 from .tree import prune

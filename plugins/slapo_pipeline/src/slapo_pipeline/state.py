@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import fx, nn
 
-from slapo_core.errors import TraceError
+from slapo_core.reporting.errors import TraceError
 
 from .assignment import Assignment
 

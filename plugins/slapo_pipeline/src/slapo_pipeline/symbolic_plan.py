@@ -15,12 +15,12 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_arg
 
-from slapo_core.errors import BuildError, TraceError
-from slapo_core.tracing import TracedModule, trace
-from slapo_core.tracing.graph_ops import expect, expect_outputs
-from slapo_core.tracing.guard import argument_values, plain_signature
-from slapo_core.tracing.regions import autocast_state, is_region_node
-from slapo_core.tracing.traced_module import guard_of
+from slapo_core.reporting.errors import BuildError, TraceError
+from slapo_tracing import TracedModule, trace
+from slapo_tracing.graphs.guard import argument_values, plain_signature
+from slapo_tracing.graphs.traced_module import guard_of
+from slapo_tracing.nodes.graph_functions import expect, expect_outputs
+from slapo_tracing.nodes.mode_regions import autocast_state, is_region_node
 
 from .assignment import Assigner, Assignment
 from .flat_trace import cut_positions, opened_by

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from slapo_core.program import Boundary, Program, Stage, TieGroup
-from slapo_core.tracing.structures import TABLES, shallow_copy
+from slapo_core.interfaces.program import Boundary, Program, Stage, TieGroup
+from slapo_tracing.nodes.nested_values import TABLES, shallow_copy
 
 
 def transmitted(program: Program, is_chosen: Callable[[TieGroup], bool]) -> Program:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from slapo_core.tracing import TracedModule
-from slapo_core.tracing.codegen import compile_graph
-from slapo_core.tracing.graph_ops import expect
-from slapo_core.tracing.regions import is_region_node
+from slapo_tracing import TracedModule
+from slapo_tracing.nodes.codegen import compile_graph
+from slapo_tracing.nodes.graph_functions import expect
+from slapo_tracing.nodes.mode_regions import is_region_node
 
 from .memory import Memory
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from slapo_core.errors import BuildError
-from slapo_core.inputs import named_inputs, signature_of
-from slapo_core.wrapping import is_opaque
+from slapo_core.modules.forward_arguments import named_inputs, signature_of
+from slapo_core.modules.forward_wrapping import is_opaque
+from slapo_core.reporting.errors import BuildError
 
 _TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 

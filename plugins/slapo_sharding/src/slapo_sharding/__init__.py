@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slapo_core.grad_norm import clip_grad_norm_
+from slapo_training.grad_norm import clip_grad_norm_
 
 from .collectives import all_gather, all_reduce, all_reduce_grad, reduce_scatter, scatter
 from .cross_entropy import parallel_cross_entropy

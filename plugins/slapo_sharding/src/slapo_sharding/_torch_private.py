@@ -16,8 +16,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from slapo_core.tracing._torch_private import in_function_transform, quiet
-from slapo_core.tracing.regions import current, leave
+from slapo_tracing.nodes._torch_private import in_function_transform, quiet
+from slapo_tracing.nodes.mode_regions import current, leave
 
 MOVES = ("redistribution", "placement changes")
 """Words in the error of an operation that cannot be done without sending data."""

@@ -15,13 +15,13 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
-from slapo_core.causes import reason
-from slapo_core.entries import Entry, conflict
-from slapo_core.errors import PluginError, ScheduleError
-from slapo_core.logger import get_logger
-from slapo_core.parameters import ShardSpec
-from slapo_core.schedule import Schedule
-from slapo_core.wrapping import forward_wrappers
+from slapo_core.modules.forward_wrapping import forward_wrappers
+from slapo_core.modules.parameters import ShardSpec
+from slapo_core.registration.entries import Entry, conflict
+from slapo_core.reporting.errors import PluginError, ScheduleError
+from slapo_core.reporting.failure_reason import reason
+from slapo_core.reporting.logger import get_logger
+from slapo_core.schedules.schedule import Schedule
 
 from .left_whole import first_rank_only
 from .parallel_loss import ParallelLoss

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from slapo_core.agreement import gather
-from slapo_core.tracing._torch_private import in_function_transform
-from slapo_core.tracing.calls import is_metadata, model_source, name_of
+from slapo_core.distributed.agreement import gather
+from slapo_tracing.nodes._torch_private import in_function_transform
+from slapo_tracing.nodes.torch_calls import is_metadata, model_source, name_of
 
 from .collectives import Group
 from .followed import tensors_in

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core.wrapping import is_taken_apart
+from slapo_core.modules.forward_wrapping import is_taken_apart
 
 from . import collectives, started
 from .layers import is_conv1d, is_linear

@@ -8,10 +8,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.errors import BuildError
-from slapo_core.journal import Step
-from slapo_core.parameters import is_part, shard_spec
-from slapo_core.schedule import Schedule
+from slapo_core.modules.parameters import is_part, shard_spec
+from slapo_core.reporting.errors import BuildError
+from slapo_core.schedules.journal import Step
+from slapo_core.schedules.schedule import Schedule
 
 from . import attention, sync_batch_norm
 from .cutting import user_code

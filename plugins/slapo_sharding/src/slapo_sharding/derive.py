@@ -15,8 +15,8 @@ import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from slapo_core.tracing.calls import function_name
-from slapo_core.wrapping import is_opaque
+from slapo_core.modules.forward_wrapping import is_opaque
+from slapo_tracing.nodes.torch_calls import function_name
 
 from .branches import Branches
 from .convolutions import channel_dim

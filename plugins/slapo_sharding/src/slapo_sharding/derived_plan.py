@@ -6,13 +6,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from torch import fx, nn
 
-from slapo_core.errors import ScheduleError, TraceError
-from slapo_core.inputs import split_inputs
-from slapo_core.logger import get_logger
-from slapo_core.parameters import is_part
-from slapo_core.schedule import Schedule
-from slapo_core.steps import attempt
-from slapo_core.wrapping import is_opaque, own_forward
+from slapo_core.modules.forward_arguments import split_inputs
+from slapo_core.modules.forward_wrapping import is_opaque, own_forward
+from slapo_core.modules.parameters import is_part
+from slapo_core.reporting.errors import ScheduleError, TraceError
+from slapo_core.reporting.logger import get_logger
+from slapo_core.schedules.schedule import Schedule
+from slapo_core.schedules.steps import attempt
 
 from . import attention, column_inputs
 from .borders import marked

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import fx, nn
 
-from slapo_core.tracing.calls import function_name
-from slapo_core.tracing.graph_ops import expect
+from slapo_tracing.nodes.graph_functions import expect
+from slapo_tracing.nodes.torch_calls import function_name
 
 from .fused_sizes import fused_sizes
 from .layout_adaptation import dim_cut

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slapo_core.tracing.regions import is_region_node
+from slapo_tracing.nodes.mode_regions import is_region_node
 
 from .layouts import Layouts
 from .local_sizes.owners import is_inside

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from slapo_core.errors import ScheduleError
-from slapo_core.schedule import Schedule
+from slapo_core.reporting.errors import ScheduleError
+from slapo_core.schedules.schedule import Schedule
 
 from . import attention
 

@@ -6,7 +6,7 @@ import hashlib
 
 import torch
 
-from slapo_core.random import rng_state
+from slapo_core.distributed.random import rng_state
 
 from . import collectives
 from ._torch_autograd import no_functions

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from slapo_core.tracing.calls import model_source
+from slapo_tracing.nodes.torch_calls import model_source
 
 from .rules import AppliedCut, split_of
 from .syncing import first_input, syncs_of

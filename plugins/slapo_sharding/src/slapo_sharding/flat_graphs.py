@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 from torch import fx, nn
 
-from slapo_core.errors import ScheduleError
-from slapo_core.schedule import Schedule
-from slapo_core.tracing.tracers import trace
-from slapo_core.wrapping import is_opaque
+from slapo_core.modules.forward_wrapping import is_opaque
+from slapo_core.reporting.errors import ScheduleError
+from slapo_core.schedules.schedule import Schedule
+from slapo_tracing.tracers.selection import trace
 
 from .capturing_hooks import recorded_captures
 from .computing_hooks import computing_hooks

@@ -25,10 +25,10 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from slapo_core.errors import BuildError
-from slapo_core.parameters import facts, is_part
-from slapo_core.tracing.calls import SHAPES, is_metadata, name_of
-from slapo_core.wrapping import is_taken_apart
+from slapo_core.modules.forward_wrapping import is_taken_apart
+from slapo_core.modules.parameters import facts, is_part
+from slapo_core.reporting.errors import BuildError
+from slapo_tracing.nodes.torch_calls import SHAPES, is_metadata, name_of
 
 from . import failures, same_weights
 from ._torch_autograd import no_functions, watched_functions

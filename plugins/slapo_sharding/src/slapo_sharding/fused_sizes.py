@@ -10,8 +10,8 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_arg
 
-from slapo_core.tracing.calls import function_name
-from slapo_core.tracing.graph_ops import expect
+from slapo_tracing.nodes.graph_functions import expect
+from slapo_tracing.nodes.torch_calls import function_name
 
 from .splits import Split
 

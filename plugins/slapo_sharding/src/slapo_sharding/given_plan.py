@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from slapo_core.errors import ScheduleError, TraceError
-from slapo_core.schedule import Schedule
-from slapo_core.steps import attempt
+from slapo_core.reporting.errors import ScheduleError, TraceError
+from slapo_core.schedules.schedule import Schedule
+from slapo_core.schedules.steps import attempt
 
 from .derive import Derived
 from .derived_plan import carry_out

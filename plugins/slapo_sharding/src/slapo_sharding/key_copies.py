@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx, nn
 
-from slapo_core.tracing.calls import function_name
-from slapo_core.tracing.graph_ops import expect
+from slapo_tracing.nodes.graph_functions import expect
+from slapo_tracing.nodes.torch_calls import function_name
 
 from . import attention
 from ._torch_private import mesh_of

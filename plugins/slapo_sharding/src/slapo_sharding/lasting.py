@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.parameters import ParamFacts, facts
-from slapo_core.schedule import Schedule
+from slapo_core.modules.parameters import ParamFacts, facts
+from slapo_core.schedules.schedule import Schedule
 from slapo_training.gradient_hooks import register_first
 
 from ._torch_autograd import no_functions

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core.wrapping import as_layer
+from slapo_core.modules.forward_wrapping import as_layer
 
 from .linear_forwards import computes_linear, only_input
 from .rules import Cut, ShardingRule, applied_cut, computes_as

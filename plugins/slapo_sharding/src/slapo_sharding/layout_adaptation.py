@@ -12,8 +12,8 @@ from torch import fx
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.utils import _pytree as pytree
 
-from slapo_core.tracing.calls import function_name
-from slapo_core.tracing.regions import autocast_state
+from slapo_tracing.nodes.mode_regions import autocast_state
+from slapo_tracing.nodes.torch_calls import function_name
 
 from ._torch_private import StridedShard
 from .local_sizes.arguments import leaves, with_leaves

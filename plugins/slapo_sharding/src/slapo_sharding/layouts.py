@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from slapo_core.errors import TraceError
-from slapo_core.tracing.calls import function_name
-from slapo_core.tracing.graph_ops import expect, set_state
+from slapo_core.reporting.errors import TraceError
+from slapo_tracing.nodes.graph_functions import expect, set_state
+from slapo_tracing.nodes.torch_calls import function_name
 
 from ._torch_private import layouts_kept
 from .branches import Branches

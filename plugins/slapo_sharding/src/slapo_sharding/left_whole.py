@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 from torch import fx, nn
 
-from slapo_core.errors import ScheduleError, TraceError
-from slapo_core.logger import get_logger
-from slapo_core.paths import join
-from slapo_core.schedule import Schedule
+from slapo_core.modules.paths import join
+from slapo_core.reporting.errors import ScheduleError, TraceError
+from slapo_core.reporting.logger import get_logger
+from slapo_core.schedules.schedule import Schedule
 
 from . import attention
 from .derive import Derived

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from slapo_core.schedule import Schedule
+from slapo_core.schedules.schedule import Schedule
 
 from .derive import Derived
 from .flat_graphs import layer_paths

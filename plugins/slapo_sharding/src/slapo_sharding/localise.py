@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from torch import fx, nn
 
-from slapo_core.tracing.graph_ops import expect, rebuild, set_state
-from slapo_core.tracing.regions import is_region_node
+from slapo_tracing.nodes.graph_functions import expect, rebuild, set_state
+from slapo_tracing.nodes.mode_regions import is_region_node
 
 from .layouts import Layouts
 from .local_sizes.arguments import leaves

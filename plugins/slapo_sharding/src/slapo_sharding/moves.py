@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import nn
 
-from slapo_core.errors import BuildError
+from slapo_core.reporting.errors import BuildError
 
 from .rules import AppliedCut
 from .syncing import syncs_of

@@ -18,9 +18,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from slapo_core.errors import BuildError
-from slapo_core.parameters import facts, is_part
-from slapo_core.tracing.calls import is_metadata, name_of
+from slapo_core.modules.parameters import facts, is_part
+from slapo_core.reporting.errors import BuildError
+from slapo_tracing.nodes.torch_calls import is_metadata, name_of
 
 from . import started
 from .followed import looks_at_others, makes_new, tensors_in

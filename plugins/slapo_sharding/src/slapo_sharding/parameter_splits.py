@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from slapo_core.parameters import ShardSpec
-from slapo_core.schedule import Schedule
+from slapo_core.modules.parameters import ShardSpec
+from slapo_core.schedules.schedule import Schedule
 from slapo_training.gradient_hooks import carry_hooks
 
 from . import lasting

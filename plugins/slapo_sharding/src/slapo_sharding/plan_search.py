@@ -9,9 +9,9 @@ from functools import partial
 
 from torch import fx
 
-from slapo_core.errors import ScheduleError, TraceError
-from slapo_core.logger import get_logger
-from slapo_core.schedule import Schedule
+from slapo_core.reporting.errors import ScheduleError, TraceError
+from slapo_core.reporting.logger import get_logger
+from slapo_core.schedules.schedule import Schedule
 
 from ._torch_private import mesh_of
 from .branches import find_branches

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement
 from torch.utils import _pytree as pytree
 
-from slapo_core.tracing.calls import name_of
+from slapo_tracing.nodes.torch_calls import name_of
 
 from . import sums
 from ._torch_autograd import no_functions

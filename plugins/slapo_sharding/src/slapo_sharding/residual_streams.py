@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from torch import fx
 
-from slapo_core.tracing.calls import function_name
+from slapo_tracing.nodes.torch_calls import function_name
 
 from .convolutions import channel_dim
 from .node_values import has_gradient

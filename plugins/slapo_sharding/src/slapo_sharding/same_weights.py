@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from slapo_core.agreement import gather
-from slapo_core.errors import BuildError
-from slapo_core.parameters import facts, is_part
-from slapo_core.tracing._torch_private import in_function_transform
+from slapo_core.distributed.agreement import gather
+from slapo_core.modules.parameters import facts, is_part
+from slapo_core.reporting.errors import BuildError
+from slapo_tracing.nodes._torch_private import in_function_transform
 
 from ._torch_autograd import no_functions
 from ._torch_private import no_modes

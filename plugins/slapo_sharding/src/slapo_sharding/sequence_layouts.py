@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
-from slapo_core.tracing.calls import function_name
+from slapo_tracing.nodes.torch_calls import function_name
 
 from .borders import Place, border
 from .layouts import LayoutError, Layouts

@@ -7,9 +7,9 @@ from contextlib import contextmanager, nullcontext
 
 from torch import fx
 
-from slapo_core.primitive import Primitive
-from slapo_core.schedule import Schedule
-from slapo_core.tracing.untraced import untraced
+from slapo_core.interfaces.primitive import Primitive
+from slapo_core.schedules.schedule import Schedule
+from slapo_tracing.graphs.untraced import untraced
 
 from .cutting import ShardStep, carry_out
 from .sharding import Blocks, Sharder

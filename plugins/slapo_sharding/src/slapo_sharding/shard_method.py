@@ -7,7 +7,7 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
-from slapo_core.registry import default_registry
+from slapo_core.registration.registry import default_registry
 
 from .rulebook import add_rule
 from .rules import Cut, ShardingRule, computes_as

@@ -26,11 +26,11 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from slapo_core.errors import BuildError
-from slapo_core.logger import get_logger
-from slapo_core.parameters import ShardSpec
-from slapo_core.tracing._torch_private import in_function_transform
-from slapo_core.tracing.calls import is_metadata, name_of
+from slapo_core.modules.parameters import ShardSpec
+from slapo_core.reporting.errors import BuildError
+from slapo_core.reporting.logger import get_logger
+from slapo_tracing.nodes._torch_private import in_function_transform
+from slapo_tracing.nodes.torch_calls import is_metadata, name_of
 
 from ._torch_private import mesh_of, surroundings
 from .attention import counts_locally

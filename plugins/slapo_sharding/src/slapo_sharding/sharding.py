@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.errors import ScheduleError
-from slapo_core.parameters import ShardSpec, shard_spec
-from slapo_core.schedule import Schedule
-from slapo_core.wrapping import forward_wrappers
+from slapo_core.modules.forward_wrapping import forward_wrappers
+from slapo_core.modules.parameters import ShardSpec, shard_spec
+from slapo_core.reporting.errors import ScheduleError
+from slapo_core.schedules.schedule import Schedule
 
 from . import attention, dealing
 from .cutting import ShardStep, has_late_bias, needs_forward, user_code

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.errors import BuildError
-from slapo_core.parameters import facts
+from slapo_core.modules.parameters import facts
+from slapo_core.reporting.errors import BuildError
 
 _MARK = "shares memory with "
 

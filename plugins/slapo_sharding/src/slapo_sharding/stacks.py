@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slapo_core.schedule import Schedule
+from slapo_core.schedules.schedule import Schedule
 
 from .rulebook import rules_of
 

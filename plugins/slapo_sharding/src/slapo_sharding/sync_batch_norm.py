@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from slapo_core.errors import ScheduleError
-from slapo_core.logger import get_logger
-from slapo_core.primitive import Primitive
-from slapo_core.schedule import Schedule
-from slapo_core.wrapping import WRAPPERS, forward_wrappers, own_forward, wrap_forward
+from slapo_core.interfaces.primitive import Primitive
+from slapo_core.modules.forward_wrapping import WRAPPERS, forward_wrappers, own_forward, wrap_forward
+from slapo_core.reporting.errors import ScheduleError
+from slapo_core.reporting.logger import get_logger
+from slapo_core.schedules.schedule import Schedule
 
 from .collectives import Group
 from .replica_statistics import KINDS, ReplicaStatistics

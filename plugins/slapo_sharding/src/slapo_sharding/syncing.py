@@ -14,8 +14,8 @@ from torch import nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils import _pytree as pytree
 
-from slapo_core.errors import ScheduleError
-from slapo_core.tracing.structures import Hidden
+from slapo_core.reporting.errors import ScheduleError
+from slapo_tracing.nodes.nested_values import Hidden
 
 from . import collectives, started
 from ._torch_private import with_numbers
@@ -57,7 +57,7 @@ class Sync(Hidden):
 
     @property
     def traced_with_layer(self) -> bool:
-        """True where a trace may record the sync with its module, see ``slapo_core.wrapping.is_opaque``."""
+        """True where a trace may record the sync with its module, see ``slapo_core.modules.forward_wrapping.is_opaque``."""
         return self.fn is None and self.mode in ("fwd_pre", "bwd_post")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sync:

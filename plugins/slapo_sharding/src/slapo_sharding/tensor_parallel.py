@@ -8,12 +8,12 @@ from functools import partial
 
 from torch import fx, nn
 
-from slapo_core.errors import ScheduleError
-from slapo_core.logger import get_logger
-from slapo_core.parameters import is_part
-from slapo_core.primitive import Primitive
-from slapo_core.schedule import Schedule
-from slapo_core.tracing.untraced import untraced
+from slapo_core.interfaces.primitive import Primitive
+from slapo_core.modules.parameters import is_part
+from slapo_core.reporting.errors import ScheduleError
+from slapo_core.reporting.logger import get_logger
+from slapo_core.schedules.schedule import Schedule
+from slapo_tracing.graphs.untraced import untraced
 
 from . import attention, backends, column_inputs, dropout
 from . import parallel_loss as losses

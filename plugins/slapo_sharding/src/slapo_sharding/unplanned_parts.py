@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from slapo_core.errors import ScheduleError, TraceError
-from slapo_core.parameters import is_part
-from slapo_core.schedule import Schedule
+from slapo_core.modules.parameters import is_part
+from slapo_core.reporting.errors import ScheduleError, TraceError
+from slapo_core.schedules.schedule import Schedule
 
 from . import attention
 from .derived_plan import apply_derived

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from slapo_core.tracing.calls import function_name
+from slapo_tracing.nodes.torch_calls import function_name
 
 from .dealing import share
 from .layouts import Layouts

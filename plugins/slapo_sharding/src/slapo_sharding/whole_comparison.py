@@ -19,10 +19,10 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.utils import _pytree as pytree
 
-from slapo_core.agreement import gather
-from slapo_core.logger import get_logger
-from slapo_core.tracing.sandbox import OtherRandomNumbers
-from slapo_core.tracing.structures import Snapshot
+from slapo_core.distributed.agreement import gather
+from slapo_core.reporting.logger import get_logger
+from slapo_tracing.nodes.nested_values import Snapshot
+from slapo_tracing.recording.sandbox import OtherRandomNumbers
 
 from . import collectives
 from ._torch_private import no_modes

@@ -22,9 +22,9 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slapo_core.parameters import ShardSpec
-from slapo_core.random import rng_state, set_rng_state
-from slapo_core.tracing.calls import name_of
+from slapo_core.distributed.random import rng_state, set_rng_state
+from slapo_core.modules.parameters import ShardSpec
+from slapo_tracing.nodes.torch_calls import name_of
 
 from . import collectives, whole_sizes
 from ._torch_private import no_modes

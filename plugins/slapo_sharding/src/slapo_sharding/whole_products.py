@@ -9,8 +9,8 @@ from itertools import chain
 import torch
 from torch import fx, nn
 
-from slapo_core.parameters import is_part, shard_spec
-from slapo_core.tracing.calls import function_name
+from slapo_core.modules.parameters import is_part, shard_spec
+from slapo_tracing.nodes.torch_calls import function_name
 
 from .layouts import Layouts
 from .node_values import parameters_of

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from slapo_core.program import Program
+from slapo_core.interfaces.program import Program
 from slapo_training import model_tensors, random_state
 from slapo_training.averages.average_list import AverageList
 from slapo_training.checkpoint_folder import Writing

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.causes import reason
-from slapo_core.errors import BuildError
+from slapo_core.reporting.errors import BuildError
+from slapo_core.reporting.failure_reason import reason
 from slapo_training import checkpoint_folder, model_tensors, random_state
 from slapo_training.checkpoint_folder import Checkpoint
 from slapo_training.engine_checkpoint import Position

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from slapo_core.dialect import Dialect
-from slapo_core.engine import Engine
-from slapo_core.errors import BuildError
-from slapo_core.program import Program
+from slapo_core.interfaces.dialect import Dialect
+from slapo_core.interfaces.engine import Engine
+from slapo_core.interfaces.program import Program
+from slapo_core.reporting.errors import BuildError
 
 from .engine import TorchEngine
 from .fsdp_units import check_shardable

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.agreement import agree, all_reduce, compare, mesh_groups
-from slapo_core.errors import BuildError
-from slapo_core.inputs import variadic
-from slapo_core.program import Program
+from slapo_core.distributed.agreement import agree, all_reduce, compare, mesh_groups
+from slapo_core.interfaces.program import Program
+from slapo_core.modules.forward_arguments import variadic
+from slapo_core.reporting.errors import BuildError
 from slapo_training.averages import AveragedEngine, MasterValue
 from slapo_training.batch_arguments import arguments_of
 from slapo_training.batches import Batch, check_labels, content, counted_labels, fingerprint, signature, split

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from slapo_core.errors import BuildError
-from slapo_core.tracing.traced_module import as_original
+from slapo_core.reporting.errors import BuildError
+from slapo_tracing.graphs.traced_module import as_original
 from slapo_training.plain import check_plain
 from slapo_training.state_loading import StateLoading
 

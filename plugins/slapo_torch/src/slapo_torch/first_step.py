@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.program import Program
+from slapo_core.interfaces.program import Program
 from slapo_training.batches import Batch
 from slapo_training.first_step import FirstStep
 

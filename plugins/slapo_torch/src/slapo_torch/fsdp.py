@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from slapo_core.errors import BuildError
-from slapo_core.logger import get_logger
-from slapo_core.parameters import successor
-from slapo_core.program import Program
+from slapo_core.interfaces.program import Program
+from slapo_core.modules.parameters import successor
+from slapo_core.reporting.errors import BuildError
+from slapo_core.reporting.logger import get_logger
 from slapo_training.ranks import new_group
 from slapo_training.state_rollback import StateSnapshot
 

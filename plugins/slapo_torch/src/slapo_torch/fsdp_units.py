@@ -8,10 +8,10 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import nn
 
-from slapo_core.errors import BuildError, UnknownNameError
-from slapo_core.parameters import shard_spec
-from slapo_core.paths import join, select
-from slapo_core.program import Program
+from slapo_core.interfaces.program import Program
+from slapo_core.modules.parameters import shard_spec
+from slapo_core.modules.paths import join, select
+from slapo_core.reporting.errors import BuildError, UnknownNameError
 from slapo_training.model_tensors import is_wrapper
 
 

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.agreement import agree
-from slapo_core.errors import BuildError
-from slapo_core.grad_norm import clip_grad_norm_
-from slapo_core.parameters import is_part, successor
-from slapo_core.program import Program
-from slapo_core.whole_gradients import compare_gradients
+from slapo_core.distributed.agreement import agree
+from slapo_core.distributed.replicated_gradients import compare_gradients
+from slapo_core.interfaces.program import Program
+from slapo_core.modules.parameters import is_part, successor
+from slapo_core.reporting.errors import BuildError
 from slapo_training.batches import fingerprint
+from slapo_training.grad_norm import clip_grad_norm_
 from slapo_training.same_start import different
 
 from .gradients import average_gradients, by_ranks, sum_gradients

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from slapo_core.errors import BuildError
+from slapo_core.reporting.errors import BuildError
 from slapo_training.first_step import scaled_gradient
 from slapo_training.means import EQUAL_PARTS, UNKNOWN_REDUCTION, CombinedMeans, Counted, LossReduction
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from slapo_core.errors import BuildError
+from slapo_core.reporting.errors import BuildError
 from slapo_training.plain import digest
 
 Groups = Sequence[Mapping[str, Any]]

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from slapo_core.errors import BuildError
-from slapo_core.parameters import is_part
+from slapo_core.modules.parameters import is_part
+from slapo_core.reporting.errors import BuildError
 from slapo_training.pieces import Piece
 from slapo_training.state_loading import StateLoading
 from slapo_training.whole_steps.named_optimizers import NamedOptimizer

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from slapo_core.errors import BuildError, UnknownNameError
+from slapo_core.reporting.errors import BuildError, UnknownNameError
 from slapo_training.options import CommonOptions
 
 from .schedules import is_file, kind_of

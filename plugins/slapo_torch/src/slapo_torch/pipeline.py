@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.program import Boundary, Program
+from slapo_core.interfaces.program import Boundary, Program
 from slapo_training.batches import Batch
 from slapo_training.losses import note_failure
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.errors import BuildError
-from slapo_core.parameters import ShardSpec, facts, shard_spec
+from slapo_core.modules.parameters import ShardSpec, facts, shard_spec
+from slapo_core.reporting.errors import BuildError
 
 
 @dataclass(frozen=True)

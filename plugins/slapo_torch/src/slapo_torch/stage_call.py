@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.errors import BuildError
-from slapo_core.inputs import by_position
-from slapo_core.program import Boundary, Stage
+from slapo_core.interfaces.program import Boundary, Stage
+from slapo_core.modules.forward_arguments import by_position
+from slapo_core.reporting.errors import BuildError
 from slapo_training.losses import CountedLoss, MicroBatchLoss, run_stage
 from slapo_training.means import UNKNOWN_REDUCTION, LossReduction, is_label_mean
 from slapo_training.model_tensors import is_wrapper

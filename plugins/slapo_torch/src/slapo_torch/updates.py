@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from slapo_core.agreement import all_reduce
-from slapo_core.errors import BuildError
+from slapo_core.distributed.agreement import all_reduce
+from slapo_core.reporting.errors import BuildError
 from slapo_training.optimizers import rate_kind
 from slapo_training.plain import check_plain
 from slapo_training.state_loading import StateLoading

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
-from slapo_core.errors import BuildError
-from slapo_core.inputs import named_inputs, signature_of
+from slapo_core.modules.forward_arguments import named_inputs, signature_of
+from slapo_core.reporting.errors import BuildError
 
 from .batches import Batch
 from .options import CommonOptions

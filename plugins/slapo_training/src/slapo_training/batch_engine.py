@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from slapo_core.agreement import all_reduce, gather
-from slapo_core.errors import BuildError
-from slapo_core.inputs import variadic
-from slapo_core.program import Program
+from slapo_core.distributed.agreement import all_reduce, gather
+from slapo_core.interfaces.program import Program
+from slapo_core.modules.forward_arguments import variadic
+from slapo_core.reporting.errors import BuildError
 
 from .averages import AveragedEngine
 from .batch_arguments import arguments_of

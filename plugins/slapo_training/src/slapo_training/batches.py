@@ -11,8 +11,8 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_flatten
 
-from slapo_core.errors import BuildError
-from slapo_core.inputs import signature_of
+from slapo_core.modules.forward_arguments import signature_of
+from slapo_core.reporting.errors import BuildError
 
 from .batch_rows import Batch as Batch
 from .batch_rows import BatchRows

@@ -21,9 +21,9 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slapo_core.causes import reason
-from slapo_core.errors import BuildError, SlapoError
-from slapo_core.logger import get_logger
+from slapo_core.reporting.errors import BuildError, SlapoError
+from slapo_core.reporting.failure_reason import reason
+from slapo_core.reporting.logger import get_logger
 
 from .manifest import FORMAT, MANIFEST, content_in, data_of, folder_of, has_strangers, read, target_of, text_of
 from .ranks import Ranks

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from slapo_core.agreement import agree, all_reduce
-from slapo_core.errors import BuildError
-from slapo_core.program import Program
+from slapo_core.distributed.agreement import agree, all_reduce
+from slapo_core.interfaces.program import Program
+from slapo_core.reporting.errors import BuildError
 
 from .batches import Batch, fingerprint
 from .label_weights import LabelWeights

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from slapo_core.errors import BuildError
-from slapo_core.program import Program
+from slapo_core.interfaces.program import Program
+from slapo_core.reporting.errors import BuildError
 
 from . import random_state
 from .averages.average_list import AverageList

@@ -9,11 +9,11 @@ from functools import partial
 import torch
 from torch import nn
 
-from slapo_core.agreement import agree, gather
-from slapo_core.errors import BuildError
-from slapo_core.parameters import facts, is_part
-from slapo_core.program import Program
-from slapo_core.whole_gradients import compare_gradients
+from slapo_core.distributed.agreement import agree, gather
+from slapo_core.distributed.replicated_gradients import compare_gradients
+from slapo_core.interfaces.program import Program
+from slapo_core.modules.parameters import facts, is_part
+from slapo_core.reporting.errors import BuildError
 
 _STEPS = 10
 

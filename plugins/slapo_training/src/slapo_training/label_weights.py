@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from slapo_core.errors import BuildError
+from slapo_core.reporting.errors import BuildError
 
 from .first_step import scaled_gradient
 from .means import EQUAL_PARTS, UNKNOWN_REDUCTION, Counted, LossReduction, terms_of

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from slapo_core.errors import BuildError
+from slapo_core.reporting.errors import BuildError
 
 from .means import CountedMeans, LossReduction, reduction_in_graph
 from .output_loss import OutputLoss

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from slapo_core.errors import BuildError
+from slapo_core.reporting.errors import BuildError
 
 from .optimizers import keep_types, made, scheduled_rate
 from .options import CommonOptions

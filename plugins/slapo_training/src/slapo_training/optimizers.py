@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.errors import BuildError
-from slapo_core.parameters import facts
+from slapo_core.modules.parameters import facts
+from slapo_core.reporting.errors import BuildError
 
 from .options import is_rate
 from .whole_steps.parameter_tables import has_state, replace_parameters

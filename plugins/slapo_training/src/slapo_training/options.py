@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from slapo_core.errors import BuildError, UnknownNameError
+from slapo_core.reporting.errors import BuildError, UnknownNameError
 
 from .batch_rows import BatchRows, check_dims
 from .check_switches import VARIABLE, disabled_checks

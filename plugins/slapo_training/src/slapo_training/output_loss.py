@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from slapo_core.errors import BuildError
-from slapo_core.random import rng_state, set_rng_state
+from slapo_core.distributed.random import rng_state, set_rng_state
+from slapo_core.reporting.errors import BuildError
 
 from ._torch_private import leaves_of
 from .structures import Path, fields_of, tensors_of

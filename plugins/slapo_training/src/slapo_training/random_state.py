@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from slapo_core.errors import BuildError
-from slapo_core.random import RNGState, get_cuda_rng_tracker, rng_state, set_rng_state
+from slapo_core.distributed.random import RNGState, get_cuda_rng_tracker, rng_state, set_rng_state
+from slapo_core.reporting.errors import BuildError
 
 
 def packed() -> dict[str, Any]:

@@ -10,9 +10,9 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from slapo_core.agreement import agree, gather
-from slapo_core.errors import BuildError
-from slapo_core.program import Program
+from slapo_core.distributed.agreement import agree, gather
+from slapo_core.interfaces.program import Program
+from slapo_core.reporting.errors import BuildError
 
 from ._torch_private import groups_known, job_timeout
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slapo_core.agreement import all_reduce
-from slapo_core.errors import BuildError
-from slapo_core.program import Program
-from slapo_core.random import RNGState, rng_state, set_rng_state
+from slapo_core.distributed.agreement import all_reduce
+from slapo_core.distributed.random import RNGState, rng_state, set_rng_state
+from slapo_core.interfaces.program import Program
+from slapo_core.reporting.errors import BuildError
 
 from .batches import fingerprint
 from .losses import LossFn, MicroBatchLoss, loss_of

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from slapo_core.errors import BuildError
+from slapo_core.reporting.errors import BuildError
 
 from .structures import Path, tensors_of
 

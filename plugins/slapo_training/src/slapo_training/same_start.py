@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.agreement import agree
-from slapo_core.errors import BuildError
-from slapo_core.parameters import is_part
-from slapo_core.program import Program
+from slapo_core.distributed.agreement import agree
+from slapo_core.interfaces.program import Program
+from slapo_core.modules.parameters import is_part
+from slapo_core.reporting.errors import BuildError
 
 from .batches import fingerprint
 from .model_tensors import is_wrapper

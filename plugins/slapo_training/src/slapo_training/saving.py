@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slapo_core.causes import reason
-from slapo_core.errors import BuildError, SlapoError
-from slapo_core.logger import get_logger
-from slapo_core.program import Program
+from slapo_core.interfaces.program import Program
+from slapo_core.reporting.errors import BuildError, SlapoError
+from slapo_core.reporting.failure_reason import reason
+from slapo_core.reporting.logger import get_logger
 
 from .ranks import Ranks
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from slapo_core.causes import reason
-from slapo_core.errors import BuildError
+from slapo_core.reporting.errors import BuildError
+from slapo_core.reporting.failure_reason import reason
 
 
 class StateLoading:

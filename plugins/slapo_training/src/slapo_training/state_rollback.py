@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from slapo_core.random import rng_state, set_rng_state
-from slapo_core.tracing.around import HOOK_TABLES
-from slapo_core.tracing.sandbox import OtherRandomNumbers
+from slapo_core.distributed.random import rng_state, set_rng_state
+from slapo_tracing.recording.module_hooks import HOOK_TABLES
+from slapo_tracing.recording.sandbox import OtherRandomNumbers
 
 _TORCHS_OWN = set(vars(nn.Module()))
 """Attributes of every module."""

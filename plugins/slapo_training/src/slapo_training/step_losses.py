@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.program import Program
+from slapo_core.interfaces.program import Program
 
 from .batches import Batch
 from .loss_terms import LossTerms

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.agreement import gather
-from slapo_core.logger import get_logger
-from slapo_core.program import Program
+from slapo_core.distributed.agreement import gather
+from slapo_core.interfaces.program import Program
+from slapo_core.reporting.logger import get_logger
 
 from .gradient_comparison import gradients_watched
 

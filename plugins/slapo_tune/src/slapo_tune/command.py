@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from slapo_core.errors import SlapoError
+from slapo_core.reporting.errors import SlapoError
 
 from .configuration import Configuration
 from .database import Database

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slapo_core.errors import SlapoError
+from slapo_core.reporting.errors import SlapoError
 
 
 class TuneError(SlapoError):

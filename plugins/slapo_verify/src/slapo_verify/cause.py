@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from slapo_core.errors import ScheduleError
-from slapo_core.journal import Step
-from slapo_core.schedule import Schedule
-from slapo_core.testing.equivalence import Tolerance, of_named
-from slapo_core.testing.stages import Staged
+from slapo_core.reporting.errors import ScheduleError
+from slapo_core.schedules.journal import Step
+from slapo_core.schedules.schedule import Schedule
 
 from . import hints
 from .blame import steps_to_blame
 from .compare import Computed, Task, compare, compute, numbers, put_together
+from .comparison.equivalence import Tolerance, of_named
+from .comparison.staged_model import Staged
 from .meeting import Ranks, StrandedError
 from .meta_values import fill_scheduled
 from .modules import differing, outputs_of

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.errors import VerifyError
-from slapo_core.parameters import facts
-from slapo_core.random import rng_state
-from slapo_core.testing.equivalence import (
+from slapo_core.distributed.random import rng_state
+from slapo_core.modules.parameters import facts
+from slapo_core.reporting.errors import VerifyError
+
+from .comparison.equivalence import (
     Difference,
     Run,
     Tolerance,
@@ -25,8 +26,7 @@ from slapo_core.testing.equivalence import (
     run_model,
     weighted_sum,
 )
-from slapo_core.testing.leaves import dense
-
+from .comparison.tensor_leaves import dense
 from .dropouts import same_random_state
 from .fused_parameters import new_names
 from .meeting import ALONE, Ranks

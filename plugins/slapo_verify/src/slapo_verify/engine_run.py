@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.agreement import gather
-from slapo_core.build import build
-from slapo_core.errors import VerifyError
-from slapo_core.gather import over_group
-from slapo_core.parameters import facts
-from slapo_core.schedule import Schedule
+from slapo_core.building.build import build
+from slapo_core.distributed.agreement import gather
+from slapo_core.distributed.full_tensors import over_group
+from slapo_core.modules.parameters import facts
+from slapo_core.reporting.errors import VerifyError
+from slapo_core.schedules.schedule import Schedule
 
 from .compare import OptimizerFactory
 from .dropouts import switch_off

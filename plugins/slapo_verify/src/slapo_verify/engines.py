@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.errors import BuildError, VerifyError
-from slapo_core.inputs import named_inputs, signature_of, split_inputs
-from slapo_core.schedule import Schedule
-from slapo_core.testing.equivalence import Difference, Tolerance, difference, of_named
+from slapo_core.modules.forward_arguments import named_inputs, signature_of, split_inputs
+from slapo_core.reporting.errors import BuildError, VerifyError
+from slapo_core.schedules.schedule import Schedule
 
 from .compare import OptimizerFactory, autocast, plain_modes
+from .comparison.equivalence import Difference, Tolerance, difference, of_named
 from .dropouts import switch_off
 from .engine_run import EngineRun, Scheduled, everywhere, maker
 from .hints import alone

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from slapo_core.parameters import facts
+from slapo_core.modules.parameters import facts
 
 _ATTRIBUTE = "slapo_made_of"
 """Attribute that ``slapo_weights.made_of`` sets: the dimension, and the name, range and whole size of each part along it."""

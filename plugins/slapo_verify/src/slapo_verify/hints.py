@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.parameters import facts, is_part
-from slapo_core.testing.equivalence import Tolerance
+from slapo_core.modules.parameters import facts, is_part
+
+from .comparison.equivalence import Tolerance
 
 Tensor = torch.Tensor
 

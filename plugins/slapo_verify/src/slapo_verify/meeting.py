@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from slapo_core.agreement import agree, gather, mesh_groups
-from slapo_core.errors import BuildError, SlapoError, VerifyError
+from slapo_core.distributed.agreement import agree, gather, mesh_groups
+from slapo_core.reporting.errors import BuildError, SlapoError, VerifyError
 
 from ._torch_private import BACKEND, default_store, watched_collectives
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.errors import BuildError, VerifyError
-from slapo_core.gather import over_group
-from slapo_core.parameters import facts, shard_spec, successor
-from slapo_core.paths import join
-from slapo_core.schedule import Schedule
-from slapo_core.weights import materialize
+from slapo_core.building.weights import materialize
+from slapo_core.distributed.full_tensors import over_group
+from slapo_core.modules.parameters import facts, shard_spec, successor
+from slapo_core.modules.paths import join
+from slapo_core.reporting.errors import BuildError, VerifyError
+from slapo_core.schedules.schedule import Schedule
 
 from .model_copies import copied
 

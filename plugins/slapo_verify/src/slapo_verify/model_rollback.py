@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from slapo_core.errors import VerifyError
-from slapo_core.random import rng_state, set_rng_state
+from slapo_core.distributed.random import rng_state, set_rng_state
+from slapo_core.reporting.errors import VerifyError
 
 
 @contextmanager

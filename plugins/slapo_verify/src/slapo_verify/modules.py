@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from slapo_core.testing.equivalence import Tolerance
-
 from ._torch_private import is_dry_run
+from .comparison.equivalence import Tolerance
 
 Outputs = list[tuple[str, int, list[torch.Tensor]]]
 """Path, number of the call, and the tensors that came out, in the order in which modules returned."""

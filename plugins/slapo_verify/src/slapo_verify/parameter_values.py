@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from slapo_core.gather import over_group
-from slapo_core.parameters import facts, plain, shard_spec
-from slapo_core.testing.equivalence import Difference, Tolerance, difference
+from slapo_core.distributed.full_tensors import over_group
+from slapo_core.modules.parameters import facts, plain, shard_spec
 
+from .comparison.equivalence import Difference, Tolerance, difference
 from .fused_parameters import is_fused, taken_apart
 from .meeting import Ranks
 

@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils._pytree import tree_leaves
 
-from slapo_core.errors import VerifyError
-from slapo_core.inputs import by_position
-from slapo_core.random import rng_state, set_rng_state
+from slapo_core.distributed.random import rng_state, set_rng_state
+from slapo_core.modules.forward_arguments import by_position
+from slapo_core.reporting.errors import VerifyError
 
 from .compare import OptimizerFactory
 from .dropouts import same_random_state

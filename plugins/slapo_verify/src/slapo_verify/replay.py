@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from slapo_core.errors import ScheduleError
-from slapo_core.journal import Step
-from slapo_core.parameters import is_part
-from slapo_core.schedule import Schedule, create_schedule
-from slapo_core.serialize import decode, encode, imports_of
+from slapo_core.modules.parameters import is_part
+from slapo_core.reporting.errors import ScheduleError
+from slapo_core.schedules.journal import Step
+from slapo_core.schedules.schedule import Schedule, create_schedule
+from slapo_core.schedules.serialization import decode, encode, imports_of
 
 from .model_copies import copied
 

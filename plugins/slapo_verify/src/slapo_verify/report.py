@@ -7,8 +7,9 @@ import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.errors import VerifyError
-from slapo_core.testing.equivalence import Difference
+from slapo_core.reporting.errors import VerifyError
+
+from .comparison.equivalence import Difference
 
 if TYPE_CHECKING:
     from .plain_steps import Trained

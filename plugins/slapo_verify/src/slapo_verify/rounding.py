@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from slapo_core.errors import VerifyError
-from slapo_core.testing.equivalence import Difference, Tolerance
+from slapo_core.reporting.errors import VerifyError
 
 from .compare import Computed, Task, compute, pairs
+from .comparison.equivalence import Difference, Tolerance
 from .model_copies import copied
 from .parameter_values import SAME
 from .report import short
@@ -49,7 +49,7 @@ def tolerance_of(model: nn.Module, outputs: Iterable[tuple[str, Any]] = ()) -> T
 def check_tolerance(tolerance: Any) -> None:
     """Raise ``VerifyError`` of what a user has given for one; None is right."""
     if tolerance is not None and not isinstance(tolerance, Tolerance):
-        raise VerifyError(f"tolerance is {short(tolerance)}; give a Tolerance of slapo_core.testing.equivalence")
+        raise VerifyError(f"tolerance is {short(tolerance)}; give a Tolerance of slapo_verify.comparison.equivalence")
     parts = () if tolerance is None else (tolerance.atol, tolerance.rtol, tolerance.scale)
     if not all(isinstance(each, (int, float)) and 0 <= each < math.inf for each in parts):
         raise VerifyError(f"tolerance is {short(tolerance)}; give numbers from 0 on")

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in __all__
 
-from slapo_core.errors import VerifyError
-from slapo_core.random import rng_state, set_rng_state
+from slapo_core.distributed.random import rng_state, set_rng_state
+from slapo_core.reporting.errors import VerifyError
 
 from ._torch_private import BACKEND, threaded_groups
 from .meeting import FAILED

@@ -12,14 +12,14 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from slapo_core.logger import get_logger
-from slapo_core.parameters import is_part
-from slapo_core.testing.equivalence import Difference
-from slapo_core.testing.leaves import Unopened
-from slapo_core.testing.stages import Staged, as_built
+from slapo_core.modules.parameters import is_part
+from slapo_core.reporting.logger import get_logger
 
 from .cause import Models, cause_of, step_of
 from .compare import Computed, Task, autocast, compare, compute, largest, put_together, replaced
+from .comparison.equivalence import Difference
+from .comparison.staged_model import Staged, as_built
+from .comparison.tensor_leaves import Unopened
 from .dropouts import switched_off
 from .fused_parameters import new_names
 from .meeting import StrandedError

@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core import agreement
-from slapo_core.build import written_steps
-from slapo_core.errors import BuildError, UnknownNameError, VerifyError
-from slapo_core.inputs import split_inputs
-from slapo_core.journal import Step
-from slapo_core.parameters import facts, is_part
-from slapo_core.schedule import Schedule
-from slapo_core.testing.equivalence import Tolerance
-from slapo_core.testing.leaves import leaves_of
+from slapo_core.building.build import written_steps
+from slapo_core.distributed import agreement
+from slapo_core.modules.forward_arguments import split_inputs
+from slapo_core.modules.parameters import facts, is_part
+from slapo_core.reporting.errors import BuildError, UnknownNameError, VerifyError
+from slapo_core.schedules.journal import Step
+from slapo_core.schedules.schedule import Schedule
 
 from .cause import Models
 from .compare import LEVELS, Loss, OptimizerFactory, Task
+from .comparison.equivalence import Tolerance
+from .comparison.tensor_leaves import leaves_of
 from .meeting import Ranks
 from .meta_values import device_for, give_values, is_empty, with_values
 from .model_copies import copied

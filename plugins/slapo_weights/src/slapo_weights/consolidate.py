@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from slapo_core.agreement import agree, compare
-from slapo_core.build import DEFAULTS, prepare
-from slapo_core.errors import BuildError
-from slapo_core.schedule import Schedule
-from slapo_core.weights import materialize
+from slapo_core.building.build import DEFAULTS, prepare
+from slapo_core.building.weights import materialize
+from slapo_core.distributed.agreement import agree, compare
+from slapo_core.reporting.errors import BuildError
+from slapo_core.schedules.schedule import Schedule
 
 
 def consolidate_model(

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from slapo_core.agreement import agree, gather
-from slapo_core.causes import reason
-from slapo_core.engine import Engine
-from slapo_core.errors import BuildError
-from slapo_core.schedule import Schedule
+from slapo_core.distributed.agreement import agree, gather
+from slapo_core.interfaces.engine import Engine
+from slapo_core.reporting.errors import BuildError
+from slapo_core.reporting.failure_reason import reason
+from slapo_core.schedules.schedule import Schedule
 from slapo_training.pieces import Piece
 from slapo_training.ranks import Ranks
 

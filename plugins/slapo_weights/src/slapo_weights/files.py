@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from slapo_core.errors import BuildError
+from slapo_core.reporting.errors import BuildError
 
 from .safetensors_file import DTYPES, METADATA
 

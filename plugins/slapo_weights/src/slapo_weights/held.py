@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from slapo_core.engine import Engine, PlainEngine
-from slapo_core.errors import BuildError
-from slapo_core.parameters import facts, is_part, shard_spec
-from slapo_core.program import Program
-from slapo_core.schedule import Schedule
+from slapo_core.interfaces.engine import Engine, PlainEngine
+from slapo_core.interfaces.program import Program
+from slapo_core.modules.parameters import facts, is_part, shard_spec
+from slapo_core.reporting.errors import BuildError
+from slapo_core.schedules.schedule import Schedule
 from slapo_training.model_tensors import buffers, parameters
 from slapo_training.pieces import Piece, piece_of
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.errors import BuildError
-from slapo_core.parameters import facts, shard_spec, successor
-from slapo_core.program import Program
+from slapo_core.interfaces.program import Program
+from slapo_core.modules.parameters import facts, shard_spec, successor
+from slapo_core.reporting.errors import BuildError
 
 from .boxes import View
 from .files import WeightFiles

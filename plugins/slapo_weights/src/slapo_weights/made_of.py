@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from slapo_core.errors import ScheduleError
-from slapo_core.parameters import facts
+from slapo_core.modules.parameters import facts
+from slapo_core.reporting.errors import ScheduleError
 
 from .boxes import View, concatenated
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from copy import deepcopy
 from typing import Any, NamedTuple
 
-from slapo_core.errors import BuildError
+from slapo_core.reporting.errors import BuildError
 
 from .boxes import View
 from .files import WeightFiles

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from slapo_core.errors import BuildError
+from slapo_core.reporting.errors import BuildError
 from slapo_training.pieces import Chunk, Span, chunks_of, replaced
 
 from .held import Source

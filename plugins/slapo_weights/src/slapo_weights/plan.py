@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from slapo_core.errors import BuildError
+from slapo_core.reporting.errors import BuildError
 
 from .conversion import Group, unconverted
 from .held import Source

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from slapo_core.causes import reason
-from slapo_core.errors import BuildError
+from slapo_core.reporting.errors import BuildError
+from slapo_core.reporting.failure_reason import reason
 
 from .conversion import Group, Tensors, converted
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from slapo_core.errors import BuildError
+from slapo_core.reporting.errors import BuildError
 from slapo_training.pieces import Chunk, Piece, Ranges
 
 from .origins import Origin

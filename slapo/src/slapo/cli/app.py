@@ -14,9 +14,9 @@ with handling(end_at_once):
     import typer
 
     from slapo.versions import versions
-    from slapo_core.errors import SlapoError
-    from slapo_core.logger import get_logger
-    from slapo_core.registry import default_registry
+    from slapo_core.registration.registry import default_registry
+    from slapo_core.reporting.errors import SlapoError
+    from slapo_core.reporting.logger import get_logger
 
     from . import listing, train, verify
 

@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from slapo_core.entries import HOOKS, Entry
-from slapo_core.plugins import PluginRecord
-from slapo_core.registry import Registry, default_registry
+from slapo_core.registration.entries import HOOKS, Entry
+from slapo_core.registration.plugins import PluginRecord
+from slapo_core.registration.registry import Registry, default_registry
 
 from .engines import EngineFacts
 

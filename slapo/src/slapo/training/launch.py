@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from slapo.signals import ENDING, handling
-from slapo_core.errors import SlapoError
+from slapo_core.reporting.errors import SlapoError
 
 from .failures import InterruptedRunError, RankError
 from .loopback import ADDRESS, BACKEND, use_loopback

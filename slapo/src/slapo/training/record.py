@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from slapo.versions import versions
-from slapo_core.journal import Step
+from slapo_core.schedules.journal import Step
 
 from .settings import Settings
 

@@ -8,9 +8,9 @@ from functools import partial
 import torch
 from torch import nn
 
-from slapo_core.random import set_random_seed
-from slapo_core.schedule import create_schedule
-from slapo_core.weights import init_empty_weights, materialize
+from slapo_core.building.weights import init_empty_weights, materialize
+from slapo_core.distributed.random import set_random_seed
+from slapo_core.schedules.schedule import create_schedule
 
 from .data import Corpus
 from .models import build_model

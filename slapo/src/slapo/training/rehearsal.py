@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from slapo_core.build import build_program
-from slapo_core.random import set_random_seed
-from slapo_core.registry import default_registry
-from slapo_core.weights import init_empty_weights
+from slapo_core.building.build import build_program
+from slapo_core.building.weights import init_empty_weights
+from slapo_core.distributed.random import set_random_seed
+from slapo_core.registration.registry import default_registry
 
 from .data import read_corpus
 from .models import build_model

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from slapo_core.errors import SlapoError
+from slapo_core.reporting.errors import SlapoError
 
 from .failures import RankError
 from .folder import make_folder

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from slapo_core.replay import load_schedule
-from slapo_core.schedule import Schedule, create_schedule
+from slapo_core.schedules.schedule import Schedule, create_schedule
+from slapo_core.schedules.schedule_files import load_schedule
 
 from .settings import Settings, SettingsError, counted
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ScheduleError
-from ..primitive import Primitive
+from ..interfaces.primitive import Primitive
+from ..reporting.errors import ScheduleError
 
 if TYPE_CHECKING:
-    from ..schedule import Schedule
+    from ..schedules.schedule import Schedule
 
 
 class AnnotatePrimitive(Primitive):

@@ -6,14 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from .. import finding, graph_edit
-from ..errors import ScheduleError
-from ..parameters import facts
-from ..primitive import Primitive
-from ..tracing.around import HOOK_TABLES
+from slapo_tracing.editing import graph_edit
+from slapo_tracing.matching import queries
+from slapo_tracing.recording.module_hooks import HOOK_TABLES
+
+from ..interfaces.primitive import Primitive
+from ..modules.parameters import facts
+from ..reporting.errors import ScheduleError
 
 if TYPE_CHECKING:
-    from ..schedule import Schedule
+    from ..schedules.schedule import Schedule
 
 
 class ReplacePrimitive(Primitive):
@@ -54,7 +56,7 @@ class ReplacePrimitive(Primitive):
             return []
         if not (isinstance(new, nn.Module) or callable(new)):
             raise ScheduleError(f"{new!r} is neither a module nor a function", path=schedule.path, primitive="replace")
-        matches = finding.matches_of(schedule, subgraph, "replace")
+        matches = queries.matches_of(schedule, subgraph, "replace")
         if len(matches) > 1 and isinstance(new, nn.Module) and [*new.parameters(), *new.buffers()]:
             shared = f"{len(matches)} subgraphs would share the weights of one {type(new).__name__}"
             hint = "replace each with its own module, or find them together, by a pattern that returns all their results"

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from .. import paths
-from ..errors import ScheduleError
-from ..primitive import Primitive
+from ..interfaces.primitive import Primitive
+from ..modules import paths
+from ..reporting.errors import ScheduleError
 from .replace import check_module, swap
 
 if TYPE_CHECKING:
-    from ..schedule import Schedule
+    from ..schedules.schedule import Schedule
 
 
 class ReplaceAllPrimitive(Primitive):

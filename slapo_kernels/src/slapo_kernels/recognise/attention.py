@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from slapo_core.errors import ScheduleError
+from slapo_core.reporting.errors import ScheduleError
 
 from ..unseen import keep, plain
 

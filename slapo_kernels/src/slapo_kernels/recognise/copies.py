@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.tracing.around import HOOK_TABLES, WRAPPING
+from slapo_tracing.recording.module_hooks import HOOK_TABLES, WRAPPING
 
 
 def bare_copy(module: nn.Module, dtype: torch.dtype | None, training: bool) -> nn.Module:

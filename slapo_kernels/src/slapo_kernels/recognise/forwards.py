@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from slapo_core.tracing.attributes import OF_TORCH
-from slapo_core.tracing.calls import is_metadata, name_of
-from slapo_core.tracing.sandbox import OtherRandomNumbers
-from slapo_core.tracing.structures import ATOMS, TABLES, Snapshot, tensors
+from slapo_tracing.nodes.nested_values import ATOMS, TABLES, Snapshot, tensors
+from slapo_tracing.nodes.torch_calls import is_metadata, name_of
+from slapo_tracing.recording.attribute_reads import OF_TORCH
+from slapo_tracing.recording.sandbox import OtherRandomNumbers
 
 from .copies import bare_copy
 from .results import result_of

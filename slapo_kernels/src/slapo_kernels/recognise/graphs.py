@@ -10,13 +10,13 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_arg
 
-from slapo_core import graph_edit
-from slapo_core.errors import ScheduleError
-from slapo_core.matching import Match, traced_modules
-from slapo_core.operators import bound_arguments, operator_of, signatures_of
-from slapo_core.schedule import Schedule
-from slapo_core.tracing.sizes import SIZE
-from slapo_core.wrapping import is_opaque
+from slapo_core.modules.forward_wrapping import is_opaque
+from slapo_core.reporting.errors import ScheduleError
+from slapo_core.schedules.schedule import Schedule
+from slapo_tracing.editing import graph_edit
+from slapo_tracing.matching.matcher import Match, traced_modules
+from slapo_tracing.matching.operators import bound_arguments, operator_of, signatures_of
+from slapo_tracing.nodes.symbolic_sizes import SIZE
 
 from ..swapped import KernelCall
 

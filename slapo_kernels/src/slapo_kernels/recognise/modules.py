@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import fx, nn
 
-from slapo_core.parameters import is_part
-from slapo_core.wrapping import is_opaque, own_forward
+from slapo_core.modules.forward_wrapping import is_opaque, own_forward
+from slapo_core.modules.parameters import is_part
 
 from ..lazy_logits import LazyHead, find_heads
 from ..swapped import Body, Experts, Norm, Program, body_of

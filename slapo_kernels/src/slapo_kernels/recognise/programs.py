@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from slapo_core.errors import TraceError
-from slapo_core.operators import operator_of
-from slapo_core.tracing import TracedModule, trace_module
+from slapo_core.reporting.errors import TraceError
+from slapo_tracing import TracedModule, trace_module
+from slapo_tracing.matching.operators import operator_of
 
 from ..conditions import DTYPES, Conditions, can_be_compared
 from ..steps import Activate, AddDropped, Call, Gate, Step

@@ -15,16 +15,16 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
-from slapo_core.errors import TraceError
-from slapo_core.inputs import split_inputs
-from slapo_core.parameters import is_part
-from slapo_core.tracing._torch_private import unobserved, whole_shape
-from slapo_core.tracing.around import HOOKS
-from slapo_core.tracing.guard import Call, Guard, plain_signature
-from slapo_core.tracing.structures import Hidden
-from slapo_core.tracing.value import Kind, trace_again, trace_value
-from slapo_core.tracing.variants import Variant, on_meta
-from slapo_core.wrapping import INNER, WRAPPERS
+from slapo_core.modules.forward_arguments import split_inputs
+from slapo_core.modules.forward_wrapping import INNER, WRAPPERS
+from slapo_core.modules.parameters import is_part
+from slapo_core.reporting.errors import TraceError
+from slapo_tracing.graphs.guard import Call, Guard, plain_signature
+from slapo_tracing.graphs.variants import Variant, on_meta
+from slapo_tracing.nodes._torch_private import unobserved, whole_shape
+from slapo_tracing.nodes.nested_values import Hidden
+from slapo_tracing.recording.module_hooks import HOOKS
+from slapo_tracing.tracers.value_tracer import Kind, trace_again, trace_value
 
 from .._torch_private import mesh_of
 from ..branches import Branches, find_branches

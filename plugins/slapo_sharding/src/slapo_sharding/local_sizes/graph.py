@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from slapo_core.tracing.calls import function_name
+from slapo_tracing.nodes.torch_calls import function_name
 
 from ..branches import Branches
 from ..collectives import Group, all_reduce, all_reduce_grad, apply, num_ranks

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 
 from torch import fx
 
-from slapo_core.tracing.tracers import is_container
+from slapo_tracing.tracers.selection import is_container
 
 from ..borders import border
 from ..layouts import Layouts

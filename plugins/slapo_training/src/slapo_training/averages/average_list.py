@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.errors import BuildError
-from slapo_core.logger import get_logger
+from slapo_core.reporting.errors import BuildError
+from slapo_core.reporting.logger import get_logger
 
 from ..pieces import Piece
 from ..ranks import Ranks

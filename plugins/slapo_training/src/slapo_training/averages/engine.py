@@ -6,8 +6,8 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
 
-from slapo_core.engine import Engine
-from slapo_core.program import Program
+from slapo_core.interfaces.engine import Engine
+from slapo_core.interfaces.program import Program
 
 from ..pieces import Piece
 from .average_list import AverageList

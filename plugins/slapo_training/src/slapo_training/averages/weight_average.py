@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from slapo_core.engine import Engine
-from slapo_core.errors import BuildError
-from slapo_core.parameters import facts
+from slapo_core.interfaces.engine import Engine
+from slapo_core.modules.parameters import facts
+from slapo_core.reporting.errors import BuildError
 
 from ..pieces import whole
 from ..ranks import Ranks

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from slapo_core.logger import get_logger
-from slapo_core.program import Program
+from slapo_core.interfaces.program import Program
+from slapo_core.reporting.logger import get_logger
 
 from ..batches import Batch
 from ..check_switches import CHECKS, disabled_checks, log_disabled_checks

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from slapo_core.errors import BuildError
-from slapo_core.logger import get_logger
-from slapo_core.program import Program
+from slapo_core.interfaces.program import Program
+from slapo_core.reporting.errors import BuildError
+from slapo_core.reporting.logger import get_logger
 
 from .._torch_private import has_custom_functions
 from ..options import CommonOptions

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from slapo_core.agreement import all_reduce
-from slapo_core.program import Program
+from slapo_core.distributed.agreement import all_reduce
+from slapo_core.interfaces.program import Program
 
 from ..batches import labels_of
 from ..means import Counted

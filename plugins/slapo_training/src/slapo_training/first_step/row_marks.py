@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from slapo_core.agreement import gather
-from slapo_core.program import Program
+from slapo_core.distributed.agreement import gather
+from slapo_core.interfaces.program import Program
 
 from ..batch_rows import BatchRows
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
-from slapo_core.program import Program
+from slapo_core.interfaces.program import Program
 
 from ..batch_rows import BatchRows
 from ..batches import Batch, labels_of

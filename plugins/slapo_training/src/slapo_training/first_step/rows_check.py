@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from slapo_core.errors import BuildError
-from slapo_core.logger import get_logger
-from slapo_core.program import Program
+from slapo_core.interfaces.program import Program
+from slapo_core.reporting.errors import BuildError
+from slapo_core.reporting.logger import get_logger
 
 from ..options import CommonOptions
 from ..state_rollback import StateSnapshot

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from slapo_core.agreement import agree, all_reduce
-from slapo_core.errors import SlapoError
-from slapo_core.inputs import by_position
-from slapo_core.program import Boundary, Program, Stage
-from slapo_core.tracing.graph_ops import asks_for_gradients
+from slapo_core.distributed.agreement import agree, all_reduce
+from slapo_core.interfaces.program import Boundary, Program, Stage
+from slapo_core.modules.forward_arguments import by_position
+from slapo_core.reporting.errors import SlapoError
+from slapo_tracing.nodes.graph_functions import asks_for_gradients
 
 from ..losses import CountedLoss
 from ..means import Counted

@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
-from slapo_core.gather import gather_parts
-from slapo_core.parameters import ShardSpec
+from slapo_core.distributed.full_tensors import gather_parts
+from slapo_core.modules.parameters import ShardSpec
 
 from .marker import is_elementwise
 from .tables import TABLES, Hook, HookRef, is_users, put_table, table_of

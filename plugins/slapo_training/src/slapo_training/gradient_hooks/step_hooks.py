@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from slapo_core.agreement import gather, mesh_groups
-from slapo_core.errors import BuildError
-from slapo_core.gather import over_group
-from slapo_core.parameters import ShardSpec, facts, is_part, shard_spec
-from slapo_core.program import Program
+from slapo_core.distributed.agreement import gather, mesh_groups
+from slapo_core.distributed.full_tensors import over_group
+from slapo_core.interfaces.program import Program
+from slapo_core.modules.parameters import ShardSpec, facts, is_part, shard_spec
+from slapo_core.reporting.errors import BuildError
 
 from ..equal_random import equal_random_numbers
 from .carried import CarriedHook

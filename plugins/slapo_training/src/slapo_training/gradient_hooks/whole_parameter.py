@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from slapo_core.gather import gather_parts
-from slapo_core.parameters import ShardSpec, facts, plain
+from slapo_core.distributed.full_tensors import gather_parts
+from slapo_core.modules.parameters import ShardSpec, facts, plain
 
 from .cut_attributes import CUT, attributes_cut_with
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from slapo_core.errors import BuildError
+from slapo_core.reporting.errors import BuildError
 
 from ..pieces import Chunk
 from .wholes import Whole

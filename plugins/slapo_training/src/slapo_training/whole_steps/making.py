@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.agreement import all_reduce
-from slapo_core.errors import BuildError
-from slapo_core.parameters import facts, is_part, shard_spec
-from slapo_core.program import Program
+from slapo_core.distributed.agreement import all_reduce
+from slapo_core.interfaces.program import Program
+from slapo_core.modules.parameters import facts, is_part, shard_spec
+from slapo_core.reporting.errors import BuildError
 
 from ..equal_random import equal_random_numbers
 from ..model_tensors import parameters

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.parameters import shard_spec
+from slapo_core.modules.parameters import shard_spec
 
 from ..gradient_hooks.cut_attributes import matches
 from .parameter_tables import marks_at

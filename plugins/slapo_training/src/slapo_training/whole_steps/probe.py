@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from slapo_core.causes import reason
-from slapo_core.parameters import shard_spec
+from slapo_core.modules.parameters import shard_spec
+from slapo_core.reporting.failure_reason import reason
 
 from .._torch_private import CollectiveFound, CollectiveWatch
 from .optimizer_copies import representatives

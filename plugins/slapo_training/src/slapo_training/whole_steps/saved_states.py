@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from slapo_core.errors import BuildError
+from slapo_core.reporting.errors import BuildError
 
 from ..engine_checkpoint import bytes_of
 from ..model_tensors import Tensors

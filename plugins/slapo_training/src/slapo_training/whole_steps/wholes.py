@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from slapo_core.parameters import facts, successor
+from slapo_core.modules.parameters import facts, successor
 
 from ..gradient_hooks.tables import TABLES
 from ..pieces import Chunk, Span, chunks_of, replaced

@@ -1,0 +1,214 @@
+"""The checks of a primitive or a dialect: one at a time for pytest, or all at once."""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from slapo_core.reporting.errors import SlapoError
+
+from ..workers.job_transport import FunctionRef, unpickled
+from ..workers.pool import DistributedError, run_distributed
+from . import dialect_checks as of_dialect
+from .examples.case import Case, ConformanceError, registry_of
+from .examples.examples import EngineExample, Example
+from .examples.validation import check_asked
+from .numeric_checks import composition, precision
+from .numeric_checks.numerics import numerics
+from .numeric_checks.random_means import means
+from .registration import documented, exemplified, lazy, registered
+from .state_checks.deepcopies import deepcopied
+from .state_checks.hooks import hooks
+from .state_checks.journal_replay import journal
+from .state_checks.process_state import process
+from .state_checks.refusals import refusals
+from .state_checks.transactions import transactional, undone
+from .state_checks.unchanged_state import contracts
+
+ON_A_PRIMITIVE: dict[str, Callable[[Case], None]] = {
+    "process": process,  # first, as what a step sets it sets once
+    "numerics": numerics,
+    "autocast": precision.autocast,
+    "bfloat16": precision.half,
+    "means": means,
+    "refusals": refusals,
+    "transactional": transactional,
+    "undo": undone,
+    "journal": journal,
+    "contracts": contracts,
+    "hooks": hooks,
+    "deepcopy": deepcopied,
+    "trace before": composition.traced_before,
+    "trace after": composition.traced_after,
+    "checkpoint before": composition.checkpointed_before,
+    "checkpoint after": composition.checkpointed_after,
+}
+"""What is checked with each example of a primitive."""
+
+IN_BOTH_MODES = {"numerics", "journal", "deepcopy", "trace before", "trace after", "checkpoint before", "checkpoint after"}
+"""What compares numbers, in evaluation and in training."""
+
+TIMEOUT = 180.0
+"""Seconds for one check on several processes."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check, to be called.
+
+    Args:
+        owner: Name of the primitive or dialect.
+        name: Of the check.
+        example: What it is made with; None: the registration alone.
+        run: Raises ``ConformanceError``.
+    """
+
+    owner: str
+    name: str
+    example: Example | EngineExample | None
+    run: Callable[[], None]
+
+    def __call__(self) -> None:
+        """Run it.
+
+        Raises:
+            ConformanceError: one sentence with the check, the primitive and the example.
+        """
+        try:
+            self.run()
+        except DistributedError as error:
+            ours = f"{ConformanceError.__module__}.{ConformanceError.__qualname__}: "
+            headline = str(error).partition("\n")[0]
+            more = "" if ours in headline else f"\n{error.traceback}"
+            raise ConformanceError(f"{self}: {headline.replace(ours, '')}{more}") from error
+        except ConformanceError as error:
+            raise ConformanceError(f"{self}: {error}") from error.__cause__
+        except Exception as error:
+            kind = "" if isinstance(error, SlapoError) else f"{type(error).__name__}: "
+            raise ConformanceError(f"{self}: {kind}{_first_line(error)}") from error
+
+    def __str__(self) -> str:
+        return f"{self.owner}, {self.name}" + (f", {self.example}" if self.example is not None else "")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def primitive_checks(name: str, examples: Iterable[Example]) -> list[Check]:
+    """The checks of a primitive, for ``pytest.mark.parametrize("check", primitive_checks(...), ids=str)``.
+
+    Args:
+        name: The primitive.
+        examples: Calls of it.
+    """
+    examples = check_asked("primitive", name, examples, Example)
+    checks = _of_name("primitive", name, examples)
+    for example in examples if len(checks) > 1 else ():
+        for check in [check for check in ON_A_PRIMITIVE if check != "means" or example.numerics == "distribution"]:
+            checks.append(Check(name, check, example, partial(_run_on_example, check, name, example)))
+    return checks
+
+
+def check_primitive(name: str, examples: Iterable[Example]) -> None:
+    """Check that a primitive is what it is to be.
+
+    Args:
+        name: The primitive.
+        examples: Calls of it: at least one, and one that says what is refused, where it takes arguments.
+
+    Raises:
+        ConformanceError: one sentence for each check that failed.
+    """
+    run_all(primitive_checks(name, examples))
+
+
+def dialect_checks(name: str, examples: Iterable[EngineExample]) -> list[Check]:
+    """The checks of a dialect, for ``pytest.mark.parametrize``; each starts processes, as engines belong to one.
+
+    Args:
+        name: The target.
+        examples: Models it trains.
+    """
+    examples = check_asked("dialect", name, examples, EngineExample)
+    checks = _of_name("dialect", name, examples)
+    for example in examples if len(checks) > 1 else ():
+        for check in of_dialect.CHECKS:
+            checks.append(Check(name, check, example, partial(_run_engine, check, name, example)))
+    return checks
+
+
+def check_dialect(name: str, examples: Iterable[EngineExample]) -> None:
+    """Check that a dialect is what it is to be.
+
+    Args:
+        name: The target.
+        examples: Models it trains: at least one, with options that are refused.
+
+    Raises:
+        ConformanceError: one sentence for each check that failed.
+    """
+    run_all(dialect_checks(name, examples))
+
+
+def run_all(checks: Iterable[Check]) -> None:
+    """Run the checks, and raise all that failed as one error."""
+    failed = []
+    for check in checks:
+        try:
+            check()
+        except ConformanceError as error:
+            failed.append(error)
+    if failed:
+        raise ConformanceError("\n".join(map(str, failed)))
+
+
+def _of_name(kind: str, name: str, examples: Sequence[Any]) -> list[Check]:
+    plugins = examples[0].plugins if examples else ()
+
+    def made(check: Callable[..., None], *more: Any) -> Callable[[], None]:
+        return lambda: check(registry_of(plugins), kind, name, *more)
+
+    known = Check(name, "registered", None, made(registered))
+    try:
+        registry_of(plugins).get(kind, name)
+    except Exception:  # of which that check tells, and there is nothing to run the others on
+        return [known]
+    return [
+        known,
+        Check(name, "documented", None, made(documented)),
+        Check(name, "lazy", None, made(lazy)),
+        Check(name, "examples", None, made(exemplified, examples)),
+    ]
+
+
+def _run_on_example(check: str, name: str, example: Example) -> None:
+    if example.ranks == 1:
+        _run_here(check, name, example)
+    else:
+        on_ranks(_run_here, example.ranks, example.model, check, name, example)
+
+
+def _run_engine(check: str, name: str, example: EngineExample) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        on_ranks(of_dialect.on_rank, example.ranks, example.model, check, name, example, folder)
+
+
+def on_ranks(fn: Callable[..., None], ranks: int, model: Callable[..., Any], *args: Any) -> None:
+    """``fn(*args)`` on each of several processes, which first find the file that ``model`` is in: args may name it."""
+    run_distributed(_unpacked, ranks, FunctionRef.of(model), FunctionRef.of(fn), pickle.dumps(args), timeout=TIMEOUT)
+
+
+def _unpacked(rank: int, author: FunctionRef, fn: FunctionRef, payload: bytes) -> None:
+    author.load()
+    fn.load()(*unpickled(payload))
+
+
+def _run_here(check: str, name: str, example: Example) -> None:
+    modes = Case(name, example).modes if check in IN_BOTH_MODES else (True,)
+    for training in modes:
+        ON_A_PRIMITIVE[check](Case(name, example, training))

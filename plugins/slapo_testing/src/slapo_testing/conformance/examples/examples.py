@@ -1,0 +1,185 @@
+"""What an author gives to the conformance kit: models, the call to make on them, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .validation import check_fields
+
+if TYPE_CHECKING:
+    from slapo_core.schedules.schedule import Schedule
+
+CHANGES = ("values", "names", "ties", "requires_grad", "training", "state_dict")
+"""What a primitive may change on purpose; see ``Example.changes``."""
+
+NUMERICS = ("equal", "outputs", "distribution", "none")
+"""What is compared with the unmodified model; see ``Example.numerics``."""
+
+Arguments = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A call that the primitive must refuse, in one sentence, before anything has changed.
+
+    Args:
+        match: A regular expression that is found in the message.
+        args: Positional arguments, or a function of the schedule that gives them.
+        kwargs: Keyword arguments.
+        path: Of the module it is called on; default: the example's.
+    """
+
+    match: str
+    args: Arguments | Callable[[Schedule], Arguments] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    path: str | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
+class Example:
+    """One call of a primitive. For ``ranks`` above 1 all functions are at module level, and all values can be pickled.
+
+    Args:
+        model: Makes the unmodified model, of a few parameters; it runs with a seed, so that each is like the others.
+        inputs: One batch: a tuple of positional or a dict of keyword arguments, or a function that gives one.
+        path: Of the module the primitive is called on.
+        args: Positional arguments, or a function of the schedule that gives them, as ``lambda sch: (sch.find("relu"),)``.
+        kwargs: Keyword arguments.
+        before: Takes the steps that come before, given the top schedule.
+        after: Takes the steps without which the model is not whole, such as the syncs of what was sharded.
+        refused: Calls that are refused. A primitive with parameters needs at least one in one of its examples.
+        changes: What the step changes on purpose: ``"values"`` of parameters, ``"names"``: parameters that are gone,
+            ``"ties"``, ``"requires_grad"``, ``"training"`` modes, ``"state_dict"`` keys. Each must then really change.
+        numerics: ``"equal"``: outputs and gradients are those of the unmodified model, in evaluation and training;
+            ``"outputs"``: outputs alone; ``"distribution"``: in training the mean of many runs; ``"none"``: not compared.
+        tries: Whether the step runs code of the model to see what that does, and takes an error of it as an answer.
+        because: Why ``numerics`` is not ``"equal"``, why the journal cannot be written down, or what the step tries.
+        atol: Largest absolute difference.
+        rtol: Largest relative difference.
+        writable: Whether ``save`` can write the step down; if not, it says why in one sentence.
+        ranks: Processes to run it on, by ``run_distributed``; the schedule's group is their world.
+        trust: Modules that ``load_schedule`` may take the arguments' classes and functions from.
+        plugins: Modules with hook implementations to use with core alone; default: all installed plugins.
+        name: What a failed check calls it.
+    """
+
+    model: Callable[[], nn.Module]
+    inputs: Arguments | dict[str, Any] | Callable[[], Arguments | dict[str, Any]]
+    path: str = ""
+    args: Arguments | Callable[[Schedule], Arguments] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    before: Callable[[Schedule], Any] | None = None
+    after: Callable[[Schedule], Any] | None = None
+    refused: Sequence[Refused] = ()
+    changes: Sequence[str] = ()
+    numerics: str = "equal"
+    tries: bool = False
+    because: str = ""
+    atol: float = 1e-5
+    rtol: float = 1e-5
+    writable: bool = True
+    ranks: int = 1
+    trust: Sequence[str] = ()
+    plugins: Sequence[str] = ()
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        check_fields(self, Refused)
+        if unknown := [change for change in self.changes if change not in CHANGES]:
+            raise ValueError(f"{self}: no change {unknown[0]!r}; known are {', '.join(CHANGES)}")
+        if self.numerics not in NUMERICS:
+            raise ValueError(f"{self}: numerics is {self.numerics!r}; known are {', '.join(NUMERICS)}")
+        if self.ranks > 1:
+            _check_travels(self)
+        if (self.numerics != "equal" or not self.writable or self.tries) and not self.because:
+            odd = f"numerics={self.numerics!r}, writable={self.writable}, tries={self.tries}"
+            raise ValueError(f"{self}: {odd}; say why with because=")
+
+    def __str__(self) -> str:
+        at = getattr(self.model, "__name__", "a model")
+        at = f"{self.path!r} of {at}" if self.path else at
+        return (self.name or at) + (f" on {self.ranks} ranks" if self.ranks > 1 else "")
+
+
+@dataclass(frozen=True)
+class RefusedOption:
+    """Options of ``build`` that the dialect must refuse with a ``BuildError`` of one sentence.
+
+    Args:
+        match: A regular expression that is found in the message.
+        options: For ``build``; they take the place of the example's.
+    """
+
+    match: str
+    options: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    """Momentum is state, which a checkpoint has to keep."""
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+@dataclass(frozen=True)
+class EngineExample:
+    """A model that an engine of the dialect trains. All functions are at module level, and all values can be pickled.
+
+    Args:
+        model: Makes the unmodified model; it runs with the seed 0.
+        batch: Makes the batch of a step, given its number: keyword arguments, with the batch in dimension 0, for all
+            data-parallel ranks together; one without dropout, or the engine's losses are other ones.
+        options: For ``build``.
+        loss_fn: ``loss_fn(outputs, labels)``, of the batch's ``labels``; None takes the loss from the model's output.
+        optimizer: A factory ``parameters -> optimizer``.
+        before: Takes the steps of the schedule, given the top schedule; by the mesh's ``tp`` and ``pp``, say.
+        mesh: Sizes of the axes ``pp``, ``dp`` and ``tp``; their product is the number of processes.
+        refused: Options that are refused. A dialect needs at least one in one of its examples.
+        atol: Largest absolute difference of a loss from the unmodified model's.
+        plugins: Modules with hook implementations to use with core alone; default: all installed plugins.
+        name: What a failed check calls it.
+    """
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[int], dict[str, torch.Tensor]]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None
+    optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
+    before: Callable[[Schedule], Any] | None = None
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    refused: Sequence[RefusedOption] = ()
+    atol: float = 1e-5
+    plugins: Sequence[str] = ()
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        check_fields(self, RefusedOption)
+        _check_travels(self)
+
+    @property
+    def ranks(self) -> int:
+        """Number of processes."""
+        total = 1
+        for size in self.mesh.values():
+            total *= size
+        return total
+
+    def __str__(self) -> str:
+        axes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items() if size > 1)
+        return (self.name or getattr(self.model, "__name__", "a model")) + (f" with {axes}" if axes else "")
+
+
+def _check_travels(example: Example | EngineExample) -> None:
+    """Other processes find functions by their names."""
+    for word, function in vars(example).items():
+        if "<" in getattr(function, "__qualname__", ""):
+            raise ValueError(f"{example}: {word} is a lambda or a function inside of one; write it at module level")

@@ -1,0 +1,109 @@
+"""What a scheduled model is, to tell whether a refused or undone step left it as it was, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn.parameter import is_lazy
+
+from slapo_core.modules.parameters import ParamFacts
+from slapo_core.schedules.schedule import Schedule
+
+_PLAIN = (str, bytes, int, float, complex, bool, type(None))
+_MISSING = object()
+
+
+class Snapshot:
+    """Everything that is reachable from the model by its modules: they and their tensors by identity, values by bits.
+
+    Args:
+        schedule: Any handle.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._alive: list[Any] = []  # an identity says something only as long as the object lives
+        self.facts: dict[str, Any] = dict(self._of_schedule(schedule.get_top_schedule()))
+
+    def differences(self, later: Snapshot) -> list[str]:
+        """What is otherwise later, each as ``what, of which module or tensor``."""
+        found = []
+        for what in dict.fromkeys(chain(self.facts, later.facts)):
+            before, after = self.facts.get(what, _MISSING), later.facts.get(what, _MISSING)
+            if before is _MISSING or after is _MISSING:
+                found.append(f"{what} {'is new' if before is _MISSING else 'is gone'}")
+            elif not _equal(before, after):
+                found.append(f"{what} differs")
+        return found
+
+    def _of_schedule(self, top: Schedule) -> Iterator[tuple[str, Any]]:
+        yield "the journal", len(top.journal)
+        yield "the order of modules", [path for path, _ in top.mod.named_modules(remove_duplicate=False)]
+        for path, module in top.mod.named_modules(remove_duplicate=False):
+            here = f"module {path!r}"
+            yield f"{here}", self._identity(module)
+            yield f"the class of {here}", type(module)
+            yield f"metadata of {here}", sorted(top._root.metadata_of(module).primitives)
+            yield f"tags in the metadata of {here}", set(top._root.metadata_of(module).param_tags)
+            if isinstance(module, fx.GraphModule):
+                yield f"the graph of {here}", str(module.graph)
+            for name, value in module.__dict__.items():
+                yield f"{name} of {here}", self._value(value)
+            for kind, table in (("parameter", module._parameters), ("buffer", module._buffers)):
+                for name, tensor in table.items():
+                    if tensor is not None:
+                        yield from self._of_tensor(f"{kind} {f'{path}.{name}'.strip('.')!r}", tensor)
+
+    def _of_tensor(self, here: str, tensor: torch.Tensor) -> Iterator[tuple[str, Any]]:
+        yield here, self._identity(tensor)
+        if is_lazy(tensor):
+            return
+        kind = (tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad)
+        yield f"shape, dtype, device or requires_grad of {here}", kind
+        yield f"gradient of {here}", self._identity(tensor.grad) if tensor.is_leaf else None
+        if not tensor.is_meta:
+            yield f"values of {here}", tensor.detach().clone()
+        for name, value in tensor.__dict__.items():
+            yield f"{name} of {here}", self._value(value)
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            yield f"{name} of {here}", self._value(getattr(tensor, name, None) or {})
+
+    def _value(self, value: Any) -> Any:
+        """Plain values and the content of containers; anything else by identity."""
+        if isinstance(value, ParamFacts):
+            return (value.names, value.spec, frozenset(value.tags))
+        if isinstance(value, dict):
+            return [(key if isinstance(key, _PLAIN) else self._identity(key), self._item(item)) for key, item in value.items()]
+        if isinstance(value, (list, tuple)):
+            return [self._item(item) for item in value]
+        if isinstance(value, (set, frozenset)):
+            return frozenset(self._item(item) for item in value)
+        return self._item(value)
+
+    def _item(self, value: Any) -> Any:
+        return value if type(value) in _PLAIN else self._identity(value)
+
+    def _identity(self, value: Any) -> int:
+        self._alive.append(value)
+        return id(value)
+
+
+def _equal(before: Any, after: Any) -> bool:
+    if isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor):
+        same = (before.shape, before.dtype, before.device) == (after.shape, after.dtype, after.device)
+        return same and (bool(torch.equal(before, after)) or _bits(before) == _bits(after))
+    return bool(before == after)
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    """NaN of the same bits are the same."""
+    return bytes(tensor.cpu().contiguous().flatten().view(torch.uint8).tolist()) if tensor.numel() else b""
+
+
+def first_of(differences: list[str]) -> str:
+    """The first few, and how many more there are."""
+    more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
+    return "; ".join(differences[:3]) + more

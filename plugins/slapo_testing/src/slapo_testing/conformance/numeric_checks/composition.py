@@ -1,0 +1,82 @@
+"""The step beside ``trace`` and ``checkpoint``, which other people's schedules have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from slapo_core.modules.forward_wrapping import wrap_forward
+from slapo_core.reporting.errors import SlapoError
+from slapo_core.schedules.schedule import Schedule
+
+from ..examples.case import Case, check_sentence
+
+
+def traced_before(case: Case) -> None:
+    """The step on a traced model does what it does on the model, or is refused."""
+    _beside(case, "trace", _trace, first=True)
+
+
+def traced_after(case: Case) -> None:
+    """The scheduled model is traced, or that is refused."""
+    _beside(case, "trace", _trace, first=False)
+
+
+def checkpointed_before(case: Case) -> None:
+    """The step on a module that is recomputed does what it does on the module, or is refused."""
+    _beside(case, "checkpoint", _checkpoint, first=True)
+
+
+def checkpointed_after(case: Case) -> None:
+    """The module is recomputed after the step, or that is refused."""
+    _beside(case, "checkpoint", _checkpoint, first=False)
+
+
+def _beside(case: Case, word: str, other: Callable[[Case, Schedule], Any], *, first: bool) -> None:
+    schedule = case.begin(plain=first)
+    actions: list[tuple[str, Callable[[], Any]]] = [
+        (f"the step after {word}()" if first else "the step", partial(case.step, schedule)),
+        ("what comes after it", partial(case.finish, schedule)),
+    ]
+    if first and case.example.before is not None:
+        actions.insert(0, (f"what comes before it, after {word}()", partial(case.example.before, schedule)))
+    actions.insert(0 if first else 2, (f"{word}() {'alone' if first else 'after the step'}", partial(other, case, schedule)))
+    for what, action in actions:
+        if not _taken(case, schedule, what, action):
+            return
+    try:
+        case.compare(case.scheduled().mod, schedule.mod, f"with {word}() {'before' if first else 'after'} the step")
+    except SlapoError as error:  # a model may also say when it runs that the two do not go together
+        check_sentence(error, f"{word}() {'before' if first else 'after'} the step")
+
+
+def _taken(case: Case, schedule: Schedule, what: str, action: Callable[[], Any]) -> bool:
+    """As ``Case.takes``; of several steps the first may have been taken, so these are not compared."""
+    if what.startswith("what comes"):
+        try:
+            action()
+        except SlapoError:
+            return False
+        return True
+    return case.takes(schedule, what, action)
+
+
+def _trace(case: Case, schedule: Schedule) -> None:
+    schedule.trace()
+
+
+def _checkpoint(case: Case, schedule: Schedule) -> None:
+    at = case.at(schedule)
+    if "checkpoint" in case.registry.primitive_names():
+        at.apply("checkpoint")
+    elif type(at.mod).forward is not nn.Module.forward:
+        wrap_forward(at.mod, _recomputed)
+
+
+def _recomputed(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(call, *args, use_reentrant=False, **kwargs) if torch.is_grad_enabled() else call(*args, **kwargs)

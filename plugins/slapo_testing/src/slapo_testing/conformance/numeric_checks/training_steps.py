@@ -1,0 +1,59 @@
+"""Whether a scheduled model follows its weights: a step of SGD on it is one on the unmodified model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from slapo_core.modules.parameters import facts
+from slapo_verify.comparison.equivalence import weighted_sum
+from slapo_verify.comparison.tensor_leaves import dense
+
+from ..examples.case import Case
+
+LARGEST = 0.1
+"""Change of a number by the step."""
+WIDER = 10
+"""How many times as far apart as before it the models may be after it, each with its own roundings."""
+
+
+def compare_trained(case: Case, reference: nn.Module, model: nn.Module) -> None:
+    """Both compute the same after the same step of SGD on the parameters that have gradients in both."""
+    if {"ties", "names", "values"} & {*case.example.changes}:
+        return  # of parameters that are no longer the same ones, a step changes others
+    mine, theirs = _backward(case, reference), _backward(case, model)
+    common = mine.keys() & theirs.keys()
+    largest = max((float(mine[name][1].abs().max()) for name in common if mine[name][1].numel()), default=0.0)
+    rate = LARGEST / max(largest, LARGEST)
+    for held in (mine, theirs):
+        _descend({name: held[name] for name in common}, rate)
+    wider = replace(case.example, atol=WIDER * case.example.atol, rtol=WIDER * case.example.rtol)
+    replace(case, example=wider).compare(reference, model, "after a step of SGD, beside the unmodified model", case.keep(model))
+
+
+def _backward(case: Case, model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Parameters and their gradients by original name."""
+    torch.manual_seed(2)
+    args, kwargs = case.inputs()
+    total = weighted_sum(model(*args, **kwargs))
+    if total is not None:
+        total.backward()  # type: ignore[no-untyped-call]
+    found = {name: (tensor, dense(tensor.grad)) for name, tensor in _named(model) if tensor.grad is not None}
+    for parameter in model.parameters():
+        parameter.grad = None
+    return found
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield from ((original, parameter) for original in facts(parameter).names or (name,))
+
+
+def _descend(held: dict[str, tuple[torch.Tensor, torch.Tensor]], rate: float) -> None:
+    """Each parameter once, whatever names it has."""
+    with torch.no_grad():
+        for tensor, gradient in {id(tensor): (tensor, gradient) for tensor, gradient in held.values()}.values():
+            tensor.sub_(gradient, alpha=rate)

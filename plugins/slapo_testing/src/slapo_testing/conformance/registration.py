@@ -1,0 +1,148 @@
+"""A name that is registered, documented, and imported when it is first used."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from slapo_core.interfaces.dialect import Dialect
+from slapo_core.registration.entries import Entry
+from slapo_core.registration.registry import Registry
+from slapo_core.reporting.errors import SlapoError
+
+from .examples.case import ConformanceError
+from .examples.examples import EngineExample, Example
+
+_LOADED = """
+import json, sys
+import slapo_core.schedules.schedule
+before = set(sys.modules)
+slapo_core.default_registry()
+known = {name.partition(".")[0] for name in before}
+new = set(sys.modules) - before
+print(json.dumps(sorted(new | {top for name in new if (top := name.partition(".")[0]) not in known})))
+"""
+_SIGNATURES = re.compile(r"^\s*\*{0,2}(\w+)(?: \(.*\))?:", re.MULTILINE)
+
+
+def registered(registry: Registry, kind: str, name: str) -> None:
+    """The name is registered by one plugin, and what it stands for can be loaded."""
+    try:
+        registry.get(kind, name)
+    except SlapoError as error:
+        raise ConformanceError(str(error)) from error
+
+
+def lazy(registry: Registry, kind: str, name: str) -> None:
+    """Loading the plugins does not import what the name stands for."""
+    entry = _entry(registry, kind, name)
+    if entry.record is None:
+        return  # defined in this process
+    target = entry.target
+    if not isinstance(target, str):
+        raise ConformanceError(f"the plugin registers the class {target.__name__}; give its import path, 'module:Class'")
+    module = target.partition(":")[0]
+    if entry.record.entry_point is None:
+        return  # given to the registry, not installed
+    loaded = imported_by_loading()
+    if module in loaded:
+        raise ConformanceError(f"loading the plugins imports {module}, which is to be imported when {name!r} is first used")
+    if heavy := sorted(_needed(entry.record.distribution) & loaded):
+        raise ConformanceError(f"loading the plugins imports {heavy[0]}, which is to be imported when {name!r} is first used")
+
+
+def _needed(distribution: str) -> set[str]:
+    """Top-level packages of the other projects' distributions that one names as its dependencies, extras included."""
+    wanted = {name for name in _requirements(distribution) if name != "slapo-core" and "slapo-core" not in _requirements(name)}
+    found = importlib.metadata.packages_distributions().items()
+    return {package for package, owners in found if wanted & {_normal(owner) for owner in owners}}
+
+
+def _requirements(distribution: str) -> set[str]:
+    try:
+        return {_normal(re.split(r"[^\w.-]", line)[0]) for line in importlib.metadata.requires(distribution) or ()}
+    except importlib.metadata.PackageNotFoundError:  # an extra that is not installed
+        return set()
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@lru_cache(maxsize=1)
+def imported_by_loading() -> frozenset[str]:
+    """Modules that a fresh process imports beside core, until the registry of the installed plugins is there."""
+    ran = subprocess.run([sys.executable, "-c", _LOADED], capture_output=True, text=True, timeout=300)
+    if ran.returncode:
+        raise ConformanceError(f"the plugins cannot be loaded in a fresh process: {ran.stderr.strip()[-300:]}")
+    return frozenset(json.loads(ran.stdout.splitlines()[-1]))
+
+
+def _entry(registry: Registry, kind: str, name: str) -> Entry:
+    return next(entry for entry in registry.entries(kind) if entry.name == name)
+
+
+def documented(registry: Registry, kind: str, name: str) -> None:
+    """A docstring of its own, whose ``Args`` are the parameters; for a dialect, what it can do."""
+    cls = registry.get(kind, name)
+    doc = inspect.cleandoc(cls.__dict__.get("__doc__") or "")
+    if not doc:
+        raise ConformanceError(f"{cls.__name__} has no docstring of its own")
+    first = " ".join(doc.partition("\n\n")[0].split())
+    if not first.endswith((".", ":")):
+        raise ConformanceError(f"the docstring of {cls.__name__} does not begin with a sentence: {first!r}")
+    if issubclass(cls, Dialect):
+        _says_what_it_can_do(cls)
+        return
+    taken = [each.name for each in list(inspect.signature(cls.apply).parameters.values())[1:]]
+    section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", doc, re.MULTILINE | re.DOTALL)
+    said = _SIGNATURES.findall(_outermost(section.group(1))) if section else []
+    if missing := [each for each in taken if each not in said]:
+        raise ConformanceError(f"the docstring of {cls.__name__} does not say under Args what {missing[0]!r} is")
+    if extra := [each for each in said if each not in taken]:
+        raise ConformanceError(
+            f"the docstring of {cls.__name__} says under Args what {extra[0]!r} is, which apply does not take"
+        )
+    _check_takes_the_same(cls, taken)
+
+
+def _outermost(section: str) -> str:
+    """The lines that are indented least."""
+    lines = [line for line in section.splitlines() if line.strip()]
+    least = min((len(line) - len(line.lstrip()) for line in lines), default=0)
+    return "\n".join(line for line in lines if len(line) - len(line.lstrip()) == least)
+
+
+def _check_takes_the_same(cls: Any, taken: list[str]) -> None:
+    if "check" not in {
+        name for base in cls.__mro__[:-1] if base.__module__ != "slapo_core.interfaces.primitive" for name in vars(base)
+    }:
+        return
+    checked = [each.name for each in list(inspect.signature(cls.check).parameters.values())[1:]]
+    if checked != taken:
+        raise ConformanceError(f"check takes ({', '.join(checked)}), and apply ({', '.join(taken)})")
+
+
+def _says_what_it_can_do(dialect: type[Dialect]) -> None:
+    kinds = {"pipeline", "data_parallel", "tensor_parallel", "precision:fp32", "precision:bf16", "precision:fp16"}
+    if not dialect.capabilities or not any(word.startswith("precision:") for word in dialect.capabilities):
+        raise ConformanceError(f"{dialect.__name__}.capabilities do not say what it can do, 'precision:fp32' for one")
+    if unknown := sorted({*dialect.capabilities} - kinds):
+        raise ConformanceError(f"{dialect.__name__}.capabilities have {unknown[0]!r}; known are {', '.join(sorted(kinds))}")
+
+
+def exemplified(registry: Registry, kind: str, name: str, examples: Sequence[Example | EngineExample]) -> None:
+    """There are examples, and one says what is refused, where anything can be."""
+    if not examples:
+        raise ConformanceError("there is no example")
+    cls = registry.get(kind, name)
+    takes = kind == "dialect" or len(inspect.signature(cls.apply).parameters) > 1
+    if takes and not any(example.refused for example in examples):
+        raise ConformanceError("no example has refused=, calls with wrong arguments and what their errors say")

@@ -1,0 +1,4 @@
+"""Checks of state: what a step must leave unchanged, undo, and reproduce from the journal.
+
+May import ``examples``.
+"""

@@ -1,0 +1,47 @@
+"""Deep copies of a scheduled model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from slapo_core.modules.forward_wrapping import forward_wrappers
+from slapo_core.modules.parameters import facts, shard_spec
+
+from ..examples.case import Case, ConformanceError
+
+
+def deepcopied(case: Case) -> None:
+    """A deep copy of the scheduled model computes the same, keeps the facts of parameters, and shares no memory with it."""
+    schedule = case.scheduled()
+    copied = copy.deepcopy(schedule.mod)
+    tensors = dict(schedule.mod.named_parameters(remove_duplicate=False))
+    for name, parameter in copied.named_parameters(remove_duplicate=False):
+        if facts(parameter).names != facts(tensors[name]).names or shard_spec(parameter) != shard_spec(tensors[name]):
+            raise ConformanceError(f"a deep copy loses the facts of {name!r}")
+    taken = {memory: what for what, tensor in _tensors(schedule.mod) if (memory := _memory(tensor))}
+    for what, tensor in _tensors(copied):
+        if _memory(tensor) in taken:
+            raise ConformanceError(f"a deep copy shares {what} with the model")
+    case.compare(schedule.mod, copied, "a deep copy of the model")
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those that can change: parameters, buffers, and what wrappers hold."""
+    yield from ((repr(name), tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers()))
+    for path, module in model.named_modules():
+        for wrapper in forward_wrappers(module):
+            for name, value in getattr(wrapper, "__dict__", {}).items():
+                if isinstance(value, torch.Tensor):
+                    yield f"{name} of a wrapper of {path!r}", value
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Where it begins; 0 where there is none, or several."""
+    if is_lazy(tensor) or tensor.is_meta or tensor.layout is not torch.strided:
+        return 0
+    return tensor.untyped_storage().data_ptr() if tensor.numel() else 0

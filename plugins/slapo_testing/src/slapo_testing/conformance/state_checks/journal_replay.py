@@ -1,0 +1,83 @@
+"""The steps, written down and taken again."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slapo_core.reporting.errors import ScheduleError
+from slapo_core.schedules.schedule import Schedule
+from slapo_core.schedules.schedule_files import load_schedule
+
+from ..examples.argument_copies import own, same
+from ..examples.case import Case, ConformanceError, check_sentence
+from ..examples.model_structure import first_difference, structure
+
+
+def journal(case: Case) -> None:
+    """The steps, written down and taken again on a fresh model, give the same model, and nothing changes what is written."""
+    schedule = case.begin()
+    before = str(schedule.journal)
+    _step_once(case, schedule)
+    if not str(schedule.journal).startswith(before):
+        raise ConformanceError(f"the step changes what the journal says of those before, {before!r}")
+    case.finish(schedule)
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in ("json", "py"):
+            _round_trip(case, schedule, Path(folder, f"schedule.{kind}"))
+    written = str(schedule.journal)
+    case.run(schedule.mod)
+    if str(schedule.journal) != written:
+        raise ConformanceError(f"a run of the model changes the journal from {written!r} to {str(schedule.journal)!r}")
+
+
+def _step_once(case: Case, schedule: Schedule) -> None:
+    """One step of the journal, which leaves its arguments as they were."""
+    steps = len(schedule.journal)
+    given = case.arguments(schedule)
+    before = own(given, clone=True)
+    case.step(schedule, given=given)
+    if len(schedule.journal) != steps + 1:
+        raise ConformanceError(f"the call is {len(schedule.journal) - steps} steps of the journal, not one")
+    for now, then in zip([*given[0], *given[1].values()], [*before[0], *before[1].values()], strict=True):
+        if not same(now, then):
+            raise ConformanceError(f"the step changes its argument {then!r} to {now!r}, which the journal has, too")
+
+
+def _round_trip(case: Case, schedule: Schedule, file: Path) -> None:
+    try:
+        schedule.save(file)
+    except ScheduleError as error:
+        check_sentence(error, "save()")
+        if case.example.writable:
+            raise ConformanceError(f"save() refuses the step: {error}") from error
+        return
+    if not case.example.writable:
+        raise ConformanceError("the example says that the step cannot be written down, but save() does")
+    again = _replayed(case, file)
+    if str(again.journal) != str(schedule.journal):
+        raise ConformanceError(f"the journal of {file.suffix} reads {again.journal!s}, not {schedule.journal!s}")
+    wanted, found = structure(schedule), structure(again)
+    if wanted != found:
+        raise ConformanceError(f"the model made from {file.suffix} is another one: {first_difference(wanted, found)}")
+    if "values" not in case.example.changes:  # what an argument draws at random is another one
+        case.compare(_all_at_once(case).mod, again.mod, f"the model made from {file.suffix}")
+
+
+def _replayed(case: Case, file: Path) -> Schedule:
+    options: dict[str, Any] = {"example_inputs": case.example_inputs(), "plugins": case.registry}
+    model = case.model()
+    torch.manual_seed(2)
+    return load_schedule(model, file, trust=[*case.example.trust], **options)
+
+
+def _all_at_once(case: Case) -> Schedule:
+    """A model with all steps, which draw as those of a replay do."""
+    model = case.model()
+    torch.manual_seed(2)
+    schedule = case.begin(model)
+    case.step(schedule, seeded=False)
+    return case.finish(schedule)

@@ -1,0 +1,105 @@
+"""Calls that are refused: those that the example names, and those that were not thought of."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from slapo_core.building.weights import init_empty_weights
+from slapo_core.reporting.errors import SlapoError
+from slapo_core.schedules.schedule import Schedule
+
+from ..examples.argument_copies import own
+from ..examples.case import Case, ConformanceError, check_sentence
+from ..examples.examples import Refused
+from ..examples.model_snapshot import Snapshot, first_of
+
+
+def refusals(case: Case) -> None:
+    """A wrong call is refused in one sentence, and nothing has changed; one elsewhere, again or on meta at most so."""
+    for refused in case.example.refused:
+        _refuse(case, refused, f"{case.name}({_shown(refused)})")
+    _elsewhere(case)
+    _again(case)
+    _on_meta(case)
+
+
+def _refuse(case: Case, refused: Refused, what: str) -> None:
+    schedule = case.begin()
+    args = own(refused.args(schedule) if callable(refused.args) else refused.args)
+    with case.unchanged(schedule, f"after {what} was refused"):
+        try:
+            case.at(schedule, refused).apply(case.name, *args, **own(dict(refused.kwargs)))
+        except Exception as error:
+            check_sentence(error, what, case.name)
+            if not re.search(refused.match, str(error)):
+                raise ConformanceError(f"{what} is refused by {str(error)!r}, without {refused.match!r}") from error
+        else:
+            raise ConformanceError(f"{what} is taken; it is to be refused with {refused.match!r}")
+
+
+def _elsewhere(case: Case) -> None:
+    """On the other modules of the example's model, one of each class."""
+    schedule = case.begin()
+    for path, module in _one_of_each_class(schedule.mod):
+        if path != case.example.path:
+            where = f"{path!r}, a {type(module).__name__}," if path else "the whole model"
+            _works_or_refuses(case, schedule, path, f"the same call on {where}")
+
+
+def _one_of_each_class(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    found: dict[type[nn.Module], tuple[str, nn.Module]] = {}
+    for path, module in model.named_modules():
+        found.setdefault(type(module), (path, module))
+    return iter([*found.values()])
+
+
+def _again(case: Case) -> None:
+    schedule = case.begin()
+    case.step(schedule)
+    _works_or_refuses(case, schedule, case.example.path, "the same call once more")
+
+
+def _on_meta(case: Case) -> None:
+    """Of a model that can be made there, and takes the steps before."""
+    try:
+        with init_empty_weights():
+            model = case.model()
+        schedule = case.begin(model)
+    except Exception:
+        return
+    _works_or_refuses(case, schedule, case.example.path, "the step on a model on the meta device")
+
+
+def _works_or_refuses(case: Case, schedule: Schedule, path: str, what: str) -> None:
+    """The call on some module, which leaves nothing once it is refused."""
+    try:
+        args, kwargs = case.arguments(schedule)
+    except Exception:  # the author's function has no answer there
+        return
+    before = Snapshot(schedule)
+    try:
+        (schedule[path] if path else schedule).apply(case.name, *args, **kwargs)
+    except SlapoError as error:
+        check_sentence(error, what)
+        if found := before.differences(Snapshot(schedule)):
+            raise ConformanceError(f"after {what} was refused, {first_of(found)}") from error
+    except Exception as error:
+        raise ConformanceError(
+            f"{what} raises {type(error).__name__}, and is no refusal by a ScheduleError: {error}"
+        ) from error
+    else:
+        schedule.undo()
+
+
+def _shown(refused: Refused) -> str:
+    args = ["..."] if callable(refused.args) else [_short(value) for value in refused.args]
+    return ", ".join([*args, *(f"{key}={_short(value)}" for key, value in refused.kwargs.items())])
+
+
+def _short(value: Any) -> str:
+    text = str(getattr(value, "__name__", None) or repr(value))
+    return text if len(text) < 40 and " at 0x" not in text else type(value).__name__

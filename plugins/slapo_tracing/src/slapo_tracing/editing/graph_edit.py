@@ -1,0 +1,377 @@
+"""Change a traced graph in place: put a module in the place of some nodes, or take nodes out as a module.
+
+The cost of an edit follows the nodes it touches, not the graph. Every edit registers how to take it back.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import fx, nn
+from torch.fx.node import map_arg
+
+from slapo_core.modules import paths
+from slapo_core.modules.forward_wrapping import forward_wrappers
+from slapo_core.reporting.errors import ScheduleError
+
+from ..graphs.traced_module import TracedModule, compile_anew, subtree, variants_of
+from ..graphs.variants import Variants, on_meta, with_dropped
+from ..matching.matcher import Match, match_at
+from ..nodes.graph_comparison import Twins
+from ..nodes.mode_regions import is_region_node, write_regions
+from ..nodes.symbolic_sizes import SIZE
+from ..nodes.torch_calls import function_name
+from ..recording.module_hooks import is_hooked
+from .subgraph import NAMES, NewCall, Part, is_in, node_now
+
+if TYPE_CHECKING:
+    from slapo_core.schedules.schedule import Schedule
+
+
+def check_replace(schedule: Schedule, nodes: Sequence[Any], new: Any) -> None:
+    """Raise ``ScheduleError`` where ``replace_subgraph`` with these arguments would."""
+    _check_call(new, Part.of(traced_module_of(schedule, nodes).graph, nodes).inputs)
+
+
+def replace_subgraph(
+    schedule: Schedule,
+    nodes: Sequence[Any],
+    new: Any,
+    name: str | None = None,
+    *,
+    layers: Sequence[str] = (),
+    remake: Remake | None = None,
+) -> str:
+    """Put one call in the place of ``nodes``, in the graphs of all calls of the traced module.
+
+    It gets the subgraph's inputs by position: of a ``Match`` in the order of the pattern's arguments, else in the order of
+    first use. Parameters that the inputs leave over keep their defaults. Submodules that no other node uses are dropped. The
+    new module is in the traced one's mode.
+
+    Args:
+        schedule: Its ``root_module`` holds the traced module; its ``touch`` and ``on_undo`` get what undoes the edit.
+        nodes: A ``Match``, or (path, node) pairs of one graph; nodes of before an undo are found by their names.
+        new: A module or a function; returns what the subgraph returns: a tensor, or a tuple when there are several outputs.
+        name: What to call the new submodule; a name that is taken gets a number.
+        layers: Paths of submodules of the traced module that are passed after the inputs.
+        remake: Makes the module anew for the same nodes in the graph of another call, where these have other constants.
+
+    Returns:
+        The path of the new module in the traced module; of a function, the name of the node.
+
+    Raises:
+        ScheduleError: The nodes cannot be one call, or ``new`` does not take the inputs; nothing was changed.
+    """
+    gm = traced_module_of(schedule, nodes)
+    part = Part.of(gm.graph, nodes)
+    _check_call(new, [*part.inputs, *layers])
+    variants = variants_of(gm)
+    rewrite = _Replacement(part, remake)
+    if variants is not None:
+        variants.begin_rewrite(gm)
+    made: list[fx.Node] = []
+    schedule.on_undo(_put_back(gm, part, made))
+    schedule.on_undo(partial(_forget, variants, rewrite))
+    label = name or (type(new).__name__ if isinstance(new, nn.Module) else new.__name__.strip("<>")).lower()
+    op, target = "call_function", new
+    if isinstance(new, nn.Module):
+        for module in new.modules() if new.training != gm.training else ():
+            schedule.touch(module)
+            module.training = gm.training
+        op, target = "call_module", _add_module(schedule, gm.get_submodule(part.prefix()), part.prefix(), label, new)
+    call = NewCall(op, target, label, tuple(layers))
+    part.replace(call, made)
+    rewrite.add(call, [node.name for node in made], gm)
+    if variants is not None:
+        variants.rewrites.append(rewrite)
+    _drop_modules(schedule, gm, {str(node.target) for node in part.nodes if node.op == "call_module"})
+    compile_anew(gm)
+    return target if op == "call_module" else made[len(layers)].name
+
+
+Remake = Callable[[TracedModule, "Part"], nn.Module]
+"""``remake(traced, part)``: the module for a part of the graph of another call."""
+
+
+class _Replacement:
+    """An edit that can be made on the graph of another call: see ``variants.Rewrite``.
+
+    Args:
+        part: The nodes that are replaced.
+        remake: See ``replace_subgraph``.
+    """
+
+    def __init__(self, part: Part, remake: Remake | None) -> None:
+        labels = _labels(part.inputs, {node.name: node for node in part.nodes})
+        self.nodes = {node.name: _form(node, labels) for node in part.nodes}
+        self.draws = {node.name for node in part.nodes if node.meta.get("draws")}
+        self.inputs = [_Input.of(value, part) if isinstance(value, fx.Node) else value for value in part.inputs]
+        self.outputs = [node.name for node in part.outputs]
+        self.remake, self.pattern = remake, part.pattern
+
+    def add(self, call: NewCall, made: list[str], gm: fx.GraphModule) -> None:
+        """Note what was put in the place of the nodes."""
+        self.call, self.made = call, made
+        self.tree = _tree(gm, call)
+
+    def redo(self, module: TracedModule, graph: fx.Graph, twins: Twins) -> None:
+        """Make the edit on another graph.
+
+        Raises:
+            ScheduleError: the graph has no such nodes, or they compute something else.
+        """
+        if (match := self._match(module, twins)) is not None:
+            made: list[fx.Node] = []
+            Part.of(graph, match).replace(self.call, made)
+            twins.update(zip(self.made, made, strict=True))
+            return
+        inputs = [value.in_other(twins, self) if isinstance(value, _Input) else value for value in self.inputs]
+        if lost := [name for name in self.nodes if name not in twins]:
+            raise self.missing(lost[0])
+        nodes = {name: twins[name] for name in self.nodes}
+        part = Part(graph, nodes.values(), inputs, [twins[name] for name in self.outputs])
+        labels = _labels(inputs, nodes)
+        changed = {name: form for name in self.nodes if (form := _form(nodes[name], labels)) != self.nodes[name]}
+        call = self._remade(module, part) if changed and self.remake is not None else self.call
+        # a node may drop values in one mode alone, and so may a new module; a constant that it is given stays what it was
+        has_modes = self.call.op == "call_module" and all(isinstance(value, _Input) for value in self.inputs)
+        for name, form in changed.items() if self.remake is None else ():
+            if not has_modes or (name not in self.draws and not nodes[name].meta.get("draws")):
+                what = f"{name!r} computes something else in this call, with {form} for {self.nodes[name]}"
+                raise ScheduleError(f"{self.call.label}: {what}")
+        made = []
+        part.replace(call, made)
+        twins.update(zip(self.made, made, strict=True))
+
+    def _match(self, module: TracedModule, twins: Twins) -> Match | None:
+        """Return the pattern's occurrence at the same place of another graph, perhaps with other constants or values."""
+        end = twins.get(self.outputs[0])
+        if self.pattern is None or self.remake is not None or end is None:
+            return None
+        match = match_at(self.pattern, with_dropped(module), end)
+        known = {twins[name] for name in self.nodes if name in twins}
+        return match if match is not None and known <= {node for _, node in match} else None
+
+    def missing(self, name: str) -> ScheduleError:
+        """Return the error for a node without a twin."""
+        return ScheduleError(f"{self.call.label}: the graph of this call has nothing that corresponds to {name!r}")
+
+    def _remade(self, module: TracedModule, part: Part) -> NewCall:
+        assert self.remake is not None
+        if _tree(module, self.call) != self.tree:
+            what = f"{self.call.target!r} was changed since, and this call needs another one"
+            raise ScheduleError(f"{self.call.label}: {what}")
+        path, name = paths.split(str(self.call.target))
+        parent = module.get_submodule(path)
+        free = _free_name(parent, name)
+        parent._modules[free] = self.remake(with_dropped(module), part).train(module.training)
+        return self.call._replace(target=paths.join(path, free))
+
+
+class _Input(NamedTuple):
+    """A value from outside: the node that makes it, and the first place where the replaced nodes use it."""
+
+    maker: str
+    user: str
+    number: int
+
+    @classmethod
+    def of(cls, value: fx.Node, part: Part) -> _Input:
+        """The input of a part."""
+        users = (node for node in part.nodes if value in node.all_input_nodes)
+        user = next(users, None)
+        return cls(value.name, user.name if user else "", user.all_input_nodes.index(value) if user else 0)
+
+    def in_other(self, twins: Twins, rewrite: _Replacement) -> fx.Node:
+        """Return this input in another graph: the value at the same place, if that is certain, else its maker's twin."""
+        given = twins[self.user].all_input_nodes if self.user and rewrite.nodes.keys() <= twins.unique else []
+        if self.number < len(given):
+            return given[self.number]
+        if self.maker not in twins:
+            raise rewrite.missing(self.maker)
+        return twins[self.maker]
+
+
+def _labels(inputs: Iterable[Any], nodes: Mapping[str, fx.Node]) -> dict[fx.Node, str]:
+    """Return the names of a subgraph's nodes and inputs in ``_form``, the same in the graphs of all calls."""
+    outside = {value: f"input {number}" for number, value in enumerate(inputs) if isinstance(value, fx.Node)}
+    return outside | {node: name for name, node in nodes.items()}
+
+
+def _form(node: fx.Node, labels: Mapping[fx.Node, str]) -> str:
+    """Return a node's arguments as text; for a size, which need not be an input, how it is computed."""
+
+    def label(other: fx.Node) -> str:
+        if other in labels:
+            return labels[other]
+        return f"{other.target} of {_form(other, labels)}" if SIZE in other.meta else function_name(other)
+
+    return repr(map_arg((node.args, node.kwargs), label))
+
+
+def _tree(module: nn.Module, call: NewCall) -> list[Any]:
+    """Return the modules that a call runs and what is around them, to compare."""
+    if call.op != "call_module":
+        return []
+    found = module.get_submodule(str(call.target)).named_modules()
+    traced = ((path, each, variants_of(each)) for path, each in found)
+    return [
+        (path, each, len(forward_wrappers(each)), is_hooked(each), variants is not None and variants.is_changed)
+        for path, each, variants in traced
+    ]
+
+
+def _forget(variants: Variants | None, rewrite: _Replacement) -> None:
+    if variants is not None and rewrite in variants.rewrites:
+        variants.rewrites.remove(rewrite)
+
+
+def traced_module_of(schedule: Schedule, nodes: Sequence[Any]) -> fx.GraphModule:
+    """The traced module whose graph the nodes of a match are in."""
+    if not nodes:
+        raise ScheduleError("the subgraph is empty; give what find returned", path=schedule.path)
+    where = {path for path, _ in nodes}
+    path = next(iter(where))
+    module = paths.find(schedule.root_module, path)
+    if len(where) > 1 or not isinstance(module, fx.GraphModule):
+        raise ScheduleError(f"no traced module holds all nodes of the subgraph, but {sorted(where)}", path=schedule.path)
+    return module
+
+
+def numbered_path(module: nn.Module, path: str) -> str:
+    """Return the path that ``path`` stands for: a ``"FusedQKV_1"`` in it is the second replaced subgraph of this name or class.
+
+    Args:
+        module: Holds the traced modules whose subgraphs were replaced.
+        path: Below it.
+    """
+    names: list[str] = []
+    for name in path.split("."):
+        holder = paths.find(module, ".".join(names))
+        names.append(name if holder is None or name in holder._modules else _numbered(holder, name))
+    return ".".join(names)
+
+
+def _numbered(traced: nn.Module, name: str) -> str:
+    stem, _, number = name.rpartition("_")
+    variants = variants_of(traced) if number.isdigit() else None
+    calls = [rewrite.call for rewrite in variants.rewrites if isinstance(rewrite, _Replacement)] if variants else []
+    targets = dict.fromkeys(str(call.target) for call in calls if call.op == "call_module")
+    found = {target: type(new).__name__ for target in targets if (new := paths.find(traced, target)) is not None}
+    of_stem = [path for path, kind in found.items() if stem in (kind, re.sub(r"_\d+$", "", paths.split(path)[1]))]
+    return of_stem[int(number)] if of_stem and int(number) < len(of_stem) else name
+
+
+def extract(gm: fx.GraphModule, nodes: Sequence[Any] | Part) -> TracedModule:
+    """The nodes as a module of their own, which takes the subgraph's inputs by position and returns its outputs.
+
+    It shares the parameters; ``gm`` is left as it is. ``replace_subgraph`` puts it in their place.
+    """
+    part = nodes if isinstance(nodes, Part) else Part.of(gm.graph, nodes)
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for value in part.inputs:
+        known = isinstance(value, fx.Node)
+        placeholder = graph.placeholder(value.name if known else "constant")  # a constant is in the nodes already
+        if known:
+            values[value] = placeholder
+            placeholder.meta.update(value.meta)
+    prefix = part.prefix()
+    for node in part.nodes:
+        if lost := [other.name for other in node.all_input_nodes if other not in values]:
+            raise ScheduleError(
+                f"the subgraph also needs the size {lost[0]!r}, which is no argument of the pattern; make it one"
+            )
+        values[node] = graph.node_copy(node, values.__getitem__)
+        if node.op == "call_module":
+            values[node].target = str(node.target).removeprefix(f"{prefix}.")
+    results = [values[node] for node in part.outputs]
+    graph.output(results[0] if len(results) == 1 else tuple(results))
+    write_regions(graph)
+    called = [str(node.target) for node in graph.find_nodes(op="call_module")]
+    return TracedModule(subtree(gm.get_submodule(prefix), called), graph)
+
+
+def _check_call(new: Any, inputs: list[Any]) -> None:
+    try:
+        signature = inspect.signature(new.forward if isinstance(new, nn.Module) else new)
+    except ValueError:  # a builtin function without a signature
+        return
+    try:
+        signature.bind(*inputs)
+    except TypeError as err:
+        raise ScheduleError(
+            f"{getattr(new, '__name__', type(new).__name__)}{signature} does not take {len(inputs)} inputs: {err}; "
+            "give it as many parameters"
+        ) from err
+
+
+def _put_back(gm: fx.GraphModule, part: Part, made: list[fx.Node]) -> Callable[[], None]:
+    """Return a function that restores a part of a graph as it is now; it erases ``made`` and makes erased nodes anew."""
+    places = []
+    for node in sorted([*part.nodes, *part.late]):
+        before = node.prev
+        while is_region_node(before):  # these come and go: they are written anew
+            before = before.prev
+        places.append((node, before))
+    has_regions = any(node.prev is not before for node, before in places) or bool(part.late)
+    changed = {*part.inside, *part.late, *(user for node in part.outputs for user in node.users)}
+    arguments = [(node, (node.args, node.kwargs)) for node in changed]
+
+    def put_back() -> None:
+        graph = gm.graph
+        now = partial(node_now, graph)
+        for node, before in places:
+            if is_in(graph, node):
+                now(before).append(node)
+                continue
+            with graph.inserting_after(now(before)):
+                new = graph.create_node(node.op, node.target)
+            new.name = node.name
+            new.meta.update(node.meta)
+            NAMES.setdefault(graph, {})[new.name] = new
+        for node, former in arguments:
+            now(node).args, now(node).kwargs = map_arg(former, now)
+        for node in reversed(made):
+            graph.erase_node(now(node))
+        if has_regions:
+            write_regions(graph)
+        compile_anew(gm)
+
+    return put_back
+
+
+def _add_module(schedule: Schedule, parent: nn.Module, path: str, name: str, module: nn.Module) -> str:
+    """Register a module under a free name; returns its path."""
+    free = _free_name(parent, name)
+    schedule.touch(parent)
+    parent._modules[free] = module
+    return paths.join(path, free)
+
+
+def _free_name(parent: nn.Module, name: str) -> str:
+    free, number = name, 1
+    while hasattr(parent, free):
+        free, number = f"{name}_{number}", number + 1
+    return free
+
+
+def _drop_modules(schedule: Schedule, gm: fx.GraphModule, called: set[str]) -> None:
+    """Remove the modules at these paths that no node uses any more, nor anything in them."""
+    targets = {str(node.target) for op in ("call_module", "get_attr") for node in gm.graph.find_nodes(op=op, sort=False)}
+    for path in called:
+        if path not in targets and not any(target.startswith(f"{path}.") for target in targets):
+            parent, name = paths.split(path)
+            schedule.touch(gm.get_submodule(parent))
+            _note_dropped(schedule, variants_of(gm), path, gm.get_submodule(path))
+            del gm.get_submodule(parent)._modules[name]
+
+
+def _note_dropped(schedule: Schedule, variants: Variants | None, path: str, module: nn.Module) -> None:
+    if variants is not None and path not in variants.dropped:
+        variants.dropped[path] = on_meta(module)
+        schedule.on_undo(partial(variants.dropped.__delitem__, path))

@@ -1,0 +1,306 @@
+"""The module that runs a traced graph."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.node import map_aggregate, map_arg
+
+from ..nodes import _torch_private as private
+from ..nodes.nested_values import TABLES as _TABLES
+from ..nodes.nested_values import shallow_copy
+from ..recording.module_hooks import HOOKS, WRAPPING
+from .guard import Guard, InputCheck
+from .variants import Opened, Variants
+
+_KEPT = ("training", "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+
+
+class TracedModule(fx.GraphModule):
+    """Graphs that run in place of a module's forward; ``graph`` is the first of them, which ``find`` searches.
+
+    Parameters, buffers and submodules are those of the original, under their names; the modules between the traced one and the
+    ones the graph calls are shallow copies, so that edits do not reach the original. An edit of the graph marks the code stale;
+    the next call compiles it.
+
+    Args:
+        root: The module that was traced, or any module that holds what the graph's targets name.
+        graph: Its graph.
+        guard: The calls that the graph is good for, or what checks its inputs; None: arguments go to the placeholders.
+        constants: Tensors the forward used that the model does not hold, by the names in the graph.
+        inner: Modules that take the place of those at these paths.
+        opened: Paths of the modules whose forwards are part of the graph; None: no other call can be traced.
+
+    Attributes:
+        through: Makes what is called of the graph's function, which takes the module and its inputs.
+    """
+
+    through: Callable[[Any], Any] = staticmethod(lambda run: run)
+    _variants: Variants
+    _lineno_map = None  # dynamo asks for it
+
+    def __init__(
+        self,
+        root: nn.Module,
+        graph: fx.Graph,
+        guard: Guard | InputCheck | None = None,
+        constants: Mapping[str, torch.Tensor] | None = None,
+        inner: Mapping[str, nn.Module] | None = None,
+        opened: Iterable[str] | None = None,
+    ) -> None:
+        super().__init__({}, fx.Graph(), f"Traced{root.__dict__.get('_traced_class', type(root)).__name__}")
+        self._adopt(root)
+        for name, tensor in (constants or {}).items():
+            self.register_buffer(name, tensor, persistent=False)
+        targets = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
+        copies: dict[int, nn.Module] = {id(root): self}
+        for path, module in (inner or {}).items():
+            copies[id(root.get_submodule(path))] = copies[id(module)] = module
+        # what is copied takes the place of the original at all of its names
+        names = (f"{path}." for path, child in root.named_modules(remove_duplicate=False) if path and id(child) in copies)
+        for target in itertools.chain(targets, names):
+            self._own_parents(target, copies)
+        self.graph = graph
+        self.__dict__["_variants"] = _variants(self, guard, opened, root)
+        _show_signature(self)
+
+    def _adopt(self, root: nn.Module) -> None:
+        skipped = ("graph", "code", "_variants", *WRAPPING)
+        for name, value in shallow_copy(root).__dict__.items():
+            if name in (*_TABLES, *_KEPT) or name not in (*self.__dict__, *skipped):
+                self.__dict__[name] = value
+        self.__dict__.setdefault("_traced_class", nn.Module if isinstance(root, fx.GraphModule) else type(root))
+        self.__dict__["_version"] = root._version
+
+    def _add_constants(self, graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> None:
+        """Hold the constants of another graph under names that are free, which the graph then has."""
+        names: dict[str, str] = {}
+        for name, tensor in constants.items():
+            names[name] = next(
+                free for number in itertools.count() if (free := f"_tensor_constant{number}") not in self._buffers
+            )
+            self.register_buffer(names[name], tensor, persistent=False)
+        for node in graph.find_nodes(op="get_attr"):
+            node.target = names.get(str(node.target), node.target)
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        as_original(self)._save_to_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        as_original(self)._load_from_state_dict(*args, **kwargs)
+
+    def _own_parents(self, target: str, copies: dict[int, nn.Module]) -> None:
+        module: nn.Module = self
+        for name in target.split(".")[:-1]:
+            child = module.get_submodule(name)
+            if id(child) not in copies:
+                copied = shallow_copy(child)
+                copies[id(child)] = copies[id(copied)] = copied
+            module._modules[name] = module = copies[id(child)]
+
+    def recompile(self) -> Any:
+        """Mark the code stale, after an edit by hand."""
+        if (variants := self.__dict__.get("_variants")) is not None and not private.is_recompiled_with_parent():
+            variants.edited_by_hand = True
+            variants.start_from(self.graph, rewritten=True)
+
+    @property
+    def code(self) -> str:
+        """The Python code of the first graph."""
+        return self._variants.first.code
+
+    @property
+    def _code(self) -> str:
+        return self.code  # what fx prints
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the graph of the call."""
+        return self._variants(self, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Methods, properties and attributes of the class that was traced, ``generate`` of a language model for one."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            cls: Any = self.__dict__.get("_traced_class")
+            if name.startswith("__") or not hasattr(cls, name):
+                raise
+            if self._variants.is_rewritten:
+                forward = functools.wraps(cls.forward)(lambda view, *args, **kwargs: self.forward(*args, **kwargs))
+                cls = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+            return getattr(as_original(self, cls), name)  # some methods look others up on the class
+
+    def _shell(self) -> TracedModule:
+        """The graphs without what they run on."""
+        shell: TracedModule = object.__new__(type(self))
+        empty = {name: type(self.__dict__[name])() for name in _TABLES}
+        vars(shell).update(vars(self), **empty)
+        return shell
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TracedModule:
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(self.graph, {}))
+        return _restore({key: copy.deepcopy(value, memo) for key, value in self._state().items()}, graph)
+
+    def __reduce__(self) -> Any:
+        return _unpickle, (self._state(), _graph_data(self.graph))
+
+    def _state(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_graph"}
+
+
+def _variants(
+    module: TracedModule, guard: Guard | InputCheck | None, opened: Iterable[str] | None, root: nn.Module
+) -> Variants:
+    """The graphs of a new traced module, which was made from ``root``."""
+    before = variants_of(root)
+    inner = None
+    if before is not None:
+        assert isinstance(root, TracedModule)
+        inner = root._shell() if before.is_rewritten else before.inner
+    cls = module.__dict__["_traced_class"]
+    can_trace = opened is not None and not (cls is nn.Module and inner is None)
+    known = {path: Opened.of(module.get_submodule(path)) for path in opened or ()} if can_trace else None
+    variants = Variants(module.graph, cls.__name__, guard, known, inner)
+    variants.shared = _shared(module) if can_trace else []
+    return variants
+
+
+def _shared(module: TracedModule) -> list[list[tuple[str, ...]]]:
+    """The places of what the graph names and the module has at several of them."""
+    used = {str(node.target) for op in ("call_module", "get_attr") for node in module.graph.find_nodes(op=op)}
+    places: dict[int, list[str]] = {}
+    for named in (module.named_modules, module.named_parameters, module.named_buffers):
+        for path, held in named(remove_duplicate=False):
+            places.setdefault(id(held), []).append(path)
+    return [[tuple(path.split(".")) for path in each] for each in places.values() if len(each) > 1 and used & {*each}]
+
+
+def variants_of(module: nn.Module) -> Variants | None:
+    """The graphs of a traced module; None for any other."""
+    return module.__dict__.get("_variants") if isinstance(module, TracedModule) else None
+
+
+def compile_anew(module: fx.GraphModule) -> None:
+    """The first graph was changed by an edit that is noted, or put back: compile it when it runs next."""
+    module.recompile() if (variants := variants_of(module)) is None else variants.start_from(module.graph, rewritten=True)
+
+
+def guard_of(module: nn.Module) -> Guard | None:
+    """The calls that the first graph of a traced module is good for."""
+    return None if (variants := variants_of(module)) is None else variants.guard
+
+
+def input_check_of(module: nn.Module) -> InputCheck | None:
+    """What checks the inputs of a traced module that no other forward stands behind."""
+    return None if (variants := variants_of(module)) is None else variants.input_check
+
+
+def _show_signature(module: TracedModule) -> None:
+    """Let ``inspect.signature(module.forward)`` be that of the forward that was traced, and a container one as before."""
+
+    def forward(self: TracedModule, *args: Any, **kwargs: Any) -> Any:
+        return TracedModule.forward(self, *args, **kwargs)
+
+    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    parameters = guard.parameters.parameters if (guard := guard_of(module)) is not None else {}
+    if guard is not None and "self" not in parameters:
+        forward.__signature__ = inspect.Signature([itself, *parameters.values()])  # type: ignore[attr-defined]
+        forward.__doc__ = TracedModule.forward.__doc__
+        type(module).forward = forward  # type: ignore[method-assign]  # fx makes a class for each module
+    for name in ("__len__", "__iter__", "__getitem__", "__contains__"):
+        if (method := getattr(module.__dict__["_traced_class"], name, None)) is not None:
+            setattr(type(module), name, method)
+
+
+def former(module: TracedModule, bare: bool = False) -> nn.Module:
+    """A traced module as it was before, with the attributes, parameters and submodules that it has now.
+
+    Args:
+        module: The traced module.
+        bare: Without hooks and wrappers, and what is set on it is not set on ``module``.
+    """
+    variants = variants_of(module)
+    shell = variants.inner if variants is not None else None
+    view: nn.Module = as_original(module) if shell is None else object.__new__(type(shell))
+    if shell is not None or bare:
+        view.__dict__ = {name: value for name, value in module.__dict__.items() if not bare or name not in WRAPPING}
+        view.__dict__.update({name: OrderedDict() for name in HOOKS if bare and name in view.__dict__})
+    if shell is not None:
+        view.__dict__.update(_graph=shell.graph, _variants=shell._variants)
+    return view
+
+
+def as_original(module: nn.Module, cls: type[nn.Module] | None = None) -> nn.Module:
+    """A module as an object of the class it was traced from, with the same attributes."""
+    original: nn.Module = object.__new__(cls or module.__dict__.get("_traced_class", type(module)))
+    object.__setattr__(original, "__dict__", module.__dict__)
+    return original
+
+
+def subtree(root: nn.Module, targets: Iterable[str]) -> nn.Module:
+    """A copy of the module tree that holds only what ``targets`` (paths of modules, parameters, buffers) name."""
+    copied = shallow_copy(root, bare=True)
+    for target in sorted(set(targets)):
+        source, module = root, copied
+        *parents, name = target.split(".")
+        for parent in parents:
+            source = source.get_submodule(parent)
+            if parent not in module._modules:
+                module._modules[parent] = shallow_copy(source, bare=True)
+            module = module.get_submodule(parent)
+        for table in _TABLES[:3]:
+            if name in source.__dict__[table]:
+                module.__dict__[table][name] = source.__dict__[table][name]
+    return copied
+
+
+def _restore(state: dict[str, Any], graph: fx.Graph) -> TracedModule:
+    module: TracedModule = TracedModule.__new__(TracedModule)
+    variants = state.pop("_variants")
+    module.__dict__.update(state)
+    module.graph = graph
+    module.__dict__["_variants"] = variants
+    variants.start_from(graph)
+    _show_signature(module)
+    return module
+
+
+class _Name(str):
+    """A node, in a pickled graph."""
+
+
+def _graph_data(graph: fx.Graph) -> list[Any]:
+    def meta(node: fx.Node) -> dict[str, Any]:
+        kept = {key: value for key, value in node.meta.items() if key in ("source", "regions", "mutates")}
+        val = node.meta.get("val")
+        if isinstance(val, torch.Tensor):
+            kept["val"] = val.shape, val.stride(), val.dtype, val.device, val.requires_grad
+        return kept
+
+    def arguments(node: fx.Node) -> Any:
+        return map_arg((node.args, node.kwargs), lambda other: _Name(other.name))
+
+    return [(node.name, node.op, node.target, *arguments(node), meta(node)) for node in graph.nodes]
+
+
+def _unpickle(state: dict[str, Any], data: list[Any]) -> TracedModule:
+    graph, mode = fx.Graph(), private.FakeMode()
+    nodes: dict[str, fx.Node] = {}
+    for name, op, target, args, kwargs, meta in data:
+        args, kwargs = map_aggregate((args, kwargs), lambda value: nodes[value] if isinstance(value, _Name) else value)
+        nodes[name] = graph.create_node(op, target, args, kwargs, name)
+        if "val" in meta:
+            shape, stride, dtype, device, requires_grad = meta["val"]
+            empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta").requires_grad_(requires_grad)
+            meta["val"] = private.fake_like(mode, empty, device)
+        nodes[name].meta.update(meta)
+    return _restore(state, graph)

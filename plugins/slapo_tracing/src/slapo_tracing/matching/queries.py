@@ -1,0 +1,147 @@
+"""Find parts of the graphs below a schedule; what is not traced yet is traced first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+from torch import fx, nn
+
+from slapo_core.reporting.errors import ScheduleError, TraceError
+from slapo_core.reporting.logger import get_logger
+
+from ..tracers.selection import is_container
+from . import matcher
+from .patterns import Pattern
+
+if TYPE_CHECKING:
+    from slapo_core.schedules.schedule import Schedule
+
+
+def find_node(schedule: Schedule, wanted: str | Callable[[fx.Node], bool]) -> list[matcher.Handle]:
+    """Nodes of the graphs from a schedule's module down; where nothing there is traced, ``trace`` is applied first.
+
+    Args:
+        schedule: Of the module.
+        wanted: A regular expression that the path of a called module matches fully, or a function of a node.
+
+    Raises:
+        ScheduleError: no regular expression and no function.
+        TraceError: the module is not traced and cannot be.
+    """
+    matcher.check_wanted(wanted)
+    return _found(schedule, wanted, lambda: matcher.find_node(schedule.mod, wanted, schedule.path))
+
+
+def find_subgraph(schedule: Schedule, pattern: Callable[..., Any] | Pattern) -> list[matcher.Match]:
+    """Occurrences of a pattern in the same graphs; they never overlap.
+
+    Where nothing was traced before, and only a graph of everything has the pattern, as it goes from one module into another,
+    ``trace(flatten=True)`` is applied.
+
+    Args:
+        schedule: Of the module.
+        pattern: A function of tensors or a ``Pattern``.
+
+    Raises:
+        ScheduleError: the pattern cannot be looked for.
+        TraceError: the module is not traced and cannot be.
+    """
+    compiled = matcher.CompiledPattern(pattern)
+    return _found(
+        schedule,
+        pattern,
+        lambda: matcher.find_subgraph(schedule.mod, compiled, schedule.path),
+        in_flat=lambda flat: len(matcher.find_subgraph(flat, compiled)),
+    )
+
+
+def matches_of(schedule: Schedule, subgraph: Any, primitive: str) -> list[Any]:
+    """A list of the matches that a primitive was given: one, several, a node, or what ``find`` takes.
+
+    Raises:
+        ScheduleError: none of these, or nothing is found.
+    """
+    wanted = subgraph
+    if isinstance(wanted, str):
+        subgraph = [[handle] for handle in find_node(schedule, wanted)]
+    elif isinstance(wanted, (FunctionType, Pattern)):
+        subgraph = find_subgraph(schedule, wanted)
+    if wanted is not subgraph and not subgraph:
+        raise ScheduleError(
+            f"{_label(wanted)} matches nothing; print(sch.mod.graph) shows what is there",
+            path=schedule.path,
+            primitive=primitive,
+        )
+    given = [[subgraph]] if _is_node(subgraph) else [subgraph] if _is_match(subgraph) and subgraph else subgraph
+    if not isinstance(given, (list, tuple)) or not all(map(_is_match, given)):
+        raise ScheduleError(
+            f"{subgraph!r:.60} is no subgraph; give what sch.find() returned", path=schedule.path, primitive=primitive
+        )
+    if not given or not all(given):
+        raise ScheduleError(
+            "the subgraph is empty: nothing was found; give a match of sch.find()", path=schedule.path, primitive=primitive
+        )
+    return list(given)
+
+
+def _label(wanted: Any) -> str:
+    return wanted.__name__ if isinstance(wanted, FunctionType) else repr(wanted)
+
+
+def _is_match(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(map(_is_node, value))
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], fx.Node)
+
+
+def _found(
+    schedule: Schedule,
+    wanted: Any,
+    search: Callable[[], list[Any]],
+    in_flat: Callable[[nn.Module], int] | None = None,
+) -> list[Any]:
+    is_ours = not any(True for _ in matcher.traced_modules(schedule.mod))
+    if is_ours:
+        _trace(schedule)
+    found = search()
+    if not found and not _is_traced(schedule.mod):  # only parts of it were
+        _trace(schedule)
+        found = search()
+    if found:
+        return found
+    count = sum(1 for _ in matcher.traced_modules(schedule.mod))
+    flat = 0 if in_flat is None or is_container(schedule.mod) else _flat_count(schedule, in_flat)
+    if flat and is_ours:
+        schedule.apply("trace", flatten=True)
+        return search()
+    what = f"find({schedule.path!r}): {_label(wanted)} matches nothing in {count} graph{'s' if count > 1 else ''}"
+    hint = f"trace(flatten=True) makes one of all, which has {flat}" if flat else "print(sch.mod.graph) shows what is there"
+    get_logger().warning("%s; %s", what, hint)
+    return found
+
+
+def _is_traced(module: nn.Module) -> bool:
+    return all(map(_is_traced, module.children())) if is_container(module) else isinstance(module, fx.GraphModule)
+
+
+def _flat_count(schedule: Schedule, in_flat: Callable[[nn.Module], int]) -> int:
+    """Return the number of matches in a graph of everything."""
+    from ..trace import trace_in_place  # noqa: PLC0415  a primitive is imported when it is used
+
+    with suppress(TraceError, ScheduleError):
+        return in_flat(trace_in_place(schedule, None, flatten=True))
+    return 0
+
+
+def _trace(schedule: Schedule) -> None:
+    """Trace a module and all inside of it; what cannot be a graph stays whole."""
+    try:
+        schedule.apply("trace")
+    except TraceError as err:
+        get_logger().debug("find(%r): the modules inside stay whole: %s", schedule.path, err)
+        schedule.apply("trace", recursive=False)

@@ -1,0 +1,111 @@
+"""Functions that stand in traced graphs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from functools import reduce
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+
+from slapo_core.reporting.errors import ScheduleError, TraceError
+
+from . import _torch_private as private
+from .nested_values import contents, fill, getter
+
+
+def setitem(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
+    """``tensor[index] = value``, then the tensor: so that later uses depend on the assignment."""
+    tensor[index] = value
+    return tensor
+
+
+def set_state(root: Any, path: tuple[Any, ...], content: dict[Any, Any], drop: list[Any]) -> None:
+    """Change parts of an object as the forward did: attributes or items of what lies at ``path`` inside ``root``."""
+    target = reduce(lambda holder, key: getter(holder)(holder, key), path, root)
+    fill(target, {key: part for key, part in (contents(target) or {}).items() if key not in drop} | content)
+
+
+def expect_outputs(result: Any, count: int, label: str) -> None:
+    """Check that what replaced a subgraph of several outputs returns as many.
+
+    Raises:
+        ScheduleError: It returns something else.
+    """
+    if not isinstance(result, (tuple, list)) or len(result) != count:
+        kind = f"a {type(result).__name__}" + (f" of {len(result)}" if isinstance(result, (tuple, list)) else "")
+        raise ScheduleError(f"{label} returns {kind}, but the subgraph that it replaced has {count} outputs; return a tuple")
+
+
+def expect(answer: Any, name: str, tensor: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> None:
+    """Check what the forward's Python code was told by a tensor, or by torch itself.
+
+    Raises:
+        TraceError: The answer is another one at this call.
+    """
+    if problem := _unexpected(answer, name, tensor, args, kwargs):
+        raise TraceError(f"{problem}; trace again for calls like this, or keep what asks whole with leaf_modules")
+
+
+def asks_for_gradients(module: nn.Module) -> bool:
+    """Return whether a graph inside serves calls with gradients alone, or those without, as its forward asks for these."""
+    graphs = [each.graph for each in module.modules() if isinstance(each, fx.GraphModule)]
+    asked = {str(node.args[1]) for graph in graphs for node in graph.find_nodes(op="call_function", target=expect)}
+    return not asked.isdisjoint((*private.MODES, "requires_grad", "is_leaf", "grad_fn"))
+
+
+def _unexpected(answer: Any, name: str, of: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    now = getattr(torch if of is None else of, name)
+    now = now(*args, **kwargs) if callable(now) else now
+    return None if now == answer else f"the forward asks for {name}, which is {now} in this call, traced as {answer}"
+
+
+class Expectation(NamedTuple):
+    """Check of ``expect`` that can be made before the graph runs.
+
+    Attributes:
+        answer: The answer while tracing.
+        name: What was asked for.
+        argument: Name of the forward's argument that was asked; None: torch.
+        args: Positional arguments of the question.
+        kwargs: Keyword arguments of the question.
+    """
+
+    answer: Any
+    name: str
+    argument: str | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def problem(self, values: Mapping[str, Any]) -> str | None:
+        """The difference, in words; None where there is none."""
+        return _unexpected(self.answer, self.name, values[self.argument] if self.argument else None, self.args, self.kwargs)
+
+
+class Slot:
+    """Stands for a value that is known when the graph runs."""
+
+
+class Template:
+    """An object with slots in it, to be built anew at every call.
+
+    Args:
+        value: The object, its tensors replaced by slots.
+        slots: The slots in it, in the order in which ``rebuild`` gets their values.
+        shared: Objects inside that are not to be copied.
+    """
+
+    def __init__(self, value: Any, slots: list[Slot], shared: list[Any]) -> None:
+        self.value, self.slots, self.shared = value, slots, shared
+
+    def __repr__(self) -> str:
+        return f"<{type(self.value).__name__}>"
+
+
+def rebuild(template: Template, values: list[Any]) -> Any:
+    """A new object after ``template``, with ``values`` in its slots."""
+    memo = {id(slot): value for slot, value in zip(template.slots, values, strict=True)}
+    memo.update((id(value), value) for value in template.shared)
+    return copy.deepcopy(template.value, memo)

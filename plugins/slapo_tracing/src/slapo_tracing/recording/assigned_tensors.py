@@ -1,0 +1,61 @@
+"""Values that a forward leaves in attributes: attention maps for plots, a loss beside the output, the length of a sequence."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from slapo_core.modules import paths
+
+from ..nodes.nested_values import tensors
+from .attribute_reads import OF_TORCH
+from .attribute_writes import is_constant
+
+if TYPE_CHECKING:
+    from .recorder import Recorder
+
+_MISSING = object()
+
+
+def assigned_values(recorder: Recorder) -> dict[str, Any]:
+    """Return what a forward has assigned to attributes of the modules in its graph, by dotted path.
+
+    Where a module keeps a cache, a constant in an attribute that the forward has read before, its constants are left out: some
+    say for which call others were made. The second of two runs has the paths of the first, whatever objects it assigns.
+
+    Args:
+        recorder: Of the forward, which has run.
+    """
+    if recorder.earlier is not None:
+        recorder.assigned = recorder.earlier.assigned
+    else:
+        for path in ("", *sorted(recorder.opened)):
+            names = _assigned_to(recorder, recorder.module.get_submodule(path))
+            recorder.assigned += [paths.join(path, name) for name in names]
+    places = {path: paths.split(path) for path in recorder.assigned}
+    return {path: getattr(recorder.module.get_submodule(owner), name, None) for path, (owner, name) in places.items()}
+
+
+def note_assigned(recorder: Recorder) -> None:
+    """Note at the nodes of tensors the attributes that hold these after a forward, in ``meta["assigned"]``."""
+    for path, value in assigned_values(recorder).items():
+        for node in filter(None, (recorder.nodes.get(id(tensor)) for tensor in tensors(value))):
+            node.meta.setdefault("assigned", []).append(path)
+
+
+def _assigned_to(recorder: Recorder, module: nn.Module) -> list[str]:
+    before = recorder.sandbox.held_before(module)
+    changed = [
+        name
+        for name, value in vars(module).items()
+        if name not in OF_TORCH and ((id(module), name) in recorder.writes or before.get(name, _MISSING) is not value)
+    ]
+    constants = {name for name in changed if _is_constant(recorder, vars(module)[name])}
+    has_cache = any((id(module), name) in recorder.reads_before for name in constants)
+    return [name for name in changed if not has_cache or name not in constants]
+
+
+def _is_constant(recorder: Recorder, value: Any) -> bool:
+    nodes = [recorder.nodes.get(id(tensor)) for tensor in tensors(value)]
+    return all(node is None or is_constant(node) for node in nodes)

@@ -1,0 +1,185 @@
+"""What a forward read from its modules: numbers that are part of the graph and may be others at the next call."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_core.reporting.errors import TraceError
+
+from ..nodes.nested_values import TABLES, Snapshot, difference, fingerprint
+
+_TABLES = TABLES[:3]
+OF_TORCH = frozenset([*vars(nn.Module()), *dir(nn.Module)]) - {"training", *_TABLES}
+"""Names of what torch gives every module."""
+_NONE = inspect.Parameter.empty
+"""Stands for an attribute that is not there."""
+_HELD = "a module"
+"""Stands for a submodule, which may be another one at every call."""
+
+
+def value_of(module: Any, name: str) -> Any:
+    """The value of an attribute: of a weight its dtype, of a submodule that it is there."""
+    attributes = module.__dict__
+    if name in attributes:
+        return attributes[name]
+    for table in _TABLES:
+        if name in attributes[table]:
+            value = attributes[table][name]
+            return value.dtype if isinstance(value, torch.Tensor) else value and _HELD
+    return _NONE
+
+
+def first_weight(module: nn.Module) -> list[tuple[int, str]]:
+    """Id of the module inside that has the first parameter, and its name there; empty where there is none."""
+    todo = [module]
+    for child in todo:
+        for name, weight in child.__dict__["_parameters"].items():
+            if weight is not None:
+                return [(id(child), name)]
+        todo += filter(None, child.__dict__["_modules"].values())
+    return []
+
+
+class Attributes:
+    """Attributes, of a traced module and of those inside that its graph has taken in, as they were when the forward read them.
+
+    Numbers, strings, functions and whatever is inside containers and objects, configs for one, are compared; of parameters and
+    buffers whether they are there, and their dtypes; of submodules whether they are there, where lists of them are read their
+    names. Not so what lies in numpy arrays, closures, globals or classes, and modules that the traced one does not hold.
+
+    Args:
+        root: The module that was traced.
+        names: Path and name of each attribute. One that a module gets only later, over its class's, counts as well.
+        filled: Those of them that the forward itself sets, as a cache, and what to: that is allowed too.
+
+    Attributes:
+        is_rewritten: Whether a rewrite may have added submodules, or removed some, since they were last compared.
+    """
+
+    is_rewritten = False
+
+    def __init__(self, root: nn.Module, names: Collection[tuple[str, str]], filled: Mapping[tuple[str, str], Any]) -> None:
+        self._keys: dict[tuple[str, ...], list[tuple[str, str]]] = {}
+        for path, name in sorted(names):
+            self._keys.setdefault(tuple(path.split(".")) if path else (), []).append((path, name))
+        self._filled = filled
+        self._original: weakref.ref[nn.Module] | None = weakref.ref(root)
+        self._take(self._read(root))
+        self._held = {k for k, v in self._values.items() if k[1] in _TABLES or v is _HELD or isinstance(v, torch.dtype)}
+        self._own = {*self._held, *(key for key in self._values if key[1] == "training")}
+        self._note()
+
+    def check(self, module: nn.Module) -> None:
+        """Compare with ``module``, a part of the root with some of its submodules, and with the root if that is still in use.
+
+        Raises:
+            TraceError: An attribute is another one now.
+        """
+        if changed := self.changed(module, in_part=True):
+            raise TraceError(f"attribute {changed}, which is part of the graph; trace again")
+        self.check_original(module)
+
+    def check_original(self, module: nn.Module) -> None:
+        """Refuse where the module that was traced got another value since, which ``module`` in its place does not have.
+
+        Raises:
+            TraceError: An attribute is another one now.
+        """
+        original = self._original() if self._original is not None else None
+        if original is None or original.__dict__ is module.__dict__ or self._is_same(original, self._own):
+            return
+        there = {
+            key: part for key, part in self._read(original).items() if key not in self._own and part is not self._values[key]
+        }
+        here = self._read(module) if there else {}
+        differs = {key: part for key, part in there.items() if facts_of(part) != facts_of(here.get(key, _NONE))}
+        if changed := self._difference(differs, every=True):
+            raise TraceError(f"attribute {changed} on the module that was traced; set it on the traced one")
+
+    def changed(self, root: nn.Module, in_part: bool = False) -> str | None:
+        """The first attribute that is another one now, in words; ``in_part``: weights and submodules do not count."""
+        every = bool(self._inside.changed())
+        if not every and not self.is_rewritten and self._is_same(root, self._held if in_part else ()):
+            return None
+        values = self._read(root)
+        if self.is_rewritten:
+            self.is_rewritten = False
+            self._traced.update((key, _facts(key, value)) for key, value in values.items() if key[1] in _TABLES)
+        values = {key: value for key, value in values.items() if key not in self._held} if in_part else values
+        found = self._difference(values, every)
+        if found is None:
+            self._take({**self._values, **values})
+        return found
+
+    def _difference(self, values: dict[tuple[str, str], Any], every: bool) -> str | None:
+        for key, value in values.items():
+            if value is self._values[key] and not every:
+                continue
+            now, then = _facts(key, value), self._traced[key]
+            if now not in (then, self._filled.get(key)) and value is not _NONE:
+                return difference(then, now, ".".join(filter(None, key)))
+        return None
+
+    @property
+    def names(self) -> list[tuple[str, str]]:
+        """Path and name of each attribute."""
+        return [key for keys in self._keys.values() for key in keys]
+
+    def _read(self, root: nn.Module) -> dict[tuple[str, str], Any]:
+        return {
+            key: value_of(module, key[1])
+            for path, keys in self._keys.items()
+            if (module := inside(root, path)) is not None
+            for key in keys
+        }
+
+    def _is_same(self, root: nn.Module, skipped: Collection[tuple[str, str]] = ()) -> bool:
+        """Whether all are the very objects that they were; this is asked at every call."""
+        for path, watched in self._watched:
+            module = inside(root, path) if path else root
+            if module is None:
+                continue
+            attributes = module.__dict__
+            for key, name, value in watched:
+                now = attributes[name] if name in attributes else value_of(module, name)
+                if now is not value and key not in skipped:
+                    return False
+        return True
+
+    def _take(self, values: dict[tuple[str, str], Any]) -> None:
+        self._values, self._inside = values, Snapshot(values)
+        self._watched = [(path, [(key, key[1], values.get(key)) for key in keys]) for path, keys in self._keys.items()]
+
+    def _note(self) -> None:
+        self._traced = {key: _facts(key, value) for key, value in self._values.items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_original": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._take(self._values)
+        self._note()  # a copy has tensors of its own
+
+
+def inside(root: nn.Module, path: Iterable[str]) -> nn.Module | None:
+    """The module at a path; None where there is none."""
+    module: nn.Module | None = root
+    for name in path:
+        module = None if module is None else module._modules.get(name)
+    return module
+
+
+def _facts(key: tuple[str, str], value: Any) -> Any:
+    return facts_of({name: part is not None for name, part in value.items()} if key[1] in _TABLES else value)
+
+
+def facts_of(value: Any) -> Any:
+    """What has to stay the same of an attribute."""
+    return fingerprint(value, lambda tensor: (tuple(tensor.shape), tensor.dtype, id(tensor)))

@@ -1,0 +1,180 @@
+"""State: a graph does not repeat what the forward assigns to its modules, so the next call must not miss it.
+
+Caches are no state: where something has changed the forward runs once more, from what it left behind. If that call does the
+same but for filling the caches, with constants and not by chance, and leaves the same behind, then so does every later one.
+
+Nor is state what a forward computes anew in each call and leaves in an attribute, such as an attention map for plots: that call
+must not use what the first one left there. A trace may note or return it, see ``Request.assigned``.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import fx, nn
+from torch.fx.node import map_arg
+
+from ..nodes.nested_values import Snapshot, contents, fingerprint, tensors
+from ..nodes.symbolic_sizes import SIZE
+from .attribute_reads import OF_TORCH, facts_of
+
+if TYPE_CHECKING:
+    from .recorder import Recorder
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+_MISSING = object()
+
+
+class Change(NamedTuple):
+    """An attribute or buffer of a module that has another value now, itself or anywhere inside.
+
+    Args:
+        module: Who holds it.
+        name: Of the attribute.
+        first: The first module that holds what has changed, and its name there: the same for all that share it.
+        is_whole: Whether the attribute itself was assigned, not something inside of its value.
+    """
+
+    module: nn.Module
+    name: str
+    first: tuple[nn.Module, str]
+    is_whole: bool
+
+
+def changes(modules: Iterable[nn.Module], before: Iterable[Snapshot]) -> Iterator[Change]:
+    """Iterate over changed state, once for each module that holds it."""
+    changed = {id(part): old for snapshot in before for part, old in map(snapshot.parts.__getitem__, snapshot.changed())}
+    first: dict[Any, tuple[nn.Module, str]] = {}
+    for module in modules if changed else ():
+        for path, (part, _) in Snapshot(vars(module)).parts.items():
+            old, new = changed.get(id(part), {}), contents(part) or {}
+            for key in {**old, **new} if id(part) in changed else ():
+                if old.get(key, _MISSING) is not new.get(key, _MISSING):
+                    name = str(next(name for name in (*path, key) if name not in _TABLES))
+                    yield Change(module, name, first.setdefault((id(part), key), (module, name)), not path)
+
+
+class Settings:
+    """Attributes of modules, to find those that the code around a module sets for some of its calls alone.
+
+    Args:
+        modules: The modules, with the attributes that they have outside of all calls.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._usual = {id(module): dict(vars(module)) for module in modules}
+
+    def keep(self, module: nn.Module) -> None:
+        """Take what a module, or one inside, has set itself for its usual attributes."""
+        self._usual |= {id(each): dict(vars(each)) for each in module.modules() if id(each) in self._usual}
+
+    def changed(self, module: nn.Module) -> tuple[nn.Module, str] | None:
+        """Return the first module inside that has another attribute than usual, with its name; None where there is none."""
+        return next(((each, name) for each in module.modules() for name in vars(each) if self.differs(each, name)), None)
+
+    def differs(self, module: nn.Module, name: str) -> bool:
+        """Return whether a module has another value than usual for an attribute."""
+        usual = self._usual.get(id(module), vars(module))
+        before, now = usual.get(name, _MISSING), vars(module).get(name, _MISSING)
+        return before is not now and name not in OF_TORCH and name not in _TABLES and facts_of(before) != facts_of(now)
+
+
+class Repeat:
+    """A second recording next to the first.
+
+    Args:
+        first: Path of each module with a graph to its recorder in the first run.
+        modules: What is part of these graphs.
+        before: All modules' state before the first run.
+        written: Attributes that may be left otherwise, by id of the module and name.
+        assigned: Attributes that may hold what the forward computes from its inputs, if every call computes the same.
+    """
+
+    def __init__(
+        self,
+        first: Mapping[str, Recorder],
+        modules: list[nn.Module],
+        before: Iterable[Snapshot],
+        written: Collection[tuple[int, str]] = (),
+        assigned: Collection[tuple[nn.Module, str]] = (),
+    ) -> None:
+        self.first, self.modules, self.written, self.assigned = first, modules, written, assigned
+        self.old = {id(value) for snapshot in before for _, parts in snapshot.parts.values() for value in parts.values()}
+        self.known: dict[fx.Node, fx.Node] = {}
+        """Node of the second run to the node of the first that has the same value."""
+        self.left = self._state(first.values(), ())
+
+    def difference(self, second: Mapping[str, Recorder], cause: Change) -> tuple[nn.Module, str] | None:
+        """Whose state, and of what name, the second run leaves otherwise; those of ``cause`` when it does other things."""
+        recorders = list(second.values())
+        repeats = second.keys() == self.first.keys() and all(self._matches(self.first[path], second[path]) for path in second)
+        for module, then, now in zip(self.modules, self.left, self._state(recorders, self.first.values()), strict=True):
+            for name in {**then, **now}:
+                if then.get(name) != now.get(name) and (id(module), name) not in self.written:
+                    return module, name
+        return None if repeats else cause[:2]
+
+    def _state(self, recorders: Iterable[Recorder], earlier: Iterable[Recorder]) -> list[dict[str, Any]]:
+        """Return what the modules hold after a run, tensors by the nodes that made them, of this run or an earlier one."""
+        computed = {id(tensor) for module, name in self.assigned for tensor in tensors(vars(module).get(name))}
+
+        def meaning(tensor: torch.Tensor) -> Any:
+            own = next((each.nodes[id(tensor)] for each in recorders if id(tensor) in each.nodes), None)
+            made = own or next((each.nodes[id(tensor)] for each in earlier if id(tensor) in each.nodes), None)
+            node = None if made is None else self.known.get(made, made)
+            is_same = node is not None and ((own is not None and id(tensor) in computed) or is_constant(node))
+            return id(tensor) if id(tensor) in self.old else node if is_same else object()
+
+        prints = [fingerprint(vars(module), meaning)[1] for module in self.modules]
+        return [{**{key: part for name in _TABLES for key, part in print_.pop(name)[1].items()}, **print_} for print_ in prints]
+
+    def _matches(self, first: Recorder, second: Recorder) -> bool:
+        """Return whether the second graph is the first without some nodes that make constants."""
+        nodes, place = list(first.graph.nodes), 0
+        for node in second.graph.nodes:
+            same = first.constants.get(str(node.target)) is second.constants.get(str(node.target))
+            start = 0 if SIZE in node.meta else place  # what fills a cache may have asked for the size before
+            found = next((i for i in range(start, len(nodes)) if same and self._alike(nodes[i], node)), None)
+            if found is not None and all(map(is_constant, nodes[place:found])):
+                place, self.known[node] = max(place, found + 1), nodes[found]
+                continue
+            earlier = node.meta.get("earlier") or self.known.get(node.meta.get("alias") or _all_of(node))
+            if earlier is None or not is_constant(earlier):
+                return False
+            self.known[node] = earlier
+        return True
+
+    def _alike(self, one: fx.Node, other: fx.Node) -> bool:
+        facts = [(node.op, node.target, node.meta.get("regions")) for node in (one, other)]
+        if facts[0] != facts[1]:
+            return False
+        arguments: Any = map_arg((other.args, other.kwargs), lambda node: self.known.get(node, node))
+        return bool(fingerprint((one.args, one.kwargs), id) == fingerprint(arguments, id))
+
+
+def _all_of(node: fx.Node) -> Any:
+    """Return the node of which a node takes a slice that leaves nothing out, as of a cached mask: ``mask[:n, :n]``."""
+    if node.target is not operator.getitem or node.meta["val"].shape != node.args[0].meta["val"].shape:  # type: ignore[union-attr]
+        return None
+    slices = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    return node.args[0] if all(isinstance(each, slice) and each.step in (None, 1) for each in slices) else None
+
+
+def is_constant(node: fx.Node) -> bool:
+    """Return whether a value depends on no input, nothing trained and no random numbers, and making it changes nothing else."""
+    todo = [node]
+    for other in todo:
+        value = other.meta.get("val")
+        if SIZE in other.meta:
+            continue
+        if other.op in ("placeholder", "call_module", "output") or (value is not None and value.requires_grad):
+            return False
+        if other.meta.get("draws"):
+            return False
+        if other.meta.get("mutates") and any(given.op == "get_attr" for given in other.all_input_nodes):
+            return False
+        todo += [given for given in other.all_input_nodes if given not in todo]
+    return True

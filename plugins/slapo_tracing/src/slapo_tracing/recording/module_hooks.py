@@ -1,0 +1,86 @@
+"""Hooks and wrappers around a forward that is traced: they stay where they are, and run around the graph."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from slapo_core.modules.forward_wrapping import INNER, WRAPPERS, WrappedForward, forward_wrappers, wrap_forward, wrapped_forward
+
+WRAPPING = ("forward", WRAPPERS, INNER)
+"""Attributes in which a module's wrappers are kept."""
+HOOK_TABLES = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+    *("_backward_hooks", "_backward_pre_hooks"),
+)
+"""Attributes in which torch keeps the hooks of a module: dicts with a key for each hook."""
+HOOKS = (*HOOK_TABLES, "_is_full_backward_hook")
+"""These, and the kind of the backward hooks."""
+
+
+def carry_around(old: nn.Module, new: nn.Module) -> None:
+    """Run hooks and wrappers of ``old`` around the forward of ``new``, which takes its place."""
+    for name in HOOKS:
+        new.__dict__[name] = old.__dict__[name]  # the same objects: handles that remove a hook refer to them
+    for wrapper in forward_wrappers(old):
+        wrap_forward(new, wrapper)
+
+
+@contextmanager
+def innermost_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Run ``forward`` in the place of the module's own, inside of its hooks and wrappers."""
+    name = INNER if WRAPPERS in module.__dict__ else "forward"
+    module.__dict__[name] = forward
+    try:
+        yield
+    finally:
+        del module.__dict__[name]
+
+
+def rebind(module: nn.Module) -> None:
+    """Bind wrappers to this module's forward: they were set on another object that shares its attributes."""
+    if WRAPPERS in module.__dict__:
+        module.__dict__["forward"] = WrappedForward(wrapped_forward, module)
+
+
+_ENGINES = ("deepspeed.", "megatron.", "torch.distributed.")
+
+
+@contextmanager
+def engines_aside(root: nn.Module) -> Iterator[None]:
+    """Take off the hooks of engines in the block: FSDP's and ZeRO's gather and free the weights of each module called.
+
+    And hooks that are there for one trace alone, as a true attribute ``of_trace`` says.
+    """
+    former: list[tuple[dict[str, Any], str, Any]] = []
+    for module in root.modules():
+        for name in HOOK_TABLES:
+            hooks = module.__dict__[name]
+            if any(map(_is_engines, hooks.values())):
+                former.append((module.__dict__, name, hooks))
+                module.__dict__[name] = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_engines(hook))
+    try:
+        yield
+    finally:
+        for attributes, name, hooks in former:
+            attributes[name] = hooks
+
+
+def _is_engines(hook: Any) -> bool:
+    """Return whether a hook is an engine's, by its Python module or a true attribute ``of_engine``, or there for one trace."""
+    if getattr(hook, "of_engine", False) or getattr(hook, "of_trace", False):
+        return True
+    while isinstance(hook, partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", None) or type(hook).__module__).startswith(_ENGINES)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Return whether any hook runs when the module is called."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)

@@ -1,0 +1,107 @@
+"""``trace``: a module becomes the graph of what its forward does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from slapo_core.interfaces.primitive import Primitive
+from slapo_core.reporting.errors import ScheduleError
+
+from .tracers.fx_tracer import tracer_class
+from .tracers.selection import Leaves, check_traceable, is_container, named_leaves, trace
+
+if TYPE_CHECKING:
+    from slapo_core.schedules.schedule import Schedule
+
+
+class TracePrimitive(Primitive):
+    """Replace a module by a traced one, whose graph ``find`` searches and ``replace`` edits. Parameter names stay.
+
+    Of a list or dict of modules each member is traced.
+
+    Rewrite:
+        Module(forward)  -->  TracedModule(graph of forward), the modules inside likewise
+
+    Args:
+        recursive: Trace the modules inside too, each into a graph of its own, but those of ``torch.nn``.
+        flatten: One graph of everything instead.
+        leaf_modules: Classes, class names or globs of paths below, to be kept whole.
+        tracer: ``"value"``, ``"fx"`` (or ``"pytorch"``, or a subclass of ``torch.fx.Tracer``) or ``"export"``; default:
+            ``"value"`` where there are example inputs, else ``"fx"``.
+        example_inputs: This module's arguments; default: what it gets when the model runs on the schedule's example inputs.
+            Those of the whole model are the schedule's from then on, where it had none.
+        concrete_args: Arguments that are no tensors, and part of the graph, by name.
+
+    Raises:
+        TraceError: the forward cannot be a graph; names its source line.
+        ScheduleError: a leaf that is nowhere below, or a tracer that needs example inputs and has none.
+    """
+
+    name = "trace"
+
+    @staticmethod
+    def check(
+        schedule: Schedule,
+        recursive: bool = True,
+        flatten: bool = False,
+        leaf_modules: Leaves = None,
+        tracer: Any = None,
+        example_inputs: Any = None,
+        concrete_args: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Refuse what can be seen without running the model."""
+        check_traceable(schedule.mod, tracer)
+        named_leaves(schedule.mod, leaf_modules, schedule.path)
+        if is_container(schedule.mod) and example_inputs is not None:
+            what = f"the {type(schedule.mod).__name__} is not called; its members are"
+            raise ScheduleError(f"{what}: give them their example_inputs", path=schedule.path, primitive="trace")
+
+    @staticmethod
+    def apply(
+        schedule: Schedule,
+        recursive: bool = True,
+        flatten: bool = False,
+        leaf_modules: Leaves = None,
+        tracer: Any = None,
+        example_inputs: Any = None,
+        concrete_args: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Trace, and put the traced module in the place."""
+        options = {
+            "recursive": recursive,
+            "flatten": flatten,
+            "leaf_modules": leaf_modules,
+            "tracer": tracer,
+            "concrete_args": concrete_args,
+        }
+        if is_container(schedule.mod):
+            for name, _ in list(schedule.mod.named_children()):
+                schedule[name].apply("trace", **options)
+            return
+        install(schedule, trace_in_place(schedule, example_inputs, **options))
+
+
+def trace_in_place(schedule: Schedule, example_inputs: Any, **options: Any) -> Any:
+    """Trace the schedule's module on its own inputs; None: on what it gets when the model runs on the schedule's.
+
+    The first inputs of the whole model are the schedule's from then on.
+    """
+    if not schedule.path and schedule.example_inputs is None and example_inputs is not None:
+        schedule.on_undo(partial(setattr, schedule._root, "example_inputs", None))
+        schedule._root.example_inputs = example_inputs
+    if example_inputs is not None or tracer_class(options.get("tracer")) is not None and schedule.path:
+        return trace(schedule.mod, example_inputs=example_inputs, **options)
+    return trace(schedule.root_module, example_inputs=schedule.example_inputs, target=schedule.path, **options)
+
+
+def install(schedule: Schedule, traced: nn.Module) -> None:
+    """Put a traced module in the schedule's place; what the schedule knows of each module stays known."""
+    before, known = dict(schedule.mod.named_modules()), schedule._root.metadata
+    schedule.replace_module(traced)
+    for path, module in traced.named_modules():
+        if path in before and before[path] in known:
+            known[module] = known[before[path]]

@@ -1,0 +1,154 @@
+"""``torch.fx``'s symbolic tracer behind the tracer interface: no example inputs, graphs for every shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import fx, nn
+
+from slapo_core.modules.forward_wrapping import is_opaque
+from slapo_core.reporting.errors import TraceError
+from slapo_core.reporting.logger import get_logger
+
+from ..graphs.guard import Call, Guard, argument_values, plain_signature
+from ..graphs.traced_module import TracedModule, former, variants_of
+from ..nodes import _torch_private as private
+from ..nodes.mode_regions import autocast_state
+from ..nodes.nested_values import TABLES, difference, fingerprint, is_input
+from ..recording.attribute_reads import OF_TORCH, Attributes
+from ..recording.module_hooks import carry_around
+
+Plan = Callable[[str, nn.Module], str]
+
+
+class SymbolicGuard(Guard):
+    """Tensors of every shape and dtype where the graph has inputs; everything else that the forward reads as it was traced."""
+
+    def problem(self, module: nn.Module, call: Call) -> str | None:
+        """Why the graph is not good for a call; None where it is."""
+        for name in self.placeholders:
+            if not is_input(call.values[name]):
+                return f"{name} is {call.values[name]!r}, traced as a tensor"
+        for name, traced in self.traced.items():
+            if (given := call.given[name]) != traced:
+                return difference(traced, given, name)
+        changed = self.attributes.changed(module) if self.attributes is not None else None
+        return changed and f"attribute {changed}"
+
+
+def trace_fx(
+    module: nn.Module, example: Any, plan: Plan, concrete_args: Mapping[str, Any], tracer: type[fx.Tracer] = fx.Tracer
+) -> TracedModule:
+    """The graph that ``torch.fx`` makes, with one for each module inside that ``plan`` says is to have its own.
+
+    Args:
+        module: What to trace.
+        example: Positional and keyword arguments of a call; None: any tensors, for arguments without a default.
+        plan: ``"leaf"``, ``"inline"`` or ``"graph"`` for the modules inside.
+        concrete_args: Arguments that are no inputs, with their values.
+        tracer: The class that traces.
+
+    Raises:
+        TraceError: the forward does other things to symbolic values than to tensors.
+    """
+    variants = variants_of(module)
+    if variants is not None and variants.is_rewritten:
+        raise TraceError(f"tracer 'fx' does not go into the rewritten graph of the {variants.label}; use tracer='value'")
+    source = former(module, bare=True) if isinstance(module, TracedModule) else module
+    parameters = plain_signature(source)
+    concrete, placeholders = _division(parameters, example, concrete_args)
+    graph, reads, opened = _graph(source, plan, concrete, tracer)
+    for node in list(graph.find_nodes(op="placeholder")):
+        if str(node.target).removeprefix("*") not in placeholders:
+            _erase(graph, node)
+    guard = SymbolicGuard(
+        parameters,
+        module.training,
+        autocast_state(),
+        {name: fingerprint(part) for name, part in concrete.items()},
+        placeholders,
+    )
+    names = {id(each): path for path, each in source.named_modules()}
+    guard.attributes = Attributes(module, {(names[key], name) for key, name in reads if key in names}, {})
+    traced = TracedModule(module, graph, guard, inner=_inner(module, graph, plan, tracer), opened=opened)
+    if is_opaque(module):
+        carry_around(module, traced)
+    return traced
+
+
+def _erase(graph: fx.Graph, node: fx.Node) -> None:
+    """Take a node out with what uses it: of an argument that is part of the graph fx checks that it has that value."""
+    for user in list(node.users):
+        _erase(graph, user)
+    graph.erase_node(node)
+
+
+def _division(parameters: Any, example: Any, concrete: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """Return the arguments that are part of the graph, and the names of those that are inputs."""
+    if example is None:
+        defaults = {name: each.default for name, each in parameters.parameters.items() if each.default is not each.empty}
+        values = {**defaults, **concrete}
+        free = [
+            name for name, each in parameters.parameters.items() if name not in values and each.kind is not each.VAR_KEYWORD
+        ]
+        return values, tuple(free)
+    values = argument_values(parameters, *example)
+    inputs = tuple(name for name, value in values.items() if is_input(value) and name not in concrete)
+    return {name: value for name, value in values.items() if name not in inputs}, inputs
+
+
+def _graph(
+    module: nn.Module, plan: Plan, concrete: dict[str, Any], base: type[fx.Tracer]
+) -> tuple[fx.Graph, set[tuple[int, str]], set[str]]:
+    """Return the graph, the attributes that were read (module's id and name), and the paths of inlined modules."""
+    reads: set[tuple[int, str]] = set()
+    opened: set[str] = set()
+
+    class Tracer(base):  # type: ignore[valid-type, misc]
+        def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+            asked = base is not fx.Tracer and super().is_leaf_module(m, module_qualified_name)
+            leaf = asked or is_opaque(m) or plan(module_qualified_name, m) != "inline"
+            if not leaf:
+                opened.add(module_qualified_name)
+            return bool(leaf)
+
+    def read(holder: nn.Module, name: str, value: Any) -> Any:
+        if name not in OF_TORCH and (name not in TABLES or isinstance(holder, Iterable)):  # fx itself reads the tables of all
+            reads.add((id(holder), name))
+        return value
+
+    def passed_on(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    try:
+        with private.intercept(passed_on, passed_on, read, lambda name, answer: answer()):
+            return Tracer().trace(module, concrete), reads, opened
+    except Exception as err:  # symbolic values may break any code
+        raise TraceError(
+            f"tracer 'fx' cannot trace {type(module).__name__}: {str(err).splitlines()[0]}; give example_inputs and no tracer, "
+            "and the forward is run instead"
+        ) from err
+
+
+def _inner(module: nn.Module, graph: fx.Graph, plan: Plan, tracer: type[fx.Tracer]) -> dict[str, nn.Module]:
+    made: dict[int, nn.Module] = {}
+    found: dict[str, nn.Module] = {}
+    for node in graph.find_nodes(op="call_module"):
+        path = str(node.target)
+        child = module.get_submodule(path)
+        if is_opaque(child) or plan(path, child) != "graph":
+            continue
+        below: Plan = lambda name, inside, path=path: plan(f"{path}.{name}", inside)  # type: ignore[misc]  # noqa: E731
+        try:
+            made[id(child)] = found[path] = made.get(id(child)) or trace_fx(child, None, below, {}, tracer)
+        except TraceError as err:
+            get_logger().debug("%s stays whole: %s", path, err)
+    return found
+
+
+def tracer_class(tracer: Any) -> type[fx.Tracer] | None:
+    """Return the fx tracer class that a name or class stands for; None for any other tracer."""
+    if isinstance(tracer, type) and issubclass(tracer, fx.Tracer):
+        return tracer
+    return fx.Tracer if tracer in ("fx", "pytorch") else None

@@ -1,0 +1,479 @@
+"""The default tracer: run the forward once and record what it does, with values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode
+
+from slapo_core.modules import paths
+from slapo_core.modules.forward_wrapping import is_opaque
+from slapo_core.reporting.errors import TraceError
+from slapo_core.reporting.logger import get_logger
+
+from ..graphs.guard import Call, Guard, plain_signature
+from ..graphs.traced_module import TracedModule, variants_of
+from ..nodes import _torch_private as private
+from ..nodes.codegen import run_graph
+from ..nodes.graph_functions import expect
+from ..nodes.nested_values import distinct, has_tensor, map_tensors, replace_tensors
+from ..nodes.torch_calls import is_open, model_source
+from ..recording.assigned_tensors import assigned_values, note_assigned
+from ..recording.attribute_reads import OF_TORCH, Attributes, facts_of
+from ..recording.attribute_writes import Change, Repeat, Settings, changes
+from ..recording.module_hooks import carry_around, engines_aside, innermost_forward
+from ..recording.recorder import Recorder
+from ..recording.sandbox import OtherRandomNumbers, Sandbox
+from ..recording.vmapped_functions import CapturedFunction
+
+Kind = Literal["leaf", "inline", "graph"]
+Assigned = Literal["refused", "noted", "returned"]
+Plan = Callable[[str, nn.Module], Kind]
+"""Treatment of a module that is called: it stays whole, is recorded into its caller's graph, or gets a graph of its own."""
+
+
+_FAILING = "failing_module"
+
+
+@contextmanager
+def _failing_in(path: str) -> Iterator[None]:
+    """Note on an error the innermost module whose forward it comes from."""
+    try:
+        yield
+    except Exception as err:
+        if getattr(err, _FAILING, None) is None:
+            with suppress(AttributeError):  # an error with slots
+                setattr(err, _FAILING, path)
+        raise
+
+
+@cache
+def _warn_of_written(path: str, cls: str, name: str) -> None:
+    what = "the forward of %s, a %s, keeps a tensor as its attribute %r, which a graph does not repeat"
+    get_logger().warning(f"{what}; nothing that is traced reads it", repr(path or "the whole model"), cls, name)
+
+
+class _Done(BaseException):
+    """Ends the run once the target is traced; no error, which the model's own code might catch."""
+
+
+class _Session(TorchFunctionMode):
+    """One run of the root's forward, with a recorder for every module that gets a graph."""
+
+    def __init__(self, root: nn.Module, request: Request, sandbox: Sandbox, earlier: _Session | None = None) -> None:
+        super().__init__()
+        self.root, self.plan, self.sandbox, self.earlier = root, request.plan, sandbox, earlier
+        self.request = request
+        self.running = self.target = root.get_submodule(request.target)
+        self.paths = {id(module): name for name, module in root.named_modules()}
+        self.stack: list[Recorder | None] = [None]  # None: what runs now is not recorded
+        self.whole: dict[int, nn.Module] = {}
+        self.read_by: dict[tuple[int, str], set[int]] = {}
+        """Attributes that are read while a module kept whole is ``running``, with the modules; all by id."""
+        self.graphs: dict[str, tuple[Recorder, Guard]] = {}
+        self.settings = Settings(())
+        self.filled: dict[tuple[int, str], Any] = {}
+        """Attributes that serve as caches, with what is in them after the forward; None for tensors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        recorder = self.stack[-1]
+        return func(*args, **kwargs) if recorder is None else recorder.call_function(func, args, kwargs)
+
+    def module_call(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        recorder = self.stack[-1]
+        if recorder is None:
+            if module is not self.target or self.graphs:
+                return self.run_around(call, module, args, kwargs)
+            self.settings = Settings(each for each in module.modules() if each is not module)
+            with private.unrecorded():
+                return self.record_target(call, args, kwargs)
+        if id(module) not in recorder.modules:
+            return call(module, *args, **kwargs)
+        path = self.paths[id(module)]
+        kind = self.plan(path, module)
+        kind = "leaf" if is_opaque(module, inlined=kind == "inline") else kind
+        if kind == "leaf" and (found := self.settings.changed(module)) is not None:
+            if is_opaque(module):
+                raise TraceError(f"the forward sets {found[1]!r} for some calls of {path!r}, which is sharded or has hooks")
+            kind = "inline"  # the graph has what the module does with other attributes
+        if kind == "leaf":
+            self.whole[id(module)] = module
+        if kind == "inline":
+            with recorder.within(module), _failing_in(path):
+                return self.run_recorded(recorder, call, module, args, kwargs)
+        with private.unrecorded():
+            run = self.record if kind == "graph" else self.run_whole
+            return recorder.call_module(module, args, kwargs, lambda: run(call, module, args, kwargs))
+
+    def run_around(self, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module unrecorded; one whose graph may have taken the target in runs as it did before it was traced."""
+        variants = variants_of(module)
+        if (
+            self.graphs
+            or variants is None
+            or variants.is_rewritten
+            or all(child is not self.target for child in module.modules())
+        ):
+            return call(module, *args, **kwargs)
+        assert isinstance(module, TracedModule)
+        with innermost_forward(module, variants.original(module)):
+            return call(module, *args, **kwargs)
+
+    def run_whole(self, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module unrecorded; random numbers of Python and NumPy it draws are its own."""
+        others, self.running = OtherRandomNumbers(), module
+        try:
+            with self._unrecorded():
+                return call(module, *args, **kwargs)
+        finally:
+            others.put_back()
+            self.settings.keep(module)
+
+    @contextmanager
+    def _unrecorded(self) -> Iterator[None]:
+        self.stack.append(None)
+        try:
+            yield
+        finally:
+            self.stack.pop()
+
+    def record_target(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the target and make its graph: of its forward alone, with hooks and wrappers around it."""
+        module = self.target
+        if not is_opaque(module):
+            out = self.record(call, module, args, kwargs)
+        else:
+            own: Any = type(module).forward
+
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                with private.unrecorded():
+                    return self.record(own, module, args, kwargs)
+
+            forward.__signature__ = plain_signature(module)  # type: ignore[attr-defined]
+            with private.recorded(), innermost_forward(module, forward):
+                out = call(module, *args, **kwargs)
+        if module is not self.root:
+            raise _Done
+        return out
+
+    def record(self, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module and make its graph, of the first call."""
+        path = self.paths[id(module)]
+        if path in self.graphs:
+            return self.run_whole(call, module, args, kwargs)
+        if self.sandbox.mode.keeps_values and not self.sandbox.answers:
+            self.sandbox.mode.keeps_values = False
+            args, kwargs = map_tensors((args, kwargs), self.sandbox.fake_of)
+        guard = Guard.of(module, args, kwargs)
+        args, kwargs = distinct((args, kwargs), set())
+        earlier = self.earlier.graphs.get(path) if self.earlier else None
+        with self._unrecorded():
+            recorder = Recorder(module, path, self.sandbox, earlier and earlier[0], self.request.symbolic)
+        self.graphs[path] = (recorder, guard)
+        for name, value in Call(guard.parameters, module, args, kwargs).values.items():
+            recorder.parameter(name, value, name in guard.placeholders)
+        self.sandbox.forget_results()  # what another graph's nodes made
+        self.stack.append(recorder)
+        try:
+            with private.recorded():
+                out = self.run_recorded(recorder, call, module, args, kwargs)
+        finally:
+            self.stack.pop()
+        self.sandbox.forget_results()
+        recorder.output(self._with_assigned(recorder, out))
+        guard.expect(recorder.graph)
+        return out
+
+    def _with_assigned(self, recorder: Recorder, out: Any) -> Any:
+        """Return what the graph is to give: the forward's result, or that and what it has left in attributes."""
+        if self.request.assigned == "returned":
+            return out, assigned_values(recorder)
+        if self.request.assigned == "noted":
+            note_assigned(recorder)
+        return out
+
+    def run_recorded(self, recorder: Recorder, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Run a module whose operations are recorded. One that is traced is no other than before, but for its rewrites."""
+        if not isinstance(module, TracedModule):
+            return call(module, *args, **kwargs)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._run_traced(recorder, module, args, kwargs)
+
+        if call is type(module).forward:
+            return forward(*args, **kwargs)
+        with innermost_forward(module, forward):
+            return call(module, *args, **kwargs)
+
+    def _run_traced(self, recorder: Recorder, module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        variants = variants_of(module)
+        assert variants is not None
+        if not variants.is_rewritten:
+            original = variants.former(module)
+            recorder.add_alias(original, module)
+            if isinstance(original, TracedModule):
+                return self._run_traced(recorder, original, args, kwargs)
+            return type(original).forward(original, *args, **kwargs)
+        with self._unrecorded():
+            graph, inputs, reads = variants.graph_for(module, args, kwargs)
+        inside = recorder.modules[id(module)][0]
+        recorder.opened |= {paths.join(inside, path) for path in variants.opened_in(graph)}
+        for path, name in reads:
+            recorder.reads.add((id(module.get_submodule(path)), name))
+        return run_graph(module, graph, inputs, lambda node: recorder.inside_of(inside, node))
+
+    def apply(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """An autograd function is recorded as one call."""
+        recorder = self.stack[-1]
+        if recorder is None:
+            return call(*args, **kwargs)
+        with private.unrecorded(), self._unrecorded():
+            return recorder.call_function(call, args, kwargs)
+
+    def vmap(self, call: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
+        """A function under ``torch.vmap`` is recorded as one call, with the tensors that it captures."""
+        recorder = self.stack[-1]
+        if recorder is None:
+            return call(function, *args, **kwargs)
+        captured = CapturedFunction(function, call, private.modes_inside(self))
+        with self._unrecorded():
+            return recorder.call_captured(captured, lambda: call(function, *args, **kwargs), args, kwargs)
+
+    def ask_mode(self, name: str, answer: Callable[[], bool]) -> bool:
+        """Code asks torch for a mode; inside a ``torch.no_grad`` of the forward the answer is always the same."""
+        recorder = self.stack[-1]
+        if recorder is not None and is_open(name, 1) and not recorder.grad_switches:
+            recorder.expect(answer(), name)
+        return answer()
+
+    @property
+    def recorders(self) -> dict[str, Recorder]:
+        """Path of each module with a graph to what records it."""
+        return {path: recorder for path, (recorder, _) in self.graphs.items()}
+
+    def read(self, module: nn.Module, name: str, value: Any) -> Any:
+        """An attribute is read; the value that the forward gets."""
+        recorder = self.stack[-1]
+        if name in OF_TORCH:
+            return value
+        if recorder is not None:
+            found = recorder.attribute(module, name, value)
+            return value if self.settings.differs(module, name) else found
+        self.read_by.setdefault((id(module), name), set()).add(id(self.running))
+        return value
+
+    def write(self, module: nn.Module, name: str) -> None:
+        """An attribute is set."""
+        if (recorder := self.stack[-1]) is not None:
+            recorder.writes.add((id(module), name))
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run the root's forward."""
+        memo = {id(module): module for module in self.root.modules()}
+        args, kwargs = replace_tensors((args, kwargs), self.sandbox.enter_input, memo)
+        handlers = self.module_call, self.apply, self.read, self.ask_mode, self.write
+        with private.intercept(*handlers), private.intercept_vmap(self.vmap), self:
+            try:
+                self.root(*args, **kwargs)
+            except _Done:
+                return
+            except TraceError:
+                raise
+            except Exception as err:
+                meta = any(tensor.is_meta for tensor in self.sandbox.originals.values())
+                note = "; its weights are on the meta device, so it cannot run on real tensors instead" if meta else ""
+                text = f"the forward does not run: {type(err).__name__}: {err}{note}"
+                raise TraceError(text, source=model_source(err), failing_module=getattr(err, _FAILING, None)) from err
+
+    def check_state(self, again: Callable[[], _Session]) -> None:
+        """Refuse a forward that leaves its modules in another state, unless ``again``, the next call, does the same.
+
+        Raises:
+            TraceError: A graph would not do as the forward does at the next call.
+        """
+        changed = list(changes(self.target.modules(), self.sandbox.state.values()))
+        inside = {id(module) for whole in self.whole.values() for module in whole.modules()}
+        own = [change for change in changed if id(change.module) not in inside]
+        shared = {change.first for change in own}
+        others = [change for change in changed if change.first not in shared]
+        self._mark_changes(others)
+        for recorder in self.recorders.values():
+            for module, name, *_ in others:
+                if (id(module), name) in recorder.reads and name in vars(module):
+                    what = f"attribute {name!r} of {self.paths[id(module)]!r}, which changes inside a module kept whole"
+                    raise TraceError(f"the forward reads the {what}; keep what reads it whole too, with leaf_modules")
+        for module, name, first, _ in changed:
+            if first in shared:
+                # what is no attribute is a buffer
+                self.filled[id(module), name] = (
+                    None if has_tensor(value := vars(module).get(name, torch.empty(0))) else facts_of(value)
+                )
+        if own:
+            modules = [module for module in self.target.modules() if id(module) not in inside]
+            written = self._only_written(own) if self.sandbox.answers else set()
+            assigned = {change[:2] for change in own if change.is_whole and self.request.assigned != "refused"}
+            repeat = Repeat(self.recorders, modules, self.sandbox.state.values(), written, assigned)
+            if found := repeat.difference(again().recorders, own[0]):
+                what = f"the forward of a {type(found[0]).__name__} assigns to its attribute {found[1]!r} or changes it"
+                what = (
+                    f"{what}, which a graph cannot repeat; leave the assignment out, or keep the module whole with leaf_modules"
+                )
+                raise TraceError(what, failing_module=self.paths.get(id(found[0])))
+
+    def _only_written(self, changed: list[Change]) -> set[tuple[int, str]]:
+        """Attributes, by id of the module and name, that now hold a tensor without gradient; a graph leaves them alone."""
+        values = {(id(module), name): vars(module).get(name) for module, name, *_ in changed}
+        written = {key for key, value in values.items() if isinstance(value, torch.Tensor) and not value.requires_grad}
+        for module, name, *_ in changed:
+            if (id(module), name) in written:
+                _warn_of_written(self.paths[id(module)], type(module).__name__, name)
+        return written
+
+    def _mark_changes(self, changed: list[Change]) -> None:
+        """Note at the calls of modules kept whole what they may have changed on themselves, or read of it."""
+        found: dict[int, list[str]] = {}
+        for module, name, (first, there), _ in changed:
+            for holder in {id(module), *self.read_by.get((id(module), name), ())}:
+                found.setdefault(holder, []).append(f"{self.paths[id(first)]}.{there}")
+        tensors = self.sandbox.changed_tensors()
+        for module in self.target.modules() if tensors else ():
+            held = [*module._parameters.items(), *module._buffers.items()]
+            places = [f"{self.paths[id(module)]}.{name}" for name, tensor in held if id(tensor) in tensors]
+            found.setdefault(id(module), []).extend(places)
+        for recorder in self.recorders.values() if found else ():
+            for node in recorder.graph.find_nodes(op="call_module"):
+                modules = recorder.module.get_submodule(str(node.target)).modules()
+                node.meta["changes"] = tuple(place for module in modules for place in found.get(id(module), ()))
+
+
+@dataclass(frozen=True)
+class Request:
+    """Request for a trace.
+
+    Args:
+        target: Path of the module that gets a graph.
+        plan: What happens with the modules inside.
+        symbolic: Sizes are nodes of the graphs, which then serve other sizes too, as far as ``Variants`` finds.
+        by_values: A forward that asks for values of its inputs gets those of this call; the graph expects the same answers.
+        assigned: What becomes of values that the forward computes and leaves in attributes without using what it left there
+            before. They are refused; or noted, in ``meta["assigned"]`` of their nodes; or returned: the result of the one graph
+            is then a pair of the forward's result and a dict of what it assigned, by dotted path.
+    """
+
+    target: str
+    plan: Plan
+    symbolic: bool = False
+    by_values: bool = False
+    assigned: Assigned = "refused"
+
+
+def trace_value(
+    root: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    plan: Plan,
+    target: str = "",
+    symbolic: bool = False,
+    by_values: bool = False,
+    assigned: Assigned = "refused",
+) -> TracedModule:
+    """The graph of ``root.get_submodule(target)`` with the inputs it gets when the root runs on ``args`` and ``kwargs``.
+
+    Fake tensors first; where they cannot follow (a leaf that looks at values, an operator without a fake kernel), real ones.
+    With gradients, unless the caller has turned them off and the forward asks.
+    """
+    return _assemble(root, _with_modes(root, args, kwargs, Request(target, plan, symbolic, by_values, assigned)))
+
+
+def trace_again(
+    module: nn.Module, args: Any, kwargs: Any, opened: frozenset[str], assigned: Assigned = "refused"
+) -> tuple[fx.Graph, Guard, dict[str, Any]]:
+    """The graph of a module for another call, with its guard and the tensors it holds.
+
+    Args:
+        module: As it was before it was traced.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        opened: Paths of the modules whose forwards become part of the graph.
+        assigned: See ``Request``.
+    """
+    plan: Plan = lambda path, child: "inline" if path in opened else "leaf"  # noqa: E731
+    with engines_aside(module):
+        session = _with_modes(module, args, dict(kwargs), Request("", plan, symbolic=True, assigned=assigned))
+    recorder, guard = session.graphs[""]
+    guard.attributes = Attributes(module, *recorder.attributes(session.filled))
+    return recorder.graph, guard, recorder.constants
+
+
+def _with_modes(root: nn.Module, args: Any, kwargs: Any, request: Request) -> _Session:
+    session = _attempt(root, args, kwargs, request, grad=True)
+    asks = any(recorder.graph.find_nodes(op="call_function", target=expect) for recorder in session.recorders.values())
+    if asks and not torch.is_grad_enabled():
+        session = _attempt(root, args, kwargs, request, grad=False)
+    return session
+
+
+def _attempt(root: nn.Module, args: Any, kwargs: Any, request: Request, *, grad: bool) -> _Session:
+    if request.target:  # the part is to get what it gets when the model runs, which may follow from the inputs' values
+        with suppress(TraceError):
+            return _run(root, args, kwargs, request, fake=True, grad=grad, keeps_values=True)
+    try:
+        return _run(root, args, kwargs, request, fake=True, grad=grad)
+    except TraceError as err:
+        failed = err
+    if request.by_values:
+        try:
+            return _run(root, args, kwargs, request, fake=True, grad=grad, keeps_values=True)
+        except TraceError as err:
+            failed = err
+    weights = [*root.parameters(), *root.buffers()]
+    if failed.__cause__ is None or any(tensor.is_meta or private.is_apart(tensor) for tensor in weights):
+        raise failed
+    return _run(root, args, kwargs, request, fake=False, grad=grad)
+
+
+def _run(
+    root: nn.Module, args: Any, kwargs: Any, request: Request, *, fake: bool, grad: bool, keeps_values: bool = False
+) -> _Session:
+    answers = request.by_values and (keeps_values or not fake)
+    sandbox = Sandbox(root, (args, kwargs), fake=fake, keeps_values=keeps_values, answers=answers)
+    with sandbox.open(grad):
+        session = _Session(root, request, sandbox)
+        session.run(args, kwargs)
+        if sandbox.random_numbers.changed():
+            what = "the forward draws random numbers from Python or NumPy, which a graph cannot repeat"
+            raise TraceError(f"{what}; keep the module that does it whole with leaf_modules")
+        target = request.target
+        if target not in session.graphs:
+            raise TraceError(f"{target!r} is not called when the model runs on the example inputs; trace another module")
+
+        def again() -> _Session:
+            second = _Session(root, request, sandbox, session)
+            sandbox.mode.keeps_values = keeps_values
+            second.run(args, kwargs)
+            return second
+
+        session.check_state(again)
+    return session
+
+
+def _assemble(root: nn.Module, session: _Session) -> TracedModule:
+    """Traced modules from the inside out: each holds the ones inside it in place of the originals."""
+    made: dict[str, TracedModule] = {}
+    for path, (recorder, guard) in sorted(session.graphs.items(), key=lambda item: -len(item[0])):
+        prefix = f"{path}." if path else ""
+        inner = {name.removeprefix(prefix): module for name, module in made.items() if name.startswith(prefix)}
+        module = root.get_submodule(path)
+        guard.attributes = Attributes(module, *recorder.attributes(session.filled))
+        traced = TracedModule(module, recorder.graph, guard, recorder.constants, inner, recorder.opened)
+        if is_opaque(module):
+            carry_around(module, traced)
+        made[path] = traced
+    return made[session.request.target]

@@ -1,0 +1,320 @@
+"""Compare what two models compute: outputs, and the gradient of every parameter under its original name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_core.distributed.full_tensors import over_group
+from slapo_core.distributed.random import rng_state, set_rng_state
+from slapo_core.modules.parameters import facts
+
+from .tensor_leaves import Leaves, Unopened, copied, dense, leaves_of
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far two numbers may be apart: ``atol + rtol * |expected| + scale * typical size of the expected tensor``.
+
+    Integers and truth values are equal or not.
+
+    Args:
+        atol: Absolute.
+        rtol: Relative to the number.
+        scale: Relative to the tensor; see ``typical_size``.
+        noise: What is added for one tensor, by what a ``Difference`` calls it.
+    """
+
+    atol: float
+    rtol: float
+    scale: float = 0.0
+    noise: Mapping[str, float] = field(default_factory=dict)
+
+    def absolute(self, expected: torch.Tensor, what: str = "") -> float:
+        """What does not depend on the single number."""
+        scale = self.scale * typical_size(expected) if self.scale else 0.0
+        return self.atol + scale + self.noise.get(what, 0.0)
+
+    def accepts(self, expected: torch.Tensor, actual: torch.Tensor, what: str = "") -> torch.Tensor:
+        """Which elements are close enough."""
+        if not (expected.is_floating_point() or expected.is_complex()):
+            return expected == actual
+        return torch.isclose(actual, expected, rtol=self.rtol, atol=self.absolute(expected, what))
+
+
+_SAMPLED = 1 << 12
+"""Numbers of a tensor whose median is taken."""
+_MEDIANS = 30.0
+_MASKS = 100.0
+
+
+def typical_size(tensor: torch.Tensor) -> float:
+    """The root mean square of a tensor's finite numbers; not of what a few huge ones make of it.
+
+    It is at most 30 times the median of those that are not 0. The largest is left out where it stands there several times and
+    is above 100 times the median of the others: it is a mask.
+    """
+    if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
+        return 0.0
+    numbers = tensor.detach().flatten()
+    size = _root_mean_square(numbers)
+    sample = _sample(numbers).abs().double()
+    sample = sample[sample.isfinite() & (sample > 0)]
+    if math.isfinite(size) and not _has_mask(sample):
+        return min(size, _MEDIANS * float(sample.median())) if sample.numel() else size
+    numbers = numbers.abs().double()
+    numbers = numbers[numbers.isfinite()]
+    if _has_mask(sample):
+        numbers, sample = numbers[numbers < sample.max()], sample[sample < sample.max()]
+    size = _root_mean_square(numbers)
+    return min(size, _MEDIANS * float(sample.median())) if sample.numel() else size
+
+
+def _sample(numbers: torch.Tensor) -> torch.Tensor:
+    """The same ones each time, from no regular places: every n-th may all be of one column."""
+    if numbers.numel() <= _SAMPLED:
+        return numbers
+    generator = torch.Generator().manual_seed(0)
+    return numbers[torch.randint(numbers.numel(), (_SAMPLED,), generator=generator, device="cpu").to(numbers.device)]
+
+
+def _has_mask(sample: torch.Tensor) -> bool:
+    """Whether the largest stands there several times, and is far from the others."""
+    if not sample.numel():
+        return False
+    largest = sample.max()
+    others = sample[sample < largest]
+    return others.numel() < sample.numel() - 1 and others.numel() > 0 and bool(largest > _MASKS * others.median())
+
+
+def _root_mean_square(numbers: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(numbers)) / numbers.numel() ** 0.5 if numbers.numel() else 0.0
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that two models compute differently.
+
+    Args:
+        what: ``"output.logits"``, ``"loss"``, ``"gradient of 'h.0.weight'"``.
+        message: One sentence with the numbers.
+        absolute: Largest absolute error; None where shapes, dtypes or structures differ, or there are NaN.
+        relative: Largest relative error, likewise.
+    """
+
+    what: str
+    message: str
+    absolute: float | None = None
+    relative: float | None = None
+
+
+@dataclass
+class Run:
+    """What a forward and a backward of a model computed, and what they left of the tensors that they were given."""
+
+    outputs: Leaves
+    loss: torch.Tensor | None
+    input_grads: Leaves
+    param_grads: dict[str, torch.Tensor | None]
+    inputs: Leaves = field(default_factory=list)
+
+
+def assert_equivalent(
+    before: nn.Module,
+    after: nn.Module,
+    *inputs: Any,
+    atol: float = 1e-5,
+    rtol: float = 1e-5,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    **kwargs: Any,
+) -> None:
+    """Run both models on the same inputs and random state and compare all they compute.
+
+    Compared in this order: the outputs' structure, shapes and dtypes, their values, the loss, what is left of the inputs, the
+    gradients of those that require one, the gradient of every parameter under its name in ``before``. Gradients of sharded
+    parameters are gathered over their group, which makes the call collective. NaN is never equal. Neither model's ``.grad`` is
+    changed.
+
+    Args:
+        before: The unmodified model, in the same mode (training or not) as ``after``.
+        after: The scheduled model.
+        *inputs: Positional inputs; each run gets its own copies of the tensors.
+        atol: Largest absolute difference.
+        rtol: Largest difference relative to ``before``.
+        loss: ``loss(outputs)``; by default a sum of all floating outputs with fixed weights that differ from element to
+            element, as the plain sum of a softmax or a layer norm has no gradient. Without anything to differentiate only
+            outputs are compared.
+        **kwargs: Keyword inputs.
+
+    Raises:
+        AssertionError: names the first tensor that differs, with the largest absolute and relative error.
+    """
+    if before.training != after.training:
+        modes = ["train" if model.training else "eval" for model in (before, after)]
+        raise AssertionError(f"before is in {modes[0]} mode; after is in {modes[1]} mode")
+    state = rng_state()
+    expected = run_model(before, inputs, kwargs, loss)
+    set_rng_state(state)
+    actual = run_model(after, inputs, kwargs, loss)
+    for difference in differences(expected, actual, Tolerance(atol, rtol)):
+        raise AssertionError(difference.message)
+
+
+def run_model(
+    model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], loss: Callable[[Any], torch.Tensor | None] | None = None
+) -> Run:
+    """Run a model forward and backward on copies of the inputs; its ``.grad`` is as before. Collective where it is sharded."""
+    kept = {parameter: parameter.grad for parameter in model.parameters()}
+    copies: Leaves = []
+    args, keywords = copied(inputs, "", copies), copied(kwargs, "", copies)
+    try:
+        for parameter in kept:
+            parameter.grad = None
+        outputs = model(*args, **keywords)
+        leaves = list(leaves_of(outputs, ""))
+        values = [(path, leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf) for path, leaf in leaves]
+        total = loss(outputs) if loss else weighted_sum(outputs)
+        if total is not None and total.requires_grad:
+            total.backward()  # type: ignore[no-untyped-call]
+        input_grads = [leaf for path, tensor in copies if tensor.requires_grad for leaf in leaves_of(tensor.grad, path)]
+        left = [leaf for path, tensor in copies for leaf in leaves_of(tensor.detach(), path)]
+        return Run(values, None if total is None else total.detach(), input_grads, _named_gradients(model), left)
+    finally:
+        for parameter, grad in kept.items():
+            parameter.grad = grad
+
+
+def weighted_sum(outputs: Any) -> torch.Tensor | None:
+    """A sum of all floating numbers with fixed weights that differ from one to the next; None where nothing has gradients."""
+    total = None
+    for _, leaf in leaves_of(outputs, ""):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            real = (torch.view_as_real(leaf) if leaf.is_complex() else leaf).double()
+            real = torch.where(real.isfinite(), real, 0.0)  # infinities of both signs would have no sum
+            weights = torch.cos(torch.arange(real.numel(), dtype=torch.float64, device=real.device)).view(real.shape)
+            term = (real * weights).sum()
+            total = term if total is None else total + term
+    return total
+
+
+def _named_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Full gradients by original name; a tied parameter stands under each of its names."""
+    found: dict[str, torch.Tensor | None] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        for original in facts(parameter).names or (name,):
+            if original not in found:
+                found[original] = over_group(parameter, lambda held: None if held.grad is None else dense(held.grad))
+    return found
+
+
+def differences(expected: Run, actual: Run, tolerance: Tolerance) -> Iterator[Difference]:
+    """What two runs have different, in the order in which ``assert_equivalent`` names it."""
+    yield from _of_leaves("output", expected.outputs, actual.outputs, tolerance)
+    yield from difference("loss", expected.loss, actual.loss, tolerance)
+    yield from _of_leaves("what the forward left of input", expected.inputs, actual.inputs, tolerance)
+    yield from _of_leaves("gradient of input", expected.input_grads, actual.input_grads, tolerance)
+    yield from of_named("gradient", expected.param_grads, actual.param_grads, tolerance)
+
+
+def of_named(what: str, expected: Mapping[str, Any], actual: Mapping[str, Any], tolerance: Tolerance) -> Iterator[Difference]:
+    """Differences of tensors under their names."""
+    missing = [name for name in expected if name not in actual]
+    if missing:
+        message = f"{what} of {missing[0]!r}: after has no parameter of this original name, {len(missing)} are missing"
+        yield Difference(f"{what} of {missing[0]!r}", message)
+    for name, value in expected.items():
+        if name in actual:
+            yield from difference(f"{what} of {name!r}", value, actual[name], tolerance)
+
+
+def difference(what: str, expected: Any, actual: Any, tolerance: Tolerance) -> Iterator[Difference]:
+    """The difference of two values, shapes and dtypes first, or nothing."""
+    if _kind(expected) != _kind(actual):
+        yield Difference(what, f"{what}: expected {_kind(expected)}, found {_kind(actual)}")
+    else:
+        yield from _of_values(what, expected, actual, tolerance)
+
+
+def _of_leaves(what: str, expected: Leaves, actual: Leaves, tolerance: Tolerance) -> Iterator[Difference]:
+    """Structure, shapes and dtypes of all before any value."""
+    before, after = [path for path, _ in expected], [path for path, _ in actual]
+    if before != after:
+        missing, extra = sorted(set(before) - set(after)), sorted(set(after) - set(before))
+        yield Difference(what, f"{what}: the structure differs; missing {missing}, not expected {extra}")
+        return
+    pairs = [(what + path, one, other) for (path, one), (_, other) in zip(expected, actual, strict=True)]
+    wrong = [pair for pair in pairs if _kind(pair[1]) != _kind(pair[2])]
+    for pair in wrong or pairs:
+        yield from difference(*pair, tolerance)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)} on {value.device.type}"
+    if isinstance(value, Unopened):
+        return f"a {value.kind.__qualname__}"
+    if isinstance(value, type):
+        return f"a {value.__qualname__}"
+    return "nothing" if value is None else f"a {type(value).__qualname__}"
+
+
+def _of_values(what: str, expected: Any, actual: Any, tolerance: Tolerance) -> Iterator[Difference]:
+    if isinstance(expected, float):
+        expected, actual = torch.tensor(expected), torch.tensor(actual)
+    if isinstance(expected, torch.Tensor):
+        yield from _of_tensors(what, expected, actual, tolerance)
+    elif expected != actual:
+        yield Difference(what, f"{what}: expected {expected!r}, found {actual!r}")
+
+
+_WIDER = {
+    torch.complex32: torch.complex64,
+    torch.uint16: torch.int64,
+    torch.uint32: torch.int64,
+    **{getattr(torch, name): torch.float32 for name in dir(torch) if name.startswith("float8_")},
+}
+"""Types that torch stores, and does not compare."""
+
+
+def comparable(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers in a type that can be compared."""
+    return tensor.view(torch.int64) if tensor.dtype is torch.uint64 else tensor.to(_WIDER.get(tensor.dtype, tensor.dtype))
+
+
+def _of_tensors(what: str, expected: torch.Tensor, actual: torch.Tensor, tolerance: Tolerance) -> Iterator[Difference]:
+    expected, actual = comparable(expected), comparable(actual)
+    for label, tensor in (("before", expected), ("after", actual)):
+        if count := int(torch.isnan(tensor).sum()):
+            yield Difference(what, f"{what}: {label} has {count} NaN in {tensor.numel()} elements")
+            return
+    close = tolerance.accepts(expected, actual, what)
+    if bool(close.all()):
+        return
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    error = torch.where(expected == actual, 0, (actual.to(wide) - expected.to(wide)).abs())
+    relative = error / expected.to(wide).abs()
+    relative = torch.where(error == 0, 0, relative)
+    wrong, allowed = int((~close).sum()), tolerance.absolute(expected, what)
+    is_rounded = (allowed or tolerance.rtol) and (expected.is_floating_point() or expected.is_complex())
+    bounds = f"; allowed {allowed:.3g} + {tolerance.rtol:g} x before" if is_rounded else ""
+    yield Difference(
+        what,
+        f"{what}: {wrong} of {close.numel()} elements differ; largest absolute error {_number(error)} at "
+        f"{_index(error)}, largest relative error {_number(relative)}{bounds}",
+        float(error.max()),
+        float(relative.max()),
+    )
+
+
+def _number(error: torch.Tensor) -> str:
+    value = float(error.max())
+    return "infinity" if math.isinf(value) else f"{value:.3g}"
+
+
+def _index(error: torch.Tensor) -> tuple[int, ...]:
+    return tuple(int(index) for index in torch.unravel_index(error.argmax(), error.shape))

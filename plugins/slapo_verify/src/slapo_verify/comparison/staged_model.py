@@ -1,0 +1,51 @@
+"""A schedule that cuts its model into stages, run as these in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from slapo_core.building.build import build_program
+from slapo_core.interfaces.program import Program
+from slapo_core.schedules.schedule import Schedule
+
+
+class Staged(nn.Module):
+    """The scheduled model, under its own names, whose forward runs the stages in turn.
+
+    Args:
+        whole: The scheduled model; all but the forward is its own.
+        program: Its stages.
+    """
+
+    def __init__(self, whole: nn.Module, program: Program) -> None:
+        self.__dict__.update(vars(whole), _slapo_whole=whole, _slapo_program=program)
+
+    @property
+    def count(self) -> int:
+        """Number of stages."""
+        return len(self.__dict__["_slapo_program"].stages)
+
+    @property
+    def training(self) -> bool:
+        """The whole model's."""
+        return bool(self.__dict__["_slapo_whole"].training)
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self.__dict__["_slapo_whole"].training = mode
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the last stage returns."""
+        return self.__dict__["_slapo_program"](*args, **kwargs)
+
+
+def as_built(sch: Schedule) -> nn.Module:
+    """Return the module that runs: the schedule's stages, where it has more than one, else the model.
+
+    Raises:
+        SlapoError: it cannot be cut so, as for ``build``.
+    """
+    program = build_program(sch)
+    return Staged(sch.mod, program) if len(program.stages) > 1 else sch.mod

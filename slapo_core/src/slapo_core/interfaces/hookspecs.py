@@ -1,0 +1,153 @@
+"""The hooks a plugin may implement. ``NAME`` is the pluggy project name and the entry-point group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+if TYPE_CHECKING:
+    from ..schedules.journal import Step
+    from ..schedules.schedule import Schedule
+    from .dialect import Dialect
+    from .engine import Engine
+    from .primitive import Primitive
+    from .program import Program
+
+NAME = "slapo"
+hookspec = pluggy.HookspecMarker(NAME)
+hookimpl = pluggy.HookimplMarker(NAME)
+
+
+@hookspec
+def slapo_primitives() -> Mapping[str, type[Primitive] | str]:  # type: ignore[empty-body]
+    """Primitives by name: the class, or ``"module:Class"``, imported when first used.
+
+    Example:
+        >>> @hookimpl
+        ... def slapo_primitives():
+        ...     return {"quantize": "slapo_quant.quantize:QuantizePrimitive"}
+    """
+
+
+@hookspec
+def slapo_dialects() -> Mapping[str, type[Dialect] | str]:  # type: ignore[empty-body]
+    """Dialects by target name: the class, or ``"module:Class"``, imported when first used.
+
+    Example:
+        >>> @hookimpl
+        ... def slapo_dialects():
+        ...     return {"torch": "slapo_torch.dialect:TorchDialect"}
+    """
+
+
+@hookspec
+def slapo_models() -> Mapping[str, Any]:  # type: ignore[empty-body]
+    """Ready schedules by Transformers ``model_type``: a function ``schedule(sch, **options)`` or ``"module:function"``.
+
+    Example:
+        >>> @hookimpl
+        ... def slapo_models():
+        ...     return {"gpt2": "slapo_models.gpt2:schedule"}
+    """
+
+
+@hookspec
+def slapo_after_create(schedule: Schedule) -> None:
+    """Called with a new schedule, before anything of its model has changed. An observer: it must change nothing.
+
+    Example:
+        >>> @hookimpl
+        ... def slapo_after_create(schedule):
+        ...     print(type(schedule.mod))
+    """
+
+
+@hookspec
+def slapo_before_apply(schedule: Schedule, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Called before a primitive is checked; raise ``ScheduleError`` to refuse the step.
+
+    Example:
+        >>> @hookimpl
+        ... def slapo_before_apply(schedule, name):
+        ...     if name == "replace" and schedule.path.startswith("lm_head"):
+        ...         raise ScheduleError("the head is not to be replaced", path=schedule.path, primitive=name)
+    """
+
+
+@hookspec
+def slapo_after_apply(schedule: Schedule, step: Step) -> None:
+    """Called after a step has been recorded. An observer: it must change nothing.
+
+    Example:
+        >>> @hookimpl
+        ... def slapo_after_apply(schedule, step):
+        ...     print(step)
+    """
+
+
+@hookspec(firstresult=True)
+def slapo_partition(schedule: Schedule) -> Program | None:
+    """The schedule's program in stages, or None when this plugin has nothing to partition; the first program wins.
+
+    Example:
+        >>> @hookimpl
+        ... def slapo_partition(schedule):
+        ...     return None
+    """
+
+
+@hookspec
+def slapo_before_build(schedule: Schedule, target: str | None, config: dict[str, Any]) -> Callable[..., Any] | None:
+    """Called before a program is made; raise ``BuildError`` to refuse.
+
+    A function that it returns is called with the program, the list of modules that this rank runs of it, and a device, as
+    soon as nothing refuses any more. It may give values to meta parameters, before the rest is initialised, and sends nothing.
+    Where it has a method ``agreed``, ranks compare the lines that this gives first, and fail if they differ. What it returns,
+    if anything, is called as ``__exit__`` of a context would be when the engine is there or could not be built.
+
+    Example:
+        >>> @hookimpl
+        ... def slapo_before_build(schedule, target, config):
+        ...     print("building for", target)
+    """
+
+
+@hookspec
+def slapo_after_build(engine: Engine) -> None:
+    """Called with the engine that ``build`` is about to return.
+
+    Example:
+        >>> @hookimpl
+        ... def slapo_after_build(engine):
+        ...     print(type(engine).__name__)
+    """
+
+
+@hookspec
+def slapo_commands(app: Any) -> None:
+    """Add commands to the ``slapo`` command line; ``app`` is its ``typer.Typer``.
+
+    Example:
+        >>> @hookimpl
+        ... def slapo_commands(app):
+        ...     @app.command()
+        ...     def hello() -> None:
+        ...         print("hello")
+    """
+
+
+@hookspec
+def slapo_add_hookspecs(manager: pluggy.PluginManager) -> None:
+    """Bring hook specs of your own with ``manager.add_hookspecs``; called before any plugin's hooks are validated.
+
+    Example:
+        >>> class QuantHooks:
+        ...     @hookspec
+        ...     def slapo_quant_ranges(self):
+        ...         "Value ranges by parameter name."
+        >>> @hookimpl
+        ... def slapo_add_hookspecs(manager):
+        ...     manager.add_hookspecs(QuantHooks)
+    """

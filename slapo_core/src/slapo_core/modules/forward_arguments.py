@@ -1,0 +1,94 @@
+"""The one reading of example inputs and batches: as positional and keyword arguments, and by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from ..reporting.errors import BuildError
+from .forward_wrapping import own_forward
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def split_inputs(example_inputs: Any, model: nn.Module | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and keyword arguments of one call.
+
+    Args:
+        example_inputs: A mapping of keyword arguments; a tuple or list of positional ones; ``(args, kwargs)``, a tuple or list
+            and a mapping with names; or the only argument.
+        model: What is called. Arguments that its forward takes by position alone may then be named in a mapping.
+    """
+    if isinstance(example_inputs, Mapping):
+        args: Sequence[Any] = ()
+        kwargs: Mapping[str, Any] = example_inputs
+    elif _is_call(example_inputs):
+        args, kwargs = example_inputs
+    else:
+        args, kwargs = example_inputs if isinstance(example_inputs, (tuple, list)) else (example_inputs,), {}
+    return (tuple(args), dict(kwargs)) if args or model is None else by_position(model, kwargs)
+
+
+def named_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by name; those of ``*args`` as a tuple under its name, those of ``**kwargs`` by their own.
+
+    Args:
+        model: What is called.
+        args: Positional arguments.
+        kwargs: Keyword arguments, also such as the forward does not take: labels for a loss function.
+
+    Raises:
+        BuildError: more positional arguments than the forward takes, or one that is given by keyword too.
+    """
+    if not args:
+        return dict(kwargs)
+    signature = signature_of(model)
+    try:
+        named = signature.bind_partial(*args).arguments
+    except TypeError as err:
+        takes = ", ".join(name for name, each in signature.parameters.items() if each.kind in _POSITIONAL) or "none"
+        raise BuildError(
+            f"{len(args)} positional arguments are given, but the forward of {type(model).__name__} takes {takes} by position; "
+            "give the others by keyword, and leave out labels that it does not take"
+        ) from err
+    if twice := [name for name in named if name in kwargs]:
+        raise BuildError(f"{twice[0]!r} is given by position and by keyword; give it once")
+    return {**named, **kwargs}
+
+
+def by_position(model: nn.Module, named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the call of ``model`` with these arguments: by keyword, but for what its forward takes by position alone."""
+    args: list[Any] = []
+    parameters = signature_of(model).parameters
+    several = next((name for name, each in parameters.items() if each.kind is each.VAR_POSITIONAL and named.get(name)), None)
+    last = [name for name, each in parameters.items() if each.kind is each.POSITIONAL_ONLY and name in named]
+    end = several or (last[-1] if last else None)
+    used: set[str] = set()
+    for name, each in parameters.items() if end is not None else ():
+        if name in named or each.default is not each.empty:
+            used.add(name)
+            args += named[name] if name == several else [named.get(name, each.default)]
+        if name == end:
+            break
+    return tuple(args), {name: value for name, value in named.items() if name not in used}
+
+
+def variadic(model: nn.Module) -> str | None:
+    """Return the name of the forward's ``*args``, under which ``named_inputs`` has a tuple; None where it has none."""
+    return next((name for name, each in signature_of(model).parameters.items() if each.kind is each.VAR_POSITIONAL), None)
+
+
+def signature_of(model: nn.Module) -> inspect.Signature:
+    """Return the signature of a module's own forward, below wrappers; of a traced one that of the forward that was traced."""
+    return inspect.signature(own_forward(model) or MethodType(type(model).forward, model))
+
+
+def _is_call(value: Any) -> bool:
+    if not isinstance(value, tuple) or len(value) != 2:
+        return False
+    args, kwargs = value
+    return isinstance(args, (tuple, list)) and isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)

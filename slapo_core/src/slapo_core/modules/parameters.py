@@ -1,0 +1,191 @@
+"""Facts about a parameter. They sit on the parameter itself and follow it when it is replaced or copied.
+
+``copy.deepcopy`` of a parameter keeps nothing that was set on it, and a copied model would take its shards for whole; so
+importing this module lets ``nn.Parameter`` copy the facts as well, where there are any.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..reporting.errors import ScheduleError
+
+_FACTS = "_slapo_facts"
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """Record of how a local tensor is cut from a full one.
+
+    Args:
+        dim: Tensor dimension that is split, non-negative.
+        full_shape: Shape of the unsharded tensor.
+        rank: This rank in the group.
+        num_shards: Size of the group.
+        blocks: Sizes along ``dim`` of the fused blocks (q, k and v, say) that are each split for themselves; they add
+            up to ``full_shape[dim]``. An unfused tensor is one block.
+        group: The process group the shards live on; None when there is one shard.
+        axis: Name of the mesh axis of that group.
+        dealt: For every rank the ``(start, stop)`` ranges along ``dim`` that it holds, in order, where the blocks are not
+            dealt out in equal parts. What several ranges hold are copies: equal, and each has the whole gradient.
+    """
+
+    dim: int
+    full_shape: tuple[int, ...]
+    rank: int
+    num_shards: int
+    blocks: tuple[int, ...]
+    group: dist.ProcessGroup | None = None
+    axis: str = "tp"
+    dealt: tuple[tuple[tuple[int, int], ...], ...] | None = None
+
+    def __deepcopy__(self, memo: object) -> ShardSpec:
+        return self  # immutable, and a process group cannot be copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.group is not None:
+            raise TypeError("what is sharded cannot be pickled with its process group; save state_dict() or full_state()")
+        return self.__dict__
+
+    def ranges(self, rank: int | None = None) -> list[tuple[int, int]]:
+        """The ``(start, stop)`` ranges along ``dim`` of the full tensor that ``rank`` (default: this one) holds, in order."""
+        rank = self.rank if rank is None else rank
+        if self.dealt is not None:
+            return list(self.dealt[rank])
+        blocks = zip(accumulate(self.blocks), self.blocks, strict=True)
+        parts = [(stop - size, size // self.num_shards) for stop, size in blocks]
+        return [(start + rank * part, start + (rank + 1) * part) for start, part in parts]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Size of ``dim`` on each rank."""
+        if self.dealt is None:
+            return (self.full_shape[self.dim] // self.num_shards,) * self.num_shards
+        return tuple(sum(stop - start for start, stop in self.ranges(rank)) for rank in range(self.num_shards))
+
+    def counted(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return what of this rank's shard counts where every element of the full tensor counts once: of copies the last."""
+        if self.dealt is None:
+            return shard
+        line = replace(self, dim=0, full_shape=(self.full_shape[self.dim],))
+        numbers = torch.arange(self.num_shards * max(self.sizes)).view(self.num_shards, -1)
+        counts = line.local(line.assemble(numbers)) == numbers[self.rank, : self.sizes[self.rank]]
+        return shard if counts.all() else shard.index_select(self.dim, counts.nonzero().squeeze(1).to(shard.device))
+
+    def local(self, full: torch.Tensor, rank: int | None = None) -> torch.Tensor:
+        """Cut the shard of ``rank`` out of ``full``: a new contiguous tensor, never a view that keeps ``full`` alive."""
+        ranges = self.ranges(rank)
+        if len(ranges) == 1 and type(full) is torch.Tensor and full.is_meta and not full.requires_grad:
+            shape = (*full.shape[: self.dim], ranges[0][1] - ranges[0][0], *full.shape[self.dim + 1 :])
+            return torch.empty(shape, dtype=full.dtype, device=full.device)  # torch clones such tensors in Python
+        parts = [full.narrow(self.dim, start, stop - start) for start, stop in ranges]
+        return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
+
+    def assemble(self, shards: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
+        """Put the shards of all ranks, in rank order, together to the full tensor; what is behind a shard's size is ignored."""
+        full = shards[0].new_empty(self.full_shape)
+        for rank, shard in enumerate(shards):
+            offset = 0
+            for start, stop in self.ranges(rank):
+                full.narrow(self.dim, start, stop - start).copy_(shard.narrow(self.dim, offset, stop - start))
+                offset += stop - start
+        return full
+
+
+@dataclass
+class ParamFacts:
+    """Facts of one parameter or buffer.
+
+    Args:
+        names: Its names in the unmodified model; several when it is tied; empty when the schedule brought it.
+        spec: How it is sharded, None when it is whole.
+        tags: Free marks of primitives and users.
+    """
+
+    names: tuple[str, ...] = ()
+    spec: ShardSpec | None = None
+    tags: set[str] = field(default_factory=set)
+
+
+def facts(tensor: torch.Tensor) -> ParamFacts:
+    """The facts of a parameter or buffer; made when first asked for."""
+    return tensor.__dict__.get(_FACTS) or tensor.__dict__.setdefault(_FACTS, ParamFacts())  # type: ignore[no-any-return]
+
+
+def shard_spec(tensor: torch.Tensor) -> ShardSpec | None:
+    """Return how the tensor is sharded, or None."""
+    return getattr(tensor.__dict__.get(_FACTS), "spec", None)
+
+
+def plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The tensor, detached; not one of FSDP2's, which takes a part of a part for a part of the whole, nor an empty one."""
+    became = "a DTensor, as in FSDP2" if hasattr(tensor, "placements") else "empty, as in ZeRO-3"
+    if hasattr(tensor, "placements") or getattr(tensor, "ds_shape", None) not in (None, getattr(tensor, "shape", None)):
+        raise ScheduleError(f"a parameter has become {became}; leave that out, or ask inside of engine.whole_parameters()")
+    return tensor.detach() if tensor is not None else None
+
+
+def is_part(tensor: torch.Tensor | None) -> bool:
+    """Return whether this rank holds only a part of the tensor."""
+    spec = shard_spec(tensor) if tensor is not None else None
+    return spec is not None and spec.num_shards > 1
+
+
+def successor(old: torch.Tensor, data: torch.Tensor, **changes: Any) -> torch.Tensor:
+    """A tensor with new ``data`` that takes the place of ``old``: same kind, ``requires_grad``, attributes, hooks, facts.
+
+    Both have the same tables of hooks, so that a handle of ``old`` still removes its hook.
+
+    Args:
+        old: A parameter or buffer.
+        data: The new values; any shape.
+        **changes: Facts that change, e.g. ``spec=``.
+    """
+    new = nn.Parameter(data, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else data
+    for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(old, table, None):
+            setattr(new, table, getattr(old, table))
+    _carry(old, new)
+    for name, value in changes.items():
+        setattr(facts(new), name, value)
+    return new
+
+
+def _carry(old: torch.Tensor, new: torch.Tensor) -> None:
+    new.__dict__.update(old.__dict__)
+    setattr(new, _FACTS, ParamFacts(facts(old).names, facts(old).spec, set(facts(old).tags)))
+
+
+_plain_deepcopy: Callable[[nn.Parameter, dict[int, Any]], nn.Parameter] = nn.Parameter.__deepcopy__
+
+
+def _deepcopy(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+    """A copy with the facts, and those hooks that define ``__deepcopy__``; torch copies none, as most know their parameter."""
+    is_new = id(parameter) not in memo
+    copied = _plain_deepcopy(parameter, memo)
+    if is_new and _FACTS in parameter.__dict__:
+        _carry(parameter, copied)
+        hooks = [(key, hook) for key, hook in (parameter._backward_hooks or {}).items() if hasattr(hook, "__deepcopy__")]
+        copied._backward_hooks = OrderedDict((key, hook.__deepcopy__(memo)) for key, hook in hooks)  # also of a frozen one
+    return copied
+
+
+nn.Parameter.__deepcopy__ = _deepcopy  # type: ignore[method-assign,assignment]
+
+
+def name_parameters(root: nn.Module) -> list[torch.Tensor]:
+    """Write each parameter's and buffer's names into its facts; returns the tied ones. Linear in the model."""
+    named: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    for name, tensor in chain(root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False)):
+        named.setdefault(id(tensor), (tensor, []))[1].append(name)
+    for tensor, names in named.values():
+        facts(tensor).names = tuple(names)
+    return [tensor for tensor, names in named.values() if len(names) > 1]

@@ -1,0 +1,121 @@
+"""One name that a plugin provides, and the class or function behind it."""
+
+from __future__ import annotations
+
+import inspect
+import keyword
+import pkgutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..interfaces.dialect import Dialect
+from ..interfaces.primitive import Primitive
+from ..reporting.errors import PluginError
+from ..reporting.failure_reason import reason
+from .plugins import PluginRecord
+
+HOOKS = {"primitive": "slapo_primitives", "dialect": "slapo_dialects", "model": "slapo_models"}
+"""Kind of name to the hook that registers it."""
+
+_BASES: dict[str, type] = {"primitive": Primitive, "dialect": Dialect}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One name a plugin provides.
+
+    Args:
+        kind: ``"primitive"``, ``"dialect"`` or ``"model"``.
+        name: What users write.
+        target: The class or function, or ``"module:name"`` of it.
+        record: The plugin; None for what ``register_primitive`` added in this process.
+    """
+
+    kind: str
+    name: str
+    target: Any
+    record: PluginRecord | None = None
+
+    @property
+    def provider(self) -> str:
+        """Distribution and version, or the module of what was registered in this process."""
+        if self.record:
+            return self.record.provider
+        return self.target.partition(":")[0] if isinstance(self.target, str) else str(self.target.__module__)
+
+    def load(self) -> Any:
+        """The class or function itself, imported if need be.
+
+        Raises:
+            PluginError: it cannot be imported, or is not what it should be.
+        """
+        try:
+            target = pkgutil.resolve_name(self.target) if isinstance(self.target, str) else self.target
+        except (Exception, SystemExit) as error:
+            raise self._error(reason(error)) from error
+        if problem := self._problem(target):
+            raise self._error(problem)
+        return target
+
+    def check(self, reserved: Iterable[str]) -> None:
+        """Refuse what can be seen to be wrong without importing anything.
+
+        Args:
+            reserved: Attributes of ``Schedule``, which a primitive would hide.
+        """
+        if not isinstance(self.name, str) or not self.name:
+            raise self._error("its name is not a word")
+        if self.kind == "primitive":
+            if not self.name.isidentifier() or keyword.iskeyword(self.name) or self.name.startswith("_"):
+                raise self._error("its name cannot be called as sch.<name>(...)")
+            if self.name in reserved:
+                raise self._error("Schedule has an attribute of this name")
+        if not isinstance(self.target, str):
+            self.load()
+        elif not _is_import_path(self.target):
+            raise self._error(f"{self.target!r} is not of the form 'module:Class'")
+
+    def _problem(self, target: Any) -> str | None:
+        base = _BASES.get(self.kind)
+        if base is None:
+            return None if callable(target) else f"{target!r} is not a function"
+        if not (isinstance(target, type) and issubclass(target, base)):
+            return f"{target!r} is not a subclass of {base.__name__}"
+        if inspect.isabstract(target):
+            return f"{target.__name__} does not define {', '.join(sorted(getattr(target, '__abstractmethods__', ())))}"
+        if class_name(target) != self.name:
+            return f"{target.__name__} says its name is {class_name(target)!r}"
+        return None
+
+    def _error(self, problem: str) -> PluginError:
+        return PluginError(f"{self.kind} {self.name!r} of {self.provider} cannot be used: {problem}", owner=self.provider)
+
+
+def entries_from(kind: str, provided: object, record: PluginRecord) -> list[Entry]:
+    """Read what a registration hook returned.
+
+    Raises:
+        PluginError: it is not a mapping.
+    """
+    if not isinstance(provided, Mapping):
+        raise PluginError(f"{HOOKS[kind]}() returned {provided!r}, not a mapping of names", owner=str(record))
+    return [Entry(kind, name, target, record) for name, target in provided.items()]
+
+
+def class_name(target: type) -> str:
+    """The name a primitive or dialect class gives itself, by attribute or by the classic static method."""
+    name = getattr(target, "name", "")
+    return str(name() if callable(name) else name)
+
+
+def conflict(entries: list[Entry]) -> PluginError:
+    """The error for a name that several plugins provide."""
+    owners = " and ".join(sorted(entry.provider for entry in entries))
+    what = f"{entries[0].kind} {entries[0].name!r}"
+    return PluginError(f"{what} is provided by {owners}; uninstall one or disable it with SLAPO_DISABLE_PLUGINS", owner=owners)
+
+
+def _is_import_path(target: str) -> bool:
+    module, _, attributes = target.partition(":")
+    return all(part.isidentifier() for part in [*module.split("."), *attributes.split(".")])

@@ -1,0 +1,236 @@
+"""Names to primitives, dialects and models, and who provides them."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, TypeVar, cast, overload
+
+import pluggy
+
+from ..interfaces.dialect import Dialect
+from ..interfaces.primitive import Primitive
+from ..reporting.errors import PluginError, UnknownNameError
+from .entries import HOOKS, Entry, class_name, conflict, entries_from
+from .plugins import PluginRecord, Plugins
+
+PrimitiveClass = TypeVar("PrimitiveClass", bound=type[Primitive])
+
+
+class Registry:
+    """Everything the plugins provide, by name.
+
+    Args:
+        plugins: Plugin objects to use with core instead of the installed plugins.
+    """
+
+    def __init__(self, plugins: Iterable[object] | None = None) -> None:
+        self._plugins = Plugins(plugins)
+        self._entries: dict[tuple[str, str], list[Entry]] = {}
+        self._loaded: dict[tuple[str, str], Any] = {}
+        self._reserved = _schedule_attributes()
+        self._collect()
+        for entries in self._entries.values():
+            if len(entries) > 1:
+                self._note(entries, conflict(entries))
+
+    @property
+    def hook(self) -> pluggy.HookRelay:
+        """Calls the hooks of all loaded plugins."""
+        return self._plugins.manager.hook
+
+    @property
+    def records(self) -> list[PluginRecord]:
+        """All plugins found, sorted by name, also those that are disabled or did not load."""
+        return self._plugins.records
+
+    def entries(self, kind: str) -> list[Entry]:
+        """The usable entries of a kind, sorted by name; imports nothing."""
+        found = [entries[0] for (of, _), entries in self._entries.items() if of == kind and len(entries) == 1]
+        return sorted(found, key=lambda entry: entry.name)
+
+    def get(self, kind: str, name: str) -> Any:
+        """The class or function behind a name, imported when first asked for.
+
+        Raises:
+            UnknownNameError: no plugin provides the name.
+            PluginError: it cannot be imported, is not what it should be, or two plugins provide it.
+        """
+        found = self._loaded.get((kind, name))
+        if found is None:
+            found = self._loaded[kind, name] = self._entry(kind, name).load()
+        return found
+
+    def importable(self, kind: str) -> dict[str, Any]:
+        """All of a kind that can be imported, by name; one that cannot is noted among its plugin's problems."""
+        found = {}
+        for entry in self.entries(kind):
+            try:
+                found[entry.name] = self.get(kind, entry.name)
+            except PluginError as error:
+                self._note([entry], error)
+        return found
+
+    def provider(self, kind: str, name: str) -> str:
+        """Distribution and version that provide a name, e.g. ``"slapo-core 0.1.0"``."""
+        return self._entry(kind, name).provider
+
+    def primitive(self, name: str) -> type[Primitive]:
+        """The primitive users call ``name``."""
+        return cast("type[Primitive]", self.get("primitive", name))
+
+    def primitive_names(self) -> list[str]:
+        """The names of all primitives, sorted; imports nothing."""
+        return [entry.name for entry in self.entries("primitive")]
+
+    def primitives(self) -> dict[str, type[Primitive]]:
+        """All primitives that can be imported, by name."""
+        return self.importable("primitive")
+
+    def dialect(self, name: str) -> type[Dialect]:
+        """The dialect of a target."""
+        return cast("type[Dialect]", self.get("dialect", name))
+
+    def dialect_names(self) -> list[str]:
+        """The names of all dialects, sorted; imports nothing."""
+        return [entry.name for entry in self.entries("dialect")]
+
+    def model(self, name: str) -> Callable[..., Any]:
+        """The ready schedule of a Transformers ``model_type``."""
+        return cast("Callable[..., Any]", self.get("model", name))
+
+    def add_primitive(self, primitive: type[Primitive]) -> None:
+        """Register a class in this process; defining it once more, as notebooks do, replaces it."""
+        entry = Entry("primitive", class_name(primitive), primitive)
+        entry.check(self._reserved)
+        for other in self._entries.get((entry.kind, entry.name), ()):
+            if other.record or _import_path(other.target) != _import_path(primitive):
+                raise conflict([other, entry])
+        self._entries[entry.kind, entry.name] = [entry]
+        self._loaded[entry.kind, entry.name] = primitive
+
+    def hooks_of(self, record: PluginRecord) -> list[str]:
+        """The names of the hooks a plugin implements, sorted."""
+        callers = self._plugins.manager.get_hookcallers(record.plugin) if record.loaded else None
+        return sorted(caller.name for caller in callers or ())
+
+    def notify(self, hook: str, **arguments: object) -> None:
+        """Call an event hook; where no plugin implements it this costs next to nothing."""
+        if (caller := getattr(self.hook, hook)).get_hookimpls():
+            caller(**arguments)
+
+    def call_each(self, hook: str, **arguments: object) -> None:
+        """Call an event hook one plugin at a time; what one raises is noted among its problems and the others go on."""
+        for impl in reversed(getattr(self.hook, hook).get_hookimpls()):
+            try:
+                impl.function(*(arguments[name] for name in impl.argnames))
+            except (Exception, SystemExit) as error:
+                record, problem = self._plugins.failed(hook, impl.plugin, error)
+                if self._plugins.strict:
+                    raise problem from error
+                record.problems.append(str(problem))
+
+    def _collect(self) -> None:
+        """Call the registration hooks one plugin at a time, so that one that raises takes nothing else with it."""
+        calls: dict[int, list[tuple[str, Callable[[], object]]]] = defaultdict(list)
+        for kind, hook in HOOKS.items():
+            for impl in getattr(self.hook, hook).get_hookimpls():
+                calls[id(impl.plugin)].append((kind, impl.function))
+        for record in [record for record in self.records if record.loaded]:
+            with self._plugins.guard(record):
+                entries = [entry for kind, call in calls[id(record.plugin)] for entry in entries_from(kind, call(), record)]
+                for entry in entries:
+                    entry.check(self._reserved)
+                for entry in entries:
+                    self._entries.setdefault((entry.kind, entry.name), []).append(entry)
+
+    def _entry(self, kind: str, name: str) -> Entry:
+        entries = self._entries.get((kind, name), [])
+        if not entries:
+            failures = [failure for record in self.records if (failure := record.failure)]
+            raise UnknownNameError.of(kind, name, [entry.name for entry in self.entries(kind)], failures)
+        if len(entries) > 1:
+            raise conflict(entries)
+        return entries[0]
+
+    def _note(self, entries: Iterable[Entry], error: PluginError) -> None:
+        if self._plugins.strict:
+            raise error
+        for entry in entries:
+            if entry.record and str(error) not in entry.record.problems:
+                entry.record.problems.append(str(error))
+
+
+def _import_path(target: type) -> str:
+    return f"{target.__module__}.{target.__qualname__}"
+
+
+def _schedule_attributes() -> frozenset[str]:
+    from ..schedules.schedule import Schedule  # noqa: PLC0415  schedule.py looks names up here
+
+    return frozenset(name for name in dir(Schedule) if not name.startswith("_")) - {"trace_until"}  # which calls the primitive
+
+
+class _Default:
+    """The registry of this process, made when first asked for."""
+
+    lock = threading.RLock()
+    registry: Registry | None = None
+    loading = False
+
+
+def default_registry() -> Registry:
+    """The registry of the installed plugins, loaded once per process."""
+    with _Default.lock:
+        if _Default.registry is None:
+            if _Default.loading:
+                raise PluginError("the registry is asked for while plugins are being imported; do that in a hook", owner="")
+            _Default.loading = True
+            try:
+                with _no_collection():
+                    _Default.registry = Registry()
+            finally:
+                _Default.loading = False
+        return _Default.registry
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Loading makes many objects that all stay; a collection in the middle walks all of torch's and costs twice the loading."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def register_primitive() -> Callable[[PrimitiveClass], PrimitiveClass]:
+    """A class decorator that registers a primitive in this process, for notebooks and tests; plugins use the hook."""
+
+    def register(primitive: PrimitiveClass) -> PrimitiveClass:
+        default_registry().add_primitive(primitive)
+        return primitive
+
+    return register
+
+
+@overload
+def list_primitives(name_only: Literal[True] = True) -> list[str]: ...
+@overload
+def list_primitives(name_only: Literal[False]) -> dict[str, type[Primitive]]: ...
+def list_primitives(name_only: bool = True) -> list[str] | dict[str, type[Primitive]]:
+    """All installed primitives.
+
+    Args:
+        name_only: Give the sorted names alone, which imports no plugin's heavy code.
+
+    Returns:
+        The names, or names to classes.
+    """
+    registry = default_registry()
+    return registry.primitive_names() if name_only else registry.primitives()

@@ -1,0 +1,153 @@
+"""Schedules as files: written as data or as code, and replayed on a fresh model."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..reporting.errors import ScheduleError, SlapoError
+from ..reporting.logger import get_logger
+from .journal import Step
+from .schedule import Schedule, create_schedule
+from .serialization import check_names, decode, encode, imports_of
+
+FORMAT = 1
+
+
+def save_schedule(schedule: Schedule, path: str | os.PathLike[str]) -> None:
+    """Write a schedule's steps to ``*.json`` or ``*.py``, whole or not at all."""
+    target = Path(path)
+    writers: dict[str, Callable[[Schedule], str]] = {".json": _as_json, ".py": _as_python}
+    if target.suffix not in writers:
+        raise ScheduleError(f"cannot tell the format of {target.name!r}; end it in .json or .py", primitive="save")
+    text = writers[target.suffix](schedule)
+    if not target.parent.is_dir():
+        raise ScheduleError(f"no folder {str(target.parent)!r} to save {target.name!r} in", primitive="save")
+    with tempfile.NamedTemporaryFile("w", dir=target.parent, prefix=target.name, delete=False, encoding="utf-8") as file:
+        file.write(text)
+    os.replace(file.name, target)
+
+
+def load_schedule(model: nn.Module, path: str | os.PathLike[str], trust: Sequence[str] = (), **options: Any) -> Schedule:
+    """Replay a saved schedule on a fresh model.
+
+    A ``.json`` file is data: it can call installed primitives and name objects of ``torch.nn``, nothing else. A ``.py``
+    file is code and runs with your rights; it defines ``schedule(sch)``.
+
+    Args:
+        model: The unmodified model.
+        path: What ``sch.save`` wrote, or a file written by hand.
+        trust: Further modules a ``.json`` file may take classes and functions from, e.g. ``["my_layers"]``.
+        **options: For ``create_schedule``.
+
+    Raises:
+        ScheduleError: unreadable, malformed, a step is refused, or an object is not trusted; names the file, and the line
+            or step. The model is as it was.
+    """
+    source = Path(path)
+    try:
+        text = source.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as err:
+        raise ScheduleError(f"cannot read the schedule {str(source)!r}: {err}") from err
+    schedule = create_schedule(model, **options)
+    try:
+        if source.suffix == ".py":
+            _run_python(schedule, source, text)
+        else:
+            _run_json(schedule, source, text, trust)
+    except BaseException:
+        while len(schedule.journal):
+            schedule.undo()
+        raise
+    return schedule
+
+
+def _as_json(schedule: Schedule) -> str:
+    steps = []
+    for number, step in enumerate(schedule.journal, 1):
+        with _located(f"step {number}, {step}"):
+            args, kwargs = encode(list(step.args)), {key: encode(value) for key, value in step.kwargs.items()}
+            steps.append({"path": step.path, "name": step.name, "args": args, "kwargs": kwargs, "provider": step.provider})
+    return json.dumps({"slapo_schedule": FORMAT, "model": schedule._root.model, "steps": steps}, indent=1) + "\n"
+
+
+def _as_python(schedule: Schedule) -> str:
+    modules: set[str] = set()
+    for number, step in enumerate(schedule.journal, 1):
+        with _located(f"step {number}, {step}"):
+            modules |= imports_of(encode([*step.args, *step.kwargs.values()]))
+    imports = "".join(f"import {module}\n" for module in sorted(modules - {"builtins"}))
+    body = "\n".join(f"    {step}" for step in schedule.journal) or "    pass"
+    doc = f'"""A schedule of {schedule._root.model}."""\n\n'
+    return f"{doc}{imports}{chr(10) * 2 if imports else ''}def schedule(sch):\n{body}\n"
+
+
+def _run_json(schedule: Schedule, source: Path, text: str, trust: Sequence[str]) -> None:
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as err:
+        raise ScheduleError(f"{source}:{err.lineno}: not JSON: {err.msg}") from err
+    except (RecursionError, ValueError) as err:
+        raise ScheduleError(f"{source}: not a schedule: {err}") from err
+    if not isinstance(data, dict) or data.get("slapo_schedule") != FORMAT or not isinstance(data.get("steps"), list):
+        raise ScheduleError(f"{source}: not a saved schedule of format {FORMAT}")
+    model, former = schedule._root.model, data.get("model")
+    place = str(source) if former in (None, model) else f"{source}, saved for a {former} and not a {model}"
+    for number, entry in enumerate(data["steps"], 1):
+        with _located(f"{place}: step {number}"):
+            _take(schedule, _parse(entry), trust)
+    if place != str(source):
+        get_logger().warning("loaded %s", place)
+
+
+def _parse(entry: Any) -> Step:
+    wanted = {"path": str, "name": str, "args": list, "kwargs": dict}
+    if not isinstance(entry, dict) or not all(isinstance(entry.get(key), kind) for key, kind in wanted.items()):
+        raise ScheduleError(f"not a step: {entry!r}; it needs {', '.join(wanted)}")
+    check_names(entry["kwargs"])
+    return Step(entry["path"], entry["name"], tuple(entry["args"]), entry["kwargs"])
+
+
+def _take(schedule: Schedule, step: Step, trust: Sequence[str]) -> None:
+    handle = schedule[step.path] if step.path else schedule
+    args = [decode(value, trust, schedule) for value in step.args]
+    handle.apply(step.name, *args, **{key: decode(value, trust, schedule) for key, value in step.kwargs.items()})
+
+
+def _run_python(schedule: Schedule, source: Path, text: str) -> None:
+    namespace: dict[str, Any] = {"__name__": f"slapo_schedule_{source.stem}", "__file__": str(source)}
+    try:
+        exec(compile(text, str(source), "exec"), namespace)  # noqa: S102 - a .py schedule is code the user asked to run
+        function = namespace.get("schedule")
+        if not callable(function):
+            raise ScheduleError(f"{source}: defines no function 'schedule(sch)'")
+        function(schedule)
+    except SystemExit as err:
+        raise ScheduleError(f"{source}: leaves the program (sys.exit); a schedule returns") from err
+    except SyntaxError as err:
+        raise ScheduleError(f"{source}:{err.lineno}: {err.msg}") from err
+    except Exception as err:
+        lines = [frame.lineno for frame in traceback.extract_tb(err.__traceback__) if frame.filename == str(source)]
+        if not lines and isinstance(err, TypeError) and callable(namespace.get("schedule")):
+            raise ScheduleError(f"{source}: schedule() does not take one argument, the schedule: {err}") from err
+        if not lines:
+            raise
+        kind = "" if isinstance(err, SlapoError) else f"{type(err).__name__}: "
+        raise ScheduleError(f"{source}:{lines[-1]}: {kind}{err}") from err
+
+
+@contextmanager
+def _located(place: str) -> Iterator[None]:
+    """Put a place in front of any error raised inside the ``with``."""
+    try:
+        yield
+    except Exception as err:
+        raise ScheduleError(f"{place}: {'' if isinstance(err, SlapoError) else f'{type(err).__name__}: '}{err}") from err

@@ -1,0 +1,297 @@
+"""Arguments of steps as data (JSON), and that data as Python source. Nothing here can run what a file merely mentions."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import keyword
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+
+from slapo_tracing.matching.matcher import find_by_name, match_data
+
+from ..reporting.errors import ScheduleError
+from ..reporting.logger import get_logger
+
+_RECIPE = "_slapo_recipe"
+_PLAIN = (type(None), bool, int, float, str)
+
+
+def make(cls: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+    """Build ``cls(*args, **kwargs)`` and remember how, so that a schedule that uses the module can be saved.
+
+    A saved schedule holds the recipe, not the weights: replaying it builds the module anew.
+
+    Raises:
+        ScheduleError: a keyword that is no Python name, which source could not hold.
+    """
+    check_names(kwargs)
+    module = cls(*args, **kwargs)
+    module.__dict__[_RECIPE] = (cls, args, kwargs)
+    return module
+
+
+def check_names(kwargs: Iterable[str]) -> None:
+    """Refuse keyword arguments that would be something else when written down as source."""
+    if bad := [name for name in kwargs if not name.isidentifier() or keyword.iskeyword(name)]:
+        raise ScheduleError(f"{bad[0]!r} is not the name of an argument")
+
+
+def encode(value: Any, strict: bool = True) -> Any:
+    """A value as JSON data: plain values, lists, dicts as they are, anything else as ``{"$kind": data}``.
+
+    Args:
+        value: An argument of a step.
+        strict: False describes what has no such form, for ``to_source`` to show.
+
+    Raises:
+        ScheduleError: the value has no such form; says which and what to do.
+    """
+    if isinstance(value, _PLAIN) and not _is_endless(value):
+        return json.loads(json.dumps(value))  # a subclass, NumPy's float64 or an enum say, becomes what it is beneath
+    try:
+        for name, kind in _KINDS.items():
+            if kind.fits(value):
+                return {name: encode(kind.parts(value), strict)}
+        if type(value) is list:
+            return [encode(item, strict) for item in value]
+        if type(value) is dict:
+            return {key: encode(item, strict) for key, item in value.items()}
+        raise _unwritable(value)
+    except ScheduleError:
+        if strict:
+            raise
+        return {"$unknown": _describe(value)}
+
+
+def decode(data: Any, trust: Sequence[str] = (), schedule: Any = None) -> Any:
+    """The value that ``encode`` wrote.
+
+    Args:
+        data: JSON data.
+        trust: Modules, besides ``torch.nn``, whose classes and functions may be imported.
+        schedule: The schedule the step is for, to find graph nodes by name in.
+
+    Raises:
+        ScheduleError: malformed data, or an object from a module that is not trusted.
+    """
+    if isinstance(data, list):
+        return [decode(item, trust, schedule) for item in data]
+    if not isinstance(data, dict):
+        return data
+    if isinstance(match := data.get("$match"), dict) and "pattern" in match:
+        data = {"$match": {**match, "pattern": _trusted_pattern(match["pattern"], trust)}}
+    parts = {key: decode(item, trust, schedule) for key, item in data.items()}
+    if not any(key.startswith("$") for key in data):
+        return parts
+    name = next(iter(data))
+    if len(data) > 1 or name not in _KINDS:
+        raise ScheduleError(f"not a value of a saved schedule: {data!r}")
+    if name == "$match":
+        return find_by_name(schedule, parts[name])
+    return _import(parts[name], trust) if name == "$import" else _KINDS[name].build(parts[name])
+
+
+def to_source(data: Any) -> str:
+    """What ``encode`` wrote as a Python expression; what cannot be written down is ``<...>``, which does not parse."""
+    if isinstance(data, list):
+        return _Code([to_source(item) for item in data])
+    if not isinstance(data, dict):
+        return _Code(repr(data))
+    for name, inner in data.items():
+        if name.startswith("$"):
+            return _Code(_KINDS[name].source(inner) if name in _KINDS else f"<{inner}>")
+    return _Code({key: to_source(item) for key, item in data.items()})
+
+
+def imports_of(data: Any) -> set[str]:
+    """The modules that ``to_source(data)`` needs imported."""
+    if isinstance(data, dict):
+        own = {data["$import"].partition(":")[0]} if "$import" in data else {_IMPORTS[key] for key in data if key in _IMPORTS}
+        return own | imports_of(list(data.values()))
+    return set().union(*map(imports_of, data)) if isinstance(data, list) else set()
+
+
+class _Code(str):
+    """Source, which stands as it is in the ``repr`` of a container."""
+
+    __repr__ = str.__str__
+
+
+def _is_endless(value: Any) -> bool:
+    return isinstance(value, float) and value - value != 0  # infinite or no number, for which JSON has no word
+
+
+def _is_match(value: Any) -> bool:
+    is_list = isinstance(value, list) and bool(value)
+    return is_list and all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], fx.Node) for item in value)
+
+
+def _is_odd_dict(value: Any) -> bool:
+    return type(value) is dict and any(type(key) is not str or key.startswith("$") for key in value)
+
+
+def _is_importable(value: Any) -> bool:
+    return isinstance(value, type) or inspect.isroutine(value)
+
+
+def _import_path(value: Any) -> str:
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+    for home in (module, "torch.nn.functional", "torch"):  # torch's built-in functions do not know their public home
+        if not home or any(word.startswith("_") for word in f"{home}.{name}".split(".")):
+            continue  # what is private, __main__ included, could not be imported again
+        if _resolve(home, name) is value:
+            return f"{home}:{name}"
+    raise _unwritable(value)
+
+
+def _import(path: Any, trust: Sequence[str]) -> Any:
+    module, _, name = path.partition(":") if isinstance(path, str) else ("", "", "")
+    if not all(word.isidentifier() and not word.startswith("_") for word in [*module.split("."), *name.split(".")]):
+        raise ScheduleError(f"not an import path: {path!r}")
+    trusted = _is_below(module, trust)
+    if not (trusted or _is_below(module, ["torch.nn"])):
+        raise ScheduleError(f"{path!r} is not from a trusted module; pass trust=[{module!r}] if you trust it")
+    found = _resolve(module, name)
+    fit = isinstance(found, type) and issubclass(found, nn.Module) or module == "torch.nn.functional" or trusted
+    if not (_is_importable(found) and _at_home(found, module) and fit):
+        raise ScheduleError(f"{path!r} is no class or function of {module!r}")
+    return found
+
+
+def _match_data(match: Any) -> dict[str, Any]:
+    """A match, with its pattern where that can be imported."""
+    pattern = getattr(getattr(match, "pattern", None), "source", None)
+    try:
+        _import_path(pattern)
+    except ScheduleError:
+        return match_data(match)
+    return {**match_data(match), "pattern": pattern}
+
+
+def _trusted_pattern(data: Any, trust: Sequence[str]) -> Any:
+    """Return what stands for a pattern in a file, or None: without it the nodes of a match are known all the same."""
+    try:
+        return data if inspect.isfunction(decode(data, trust)) else None
+    except ScheduleError as err:
+        get_logger().debug("a match goes without its pattern: %s", err)
+        return None
+
+
+def _resolve(module: str, name: str) -> Any:
+    try:
+        return operator.attrgetter(name)(importlib.import_module(module))
+    except (ImportError, AttributeError, ValueError):
+        return None
+
+
+def _is_below(module: str, homes: Sequence[str]) -> bool:
+    return any(module == home or module.startswith(f"{home}.") for home in homes)
+
+
+def _at_home(value: Any, module: str) -> bool:
+    """Whether the module that was trusted defines the object, rather than importing it from elsewhere."""
+    owner = getattr(value, "__module__", None) or module
+    return bool(owner == module or owner.startswith(("torch.nn.", "torch._C")))
+
+
+def _make(recipe: dict[str, Any]) -> nn.Module:
+    cls = recipe["class"]
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise ScheduleError(f"only modules can be made, not {_describe(cls)}")
+    return make(cls, *recipe["args"], **recipe["kwargs"])
+
+
+def _make_source(data: Any) -> str:
+    words = [data["class"], *data["args"]]
+    kwargs = [f"{key}={to_source(item)}" for key, item in data["kwargs"].items()]
+    return f"slapo_core.make({', '.join([*map(to_source, words), *kwargs])})"
+
+
+def _recipe(module: nn.Module) -> dict[str, Any]:
+    if _RECIPE in module.__dict__:
+        cls, args, kwargs = module.__dict__[_RECIPE]
+        return {"class": cls, "args": list(args), "kwargs": kwargs}
+    cls = type(module)
+    try:
+        inspect.signature(cls).bind()
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            if _configuration(cls()) == _configuration(module):
+                return {"class": cls, "args": [], "kwargs": {}}
+    except Exception as err:  # needs arguments, or is a user's class, whose constructor may raise anything
+        raise _unwritable(module) from err
+    raise _unwritable(module)
+
+
+def _configuration(module: nn.Module) -> list[Any]:
+    """All of a module but the values of its weights."""
+    hidden = {"_parameters", "_buffers", "_modules", "training", _RECIPE}
+
+    def own(inner: nn.Module) -> Any:
+        tensors = {**inner._parameters, **inner._buffers}
+        shapes = {name: None if tensor is None else (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        return type(inner), shapes, {key: value for key, value in inner.__dict__.items() if key not in hidden}
+
+    return [(name, own(inner)) for name, inner in module.named_modules()]
+
+
+def _unwritable(value: Any) -> ScheduleError:
+    if isinstance(value, nn.Module):
+        advice = "build it with slapo.make(cls, ...)"
+    elif _is_importable(value):
+        advice = "define it at the top level of an importable module"
+    elif isinstance(value, torch.Tensor):
+        advice = "give tensors to create_schedule(..., example_inputs=...)"
+    else:
+        advice = "use plain data, importable functions and classes, or slapo.make(cls, ...)"
+    return ScheduleError(f"cannot write down {_describe(value)}; {advice}")
+
+
+def _describe(value: Any) -> str:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, nn.Module):
+        return f"the module {kind}"
+    if _is_importable(value):
+        return f"the {type(value).__name__} {getattr(value, '__qualname__', value)!r}"
+    return f"{value!r} of type {kind}" if len(repr(value)) < 80 else f"a {kind}"
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ScheduleError(f"no dtype {name!r}")
+    return found
+
+
+def _one_of(*types: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, types)
+
+
+class _Kind(NamedTuple):
+    """What JSON has no word for: ``{"$kind": data of its parts}``."""
+
+    fits: Callable[[Any], bool]
+    parts: Callable[[Any], Any]
+    build: Callable[[Any], Any]
+    """The value, of its parts; ``decode`` itself does what needs the schedule or trust."""
+    source: Callable[[Any], str]
+    """Python, of the data."""
+
+
+_KINDS = {  # tried in this order
+    "$float": _Kind(_is_endless, repr, float, lambda data: f"float({data!r})"),
+    "$match": _Kind(_is_match, _match_data, lambda parts: None, lambda data: f"slapo_core.match(sch, {to_source(data)})"),
+    "$tuple": _Kind(_one_of(tuple), list, tuple, lambda data: repr(tuple(map(to_source, data)))),
+    "$set": _Kind(_one_of(set, frozenset), lambda value: sorted(value, key=repr), set, lambda data: f"set({to_source(data)})"),
+    "$dict": _Kind(_is_odd_dict, lambda value: list(map(list, value.items())), dict, lambda data: f"dict({to_source(data)})"),
+    "$dtype": _Kind(_one_of(torch.dtype), lambda value: str(value)[len("torch.") :], _dtype, lambda data: f"torch.{data}"),
+    "$device": _Kind(_one_of(torch.device), str, torch.device, lambda data: f"torch.device({data!r})"),
+    "$make": _Kind(_one_of(nn.Module), _recipe, _make, _make_source),
+    "$import": _Kind(_is_importable, _import_path, lambda parts: None, lambda data: data.replace(":", ".")),
+}
+_IMPORTS = {"$dtype": "torch", "$device": "torch", "$make": "slapo_core", "$match": "slapo_core"}

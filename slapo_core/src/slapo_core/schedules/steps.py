@@ -1,0 +1,150 @@
+"""The one path every primitive call goes through.
+
+look up -> slapo_before_apply -> contracts -> snapshot -> check -> apply -> journal -> slapo_after_apply;
+on any error the snapshot is restored and the error re-raised.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from ..interfaces.primitive import Primitive
+from ..reporting.errors import ScheduleError
+from .journal import Step
+from .transaction import Memory, Transaction
+
+if TYPE_CHECKING:
+    from ..modules.holders import Holders
+    from .schedule import Root, Schedule, ScheduleMetadata
+
+
+def take_step(schedule: Schedule, root: Root, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Apply a primitive, transactionally. Steps taken inside a step become its children."""
+    cls = root.registry.primitive(name)
+    if root.target is not None:
+        built = f"the schedule was built for {root.target!r}, whose engine would not see the step; start a new schedule"
+        raise ScheduleError(built, path=schedule.path, primitive=name)
+    module = schedule.mod
+    root.registry.notify("slapo_before_apply", schedule=schedule, name=name, args=args, kwargs=kwargs)
+    _check_arguments(cls, schedule, name, args, kwargs)
+    _check_contracts(cls, schedule, name)
+
+    transaction = Transaction()
+    metadata = root.metadata_of(module)
+    transaction.on_undo(_Restored(root.holders, metadata))
+    (transaction.touch if cls.scope == "module" else transaction.touch_tree)(module)
+    outer, siblings, kept, checked = root.transaction, root.children, root.holders.kept, root.checked
+    root.transaction, root.children = transaction, []
+    try:
+        root.checked = cls.check(schedule, *args, **kwargs)  # a stranger's that changes something is rolled back too
+        root.holders.kept = kept and cls.scope == "module"
+        metadata.primitives.setdefault(name, cls.init_metadata())
+        value = cls.apply(schedule, *args, **kwargs)
+        if transaction.wrote_in_place():
+            raise ScheduleError("writes into a parameter in place", path=schedule.path, primitive=name)  # rollback says more
+        if cls.scope != "module":
+            root.holders.drop()
+        step = Step(schedule.path, name, args, kwargs, root.registry.provider("primitive", name), tuple(root.children))
+        root.registry.notify("slapo_after_apply", schedule=schedule, step=step)
+    except BaseException:
+        transaction.rollback()
+        raise
+    finally:
+        root.transaction, root.children, root.holders.kept, root.checked = outer, siblings, kept, checked
+    if outer is None:
+        root.journal.record(step, transaction)
+    else:
+        outer.absorb(transaction)
+        siblings.append(step)
+    return schedule if value is None else value
+
+
+@contextmanager
+def attempt(schedule: Schedule) -> Iterator[None]:
+    """For a primitive's ``apply``: take back what is done inside if an error leaves it, so that the step can go on otherwise.
+
+    Args:
+        schedule: The one that the primitive is applied to.
+    """
+    root = schedule._root
+    outer, children = root.transaction, len(root.children)
+    root.transaction = inner = Transaction()
+    try:
+        yield
+    except BaseException:
+        del root.children[children:]
+        inner.rollback()
+        raise
+    finally:
+        root.transaction = outer
+    if outer is not None:
+        outer.absorb(inner)
+
+
+@lru_cache(maxsize=1024)
+def _signature(cls: type[Primitive]) -> inspect.Signature:
+    return inspect.signature(cls.apply)
+
+
+@lru_cache(maxsize=1024)
+def _bind(cls: type[Primitive], positional: int, names: tuple[str, ...]) -> None:
+    """Raise ``TypeError`` unless a call fits; its number of positional arguments and the names of the others tell."""
+    _signature(cls).bind(None, *range(positional), **dict.fromkeys(names))
+
+
+def _check_arguments(
+    cls: type[Primitive], schedule: Schedule, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    try:
+        _bind(cls, len(args), tuple(kwargs))
+    except TypeError as err:
+        known = ", ".join(map(str, list(_signature(cls).parameters.values())[1:]))
+        raise ScheduleError(f"{err}; it takes ({known})", path=schedule.path, primitive=name) from err
+
+
+def _check_contracts(cls: type[Primitive], schedule: Schedule, name: str) -> None:
+    if cls.requires:
+        done = schedule.metadata.primitives
+        missing = [other for other in cls.requires if other not in done]
+        if missing:
+            raise ScheduleError(f"needs {missing[0]!r} on this module first", path=schedule.path, primitive=name)
+    for other in cls.conflicts:
+        at = _applied(schedule, other)
+        if at is not None:
+            where = "this module" if at == schedule.path else repr(at)
+            raise ScheduleError(f"cannot follow {other!r} on {where}; undo one of them", path=schedule.path, primitive=name)
+
+
+def _applied(schedule: Schedule, name: str) -> str | None:
+    """Path of a module at, above or below the schedule's that ``name`` was applied to."""
+    above = schedule.parent
+    while above is not None:
+        if name in above.metadata.primitives:
+            return above.path
+        above = above.parent
+    return next((handle.path for _, handle in schedule.named_schedules() if name in handle.metadata.primitives), None)
+
+
+class _Restored(Memory):
+    """Last action when a step is undone. One object: the garbage collector goes through what is kept of all steps."""
+
+    def __init__(self, holders: Holders, metadata: ScheduleMetadata) -> None:
+        super().__init__(metadata)
+        self.holders, self.tags = holders, set(metadata.param_tags)
+        self.primitives = {name: copy.copy(value) for name, value in metadata.primitives.items()}
+
+    def settle(self) -> bool:
+        """Tags that are added from now on stay."""
+        self.settled, self.tags = True, self.tags ^ self.subject.param_tags
+        return True
+
+    def put_back(self) -> None:
+        self.holders.drop()
+        self.subject.primitives.clear()
+        self.subject.primitives.update(self.primitives)
+        self.subject.param_tags ^= self.tags
