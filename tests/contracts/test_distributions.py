@@ -12,24 +12,27 @@ import pytest
 
 from .conftest import TOP, Environment, folders
 
-CORE = {"annotate", "replace", "replace_all", "trace", "trace_until"}
+CORE = {"annotate", "replace", "replace_all"}
+TRACING = CORE | {"trace", "trace_until"}
 PRIMITIVES = {
     "slapo-core": CORE,
-    "slapo-deepspeed": CORE,
+    "slapo-deepspeed": TRACING,
     "slapo-example": CORE | {"freeze"},
-    "slapo-fusion": CORE | {"compile", "decompose", "fuse"},
-    "slapo-kernels": CORE | {"use_kernels"},
-    "slapo-megatron": CORE,
-    "slapo-memory": CORE | {"checkpoint", "offload"},
+    "slapo-fusion": TRACING | {"compile", "decompose", "fuse"},
+    "slapo-kernels": TRACING | {"use_kernels"},
+    "slapo-megatron": TRACING,
+    "slapo-memory": TRACING | {"checkpoint", "offload"},
     "slapo-models": CORE,
-    "slapo-pipeline": CORE | {"cut_at_marks", "cut_pipeline_stage", "pipeline"},
-    "slapo-sharding": CORE | {"fork_rng", "shard", "sync", "sync_batch_norm", "tensor_parallel"},
-    "slapo-torch": CORE,
-    "slapo-training": CORE,
+    "slapo-pipeline": TRACING | {"cut_at_marks", "cut_pipeline_stage", "pipeline"},
+    "slapo-sharding": TRACING | {"fork_rng", "shard", "sync", "sync_batch_norm", "tensor_parallel"},
+    "slapo-testing": TRACING,
+    "slapo-torch": TRACING,
+    "slapo-tracing": TRACING,
+    "slapo-training": TRACING,
     "slapo-tune": CORE,
     "slapo-verify": CORE,
-    "slapo-weights": CORE,
-    "slapo": CORE
+    "slapo-weights": TRACING,
+    "slapo": TRACING
     | {"checkpoint", "compile", "decompose", "fuse"}
     | {
         "cut_at_marks",

@@ -13,6 +13,7 @@ from slapo_core.modules.forward_wrapping import wrap_forward
 from slapo_core.modules.parameters import facts, successor
 from slapo_core.schedules.steps import attempt
 from slapo_testing import isolated_plugins
+from slapo_tracing import plugin as tracing
 
 
 class Mark(Primitive):
@@ -300,7 +301,7 @@ class Around(Primitive):
 def test_a_graph_edited_by_hand_is_put_back() -> None:
     x = torch.randn(2, 4)
     plugin = type("P", (), {"slapo_primitives": hookimpl(lambda self: {"rewire": Rewire, "around": Around})})()
-    with isolated_plugins(plugin):
+    with isolated_plugins(plugin, tracing):
         sch = create_schedule(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), example_inputs=(x,)).trace()
         (handle,) = sch.find("0")
         expected, before = sch.mod(x), str(sch.mod.graph)

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
         Dialect,
         Engine,
         Journal,
-        ModulePattern,
-        Pattern,
         PluginError,
         Primitive,
         Program,
@@ -38,7 +36,6 @@ if TYPE_CHECKING:
         analyze_tie_weights,
         build,
         build_program,
-        call_module,
         create_schedule,
         get_cuda_rng_tracker,
         get_dialect_cls,
@@ -54,11 +51,10 @@ if TYPE_CHECKING:
         make,
         register_primitive,
         set_random_seed,
-        trace,
-        trace_module,
     )
     from slapo_memory.recompute import checkpoint
     from slapo_models import apply_schedule
+    from slapo_tracing import ModulePattern, Pattern, call_module, trace, trace_module
     from slapo_training.averages import ema
     from slapo_training.gradient_hooks import gradient_hook
     from slapo_tune import Database, Space, Symbol

@@ -1,5 +1,5 @@
 """Patterns that ``Schedule.find`` looks for."""
 
-from slapo_core import ModulePattern, Pattern, call_module
+from slapo_tracing import ModulePattern, Pattern, call_module
 
 __all__ = ["ModulePattern", "Pattern", "call_module"]

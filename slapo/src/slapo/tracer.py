@@ -1,5 +1,5 @@
 """Modules as graphs."""
 
-from slapo_core import trace, trace_module
+from slapo_tracing import trace, trace_module
 
 __all__ = ["trace", "trace_module"]

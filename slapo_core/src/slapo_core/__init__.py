@@ -1,12 +1,8 @@
 """The schedule language for training large PyTorch models: core."""
 
-from slapo_tracing import trace, trace_module
-from slapo_tracing.matching.matcher import find_by_name as match
-from slapo_tracing.matching.patterns import ModulePattern, Pattern, call_module
-
 from .building.build import build, build_program, get_dialect_cls, init_target_engine
 from .building.weights import init_empty_weights, materialize
-from .distributed import gloo_threads  # waits for them as the process ends
+from .distributed import gloo_threads as gloo_threads  # waits for them as the process ends
 from .distributed.random import get_cuda_rng_tracker, is_random_seed_set, set_random_seed
 from .interfaces.dialect import Dialect
 from .interfaces.engine import Engine
@@ -30,8 +26,6 @@ __all__ = [
     "Dialect",
     "Engine",
     "Journal",
-    "ModulePattern",
-    "Pattern",
     "PluginError",
     "Primitive",
     "Program",
@@ -49,7 +43,6 @@ __all__ = [
     "analyze_tie_weights",
     "build",
     "build_program",
-    "call_module",
     "create_schedule",
     "default_registry",
     "get_cuda_rng_tracker",
@@ -64,10 +57,7 @@ __all__ = [
     "list_primitives",
     "load_schedule",
     "make",
-    "match",
     "materialize",
     "register_primitive",
     "set_random_seed",
-    "trace",
-    "trace_module",
 ]

@@ -11,6 +11,4 @@ def slapo_primitives() -> dict[str, str]:
         "annotate": "slapo_core.primitives.annotate:AnnotatePrimitive",
         "replace": "slapo_core.primitives.replace:ReplacePrimitive",
         "replace_all": "slapo_core.primitives.replace_all:ReplaceAllPrimitive",
-        "trace": "slapo_tracing.trace:TracePrimitive",
-        "trace_until": "slapo_tracing.trace_until:TraceUntilPrimitive",
     }

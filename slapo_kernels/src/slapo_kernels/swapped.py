@@ -16,9 +16,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 
-from slapo_core.modules.forward_wrapping import is_opaque
+from slapo_core.modules.forward_wrapping import HOOK_TABLES, is_opaque
 from slapo_tracing.nodes.nested_values import TABLES
-from slapo_tracing.recording.module_hooks import HOOK_TABLES
 
 from ._torch_private import is_watched
 from .conditions import Conditions

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
-
-from torch import nn
 
 from slapo_core.interfaces.primitive import Primitive
 from slapo_core.reporting.errors import ScheduleError
 
-from .tracers.fx_tracer import tracer_class
-from .tracers.selection import Leaves, check_traceable, is_container, named_leaves, trace
+from .tracers.in_place import install, trace_in_place
+from .tracers.selection import Leaves, check_traceable, is_container, named_leaves
 
 if TYPE_CHECKING:
     from slapo_core.schedules.schedule import Schedule
@@ -83,25 +80,3 @@ class TracePrimitive(Primitive):
                 schedule[name].apply("trace", **options)
             return
         install(schedule, trace_in_place(schedule, example_inputs, **options))
-
-
-def trace_in_place(schedule: Schedule, example_inputs: Any, **options: Any) -> Any:
-    """Trace the schedule's module on its own inputs; None: on what it gets when the model runs on the schedule's.
-
-    The first inputs of the whole model are the schedule's from then on.
-    """
-    if not schedule.path and schedule.example_inputs is None and example_inputs is not None:
-        schedule.on_undo(partial(setattr, schedule._root, "example_inputs", None))
-        schedule._root.example_inputs = example_inputs
-    if example_inputs is not None or tracer_class(options.get("tracer")) is not None and schedule.path:
-        return trace(schedule.mod, example_inputs=example_inputs, **options)
-    return trace(schedule.root_module, example_inputs=schedule.example_inputs, target=schedule.path, **options)
-
-
-def install(schedule: Schedule, traced: nn.Module) -> None:
-    """Put a traced module in the schedule's place; what the schedule knows of each module stays known."""
-    before, known = dict(schedule.mod.named_modules()), schedule._root.metadata
-    schedule.replace_module(traced)
-    for path, module in traced.named_modules():
-        if path in before and before[path] in known:
-            known[module] = known[before[path]]

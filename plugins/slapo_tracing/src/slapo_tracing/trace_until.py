@@ -11,7 +11,8 @@ from slapo_core.interfaces.primitive import Primitive
 from slapo_core.modules import paths as module_paths
 from slapo_core.reporting.errors import ScheduleError, TraceError
 
-from .trace import TracePrimitive, install, trace_in_place
+from .trace import TracePrimitive
+from .tracers.in_place import install, trace_in_place
 from .tracers.selection import listed
 
 if TYPE_CHECKING:

@@ -120,7 +120,10 @@ def _with_engine(row: Mapping[str, str], engine: EngineFacts) -> dict[str, str]:
 
 
 def _plugin_row(registry: Registry, record: PluginRecord) -> dict[str, Any]:
-    provides = {f"{kind}s": [entry.name for entry in registry.entries(kind) if entry.record is record] for kind in HOOKS}
+    provides = {
+        hook.removeprefix("slapo_"): [entry.name for entry in registry.entries(kind) if entry.record is record]
+        for kind, hook in HOOKS.items()
+    }
     return {
         "name": record.name,
         "distribution": record.distribution,

@@ -10,6 +10,7 @@ import pluggy
 if TYPE_CHECKING:
     from ..schedules.journal import Step
     from ..schedules.schedule import Schedule
+    from .codec import Codec
     from .dialect import Dialect
     from .engine import Engine
     from .primitive import Primitive
@@ -50,6 +51,41 @@ def slapo_models() -> Mapping[str, Any]:  # type: ignore[empty-body]
         >>> @hookimpl
         ... def slapo_models():
         ...     return {"gpt2": "slapo_models.gpt2:schedule"}
+    """
+
+
+@hookspec
+def slapo_queries() -> Mapping[str, Callable[..., Any] | str]:  # type: ignore[empty-body]
+    """Queries by name: functions of a schedule, called as ``sch.NAME(...)``, that change nothing and are not recorded.
+
+    Example:
+        >>> @hookimpl
+        ... def slapo_queries():
+        ...     return {"count_parameters": "slapo_quant.queries:count_parameters"}
+    """
+
+
+@hookspec
+def slapo_codecs() -> Mapping[str, type[Codec] | str]:  # type: ignore[empty-body]
+    """Codecs by key: how arguments of a type are written in saved schedules; see ``Codec``.
+
+    Example:
+        >>> @hookimpl
+        ... def slapo_codecs():
+        ...     return {"$scale": "slapo_quant.scale:ScaleCodec"}
+    """
+
+
+@hookspec
+def slapo_subgraph_primitives() -> Mapping[str, type[Primitive] | str]:  # type: ignore[empty-body]
+    """What a primitive does with a subgraph of a traced module, by the primitive's name, where it has an argument for one.
+
+    ``replace(new, subgraph)`` calls the class that is registered as ``"replace"``.
+
+    Example:
+        >>> @hookimpl
+        ... def slapo_subgraph_primitives():
+        ...     return {"replace": "slapo_tracing.editing.replacement:SubgraphReplacement"}
     """
 
 

@@ -20,6 +20,12 @@ Wrapper = Callable[..., Any]
 
 WRAPPERS = "_slapo_wrappers"
 INNER = "_slapo_inner_forward"
+HOOK_TABLES = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+    *("_backward_hooks", "_backward_pre_hooks"),
+)
+"""Attributes in which torch keeps the hooks of a module: dicts with a key for each hook."""
 
 
 def wrap_forward(module: nn.Module, wrapper: Wrapper) -> None:

@@ -22,6 +22,19 @@ def find(root: nn.Module, path: str) -> nn.Module | None:
     return module
 
 
+def resolve_aliases(root: nn.Module, path: str) -> str:
+    """Return the path that ``path`` stands for, where modules on the way know submodules by other names.
+
+    A module says so by a method ``_slapo_submodule_path(name)``, which returns a path below it.
+    """
+    names: list[str] = []
+    for name in path.split("."):
+        holder = find(root, ".".join(names))
+        alias = getattr(type(holder), "_slapo_submodule_path", None)
+        names.append(alias(holder, name) if holder is not None and alias is not None and name not in holder._modules else name)
+    return ".".join(names)
+
+
 def split(path: str) -> tuple[str, str]:
     """``split("a.b.c") == ("a.b", "c")``."""
     parent, _, name = path.rpartition(".")

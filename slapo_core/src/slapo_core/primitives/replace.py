@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
-from slapo_tracing.editing import graph_edit
-from slapo_tracing.matching import queries
-from slapo_tracing.recording.module_hooks import HOOK_TABLES
-
 from ..interfaces.primitive import Primitive
+from ..modules.forward_wrapping import HOOK_TABLES
 from ..modules.parameters import facts
-from ..reporting.errors import ScheduleError
+from ..reporting.errors import ScheduleError, UnknownNameError
 
 if TYPE_CHECKING:
     from ..schedules.schedule import Schedule
@@ -49,21 +46,12 @@ class ReplacePrimitive(Primitive):
     scope = "module"
 
     @staticmethod
-    def check(schedule: Schedule, new: Any, subgraph: Any = None, name: str | None = None) -> list[Any]:
-        """Refuse what cannot stand in this place; find the matches."""
+    def check(schedule: Schedule, new: Any, subgraph: Any = None, name: str | None = None) -> Any:
+        """Refuse what cannot stand in this place; find the subgraphs."""
         if subgraph is None:
             check_module(schedule, new, "replace")
-            return []
-        if not (isinstance(new, nn.Module) or callable(new)):
-            raise ScheduleError(f"{new!r} is neither a module nor a function", path=schedule.path, primitive="replace")
-        matches = queries.matches_of(schedule, subgraph, "replace")
-        if len(matches) > 1 and isinstance(new, nn.Module) and [*new.parameters(), *new.buffers()]:
-            shared = f"{len(matches)} subgraphs would share the weights of one {type(new).__name__}"
-            hint = "replace each with its own module, or find them together, by a pattern that returns all their results"
-            raise ScheduleError(f"{shared}; {hint}", path=schedule.path, primitive="replace")
-        for match in matches:
-            graph_edit.check_replace(schedule, match, new)
-        return matches
+            return None
+        return _on_subgraphs(schedule).check(schedule, new, subgraph, name)
 
     @staticmethod
     def apply(schedule: Schedule, new: Any, subgraph: Any = None, name: str | None = None) -> None:
@@ -71,8 +59,16 @@ class ReplacePrimitive(Primitive):
         if subgraph is None:
             swap(schedule, new)
             return
-        for match in schedule.checked:
-            graph_edit.replace_subgraph(schedule, match, new, name=name)
+        _on_subgraphs(schedule).apply(schedule, new, subgraph, name)
+
+
+def _on_subgraphs(schedule: Schedule) -> type[Primitive]:
+    """Return what replaces subgraphs, which the package that traces provides."""
+    try:
+        return cast("type[Primitive]", schedule.registry.get("subgraph primitive", "replace"))
+    except UnknownNameError as err:
+        needed = "a subgraph is part of a traced graph; pip install slapo-tracing"
+        raise ScheduleError(needed, path=schedule.path, primitive="replace") from err
 
 
 def check_module(schedule: Schedule, new: Any, primitive: str) -> None:

@@ -9,16 +9,27 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..interfaces.codec import Codec
 from ..interfaces.dialect import Dialect
 from ..interfaces.primitive import Primitive
 from ..reporting.errors import PluginError
 from ..reporting.failure_reason import reason
 from .plugins import PluginRecord
 
-HOOKS = {"primitive": "slapo_primitives", "dialect": "slapo_dialects", "model": "slapo_models"}
+HOOKS = {
+    "primitive": "slapo_primitives",
+    "dialect": "slapo_dialects",
+    "model": "slapo_models",
+    "query": "slapo_queries",
+    "codec": "slapo_codecs",
+    "subgraph primitive": "slapo_subgraph_primitives",
+}
 """Kind of name to the hook that registers it."""
 
-_BASES: dict[str, type] = {"primitive": Primitive, "dialect": Dialect}
+CALLED_ON_SCHEDULES = ("primitive", "query")
+"""Kinds whose names are called as ``sch.NAME(...)``; one name is of one kind."""
+
+_BASES: dict[str, type] = {"primitive": Primitive, "dialect": Dialect, "codec": Codec, "subgraph primitive": Primitive}
 
 
 @dataclass(frozen=True)
@@ -26,7 +37,7 @@ class Entry:
     """One name a plugin provides.
 
     Args:
-        kind: ``"primitive"``, ``"dialect"`` or ``"model"``.
+        kind: A key of ``HOOKS``, e.g. ``"primitive"``.
         name: What users write.
         target: The class or function, or ``"module:name"`` of it.
         record: The plugin; None for what ``register_primitive`` added in this process.
@@ -62,11 +73,11 @@ class Entry:
         """Refuse what can be seen to be wrong without importing anything.
 
         Args:
-            reserved: Attributes of ``Schedule``, which a primitive would hide.
+            reserved: Attributes of ``Schedule``, which a primitive or query of the same name would hide.
         """
         if not isinstance(self.name, str) or not self.name:
             raise self._error("its name is not a word")
-        if self.kind == "primitive":
+        if self.kind in CALLED_ON_SCHEDULES:
             if not self.name.isidentifier() or keyword.iskeyword(self.name) or self.name.startswith("_"):
                 raise self._error("its name cannot be called as sch.<name>(...)")
             if self.name in reserved:

@@ -7,14 +7,16 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, Literal, TypeVar, cast, overload
 
 import pluggy
 
+from ..interfaces.codec import Codec
 from ..interfaces.dialect import Dialect
 from ..interfaces.primitive import Primitive
 from ..reporting.errors import PluginError, UnknownNameError
-from .entries import HOOKS, Entry, class_name, conflict, entries_from
+from .entries import CALLED_ON_SCHEDULES, HOOKS, Entry, class_name, conflict, entries_from
 from .plugins import PluginRecord, Plugins
 
 PrimitiveClass = TypeVar("PrimitiveClass", bound=type[Primitive])
@@ -31,11 +33,16 @@ class Registry:
         self._plugins = Plugins(plugins)
         self._entries: dict[tuple[str, str], list[Entry]] = {}
         self._loaded: dict[tuple[str, str], Any] = {}
-        self._reserved = _schedule_attributes()
         self._collect()
-        for entries in self._entries.values():
-            if len(entries) > 1:
-                self._note(entries, conflict(entries))
+        for (kind, name), entries in self._entries.items():
+            rivals = [
+                entry
+                for of in CALLED_ON_SCHEDULES
+                if kind in CALLED_ON_SCHEDULES
+                for entry in self._entries.get((of, name), ())
+            ]
+            if len(rivals or entries) > 1:
+                self._note(entries, conflict(rivals or entries))
 
     @property
     def hook(self) -> pluggy.HookRelay:
@@ -82,6 +89,14 @@ class Registry:
         """The primitive users call ``name``."""
         return cast("type[Primitive]", self.get("primitive", name))
 
+    def has(self, kind: str, name: str) -> bool:
+        """Return whether a plugin provides the name; imports nothing."""
+        return (kind, name) in self._entries
+
+    def names(self, kind: str) -> list[str]:
+        """Return the names of a kind, sorted; imports nothing."""
+        return [entry.name for entry in self.entries(kind)]
+
     def primitive_names(self) -> list[str]:
         """The names of all primitives, sorted; imports nothing."""
         return [entry.name for entry in self.entries("primitive")]
@@ -98,6 +113,15 @@ class Registry:
         """The names of all dialects, sorted; imports nothing."""
         return [entry.name for entry in self.entries("dialect")]
 
+    def query(self, name: str) -> Callable[..., Any]:
+        """The query users call ``name``: a function of a schedule."""
+        return cast("Callable[..., Any]", self.get("query", name))
+
+    @cached_property
+    def codecs(self) -> tuple[type[Codec], ...]:
+        """The codecs of arguments in saved schedules."""
+        return tuple(self.importable("codec").values())
+
     def model(self, name: str) -> Callable[..., Any]:
         """The ready schedule of a Transformers ``model_type``."""
         return cast("Callable[..., Any]", self.get("model", name))
@@ -105,7 +129,7 @@ class Registry:
     def add_primitive(self, primitive: type[Primitive]) -> None:
         """Register a class in this process; defining it once more, as notebooks do, replaces it."""
         entry = Entry("primitive", class_name(primitive), primitive)
-        entry.check(self._reserved)
+        entry.check(_RESERVED)
         for other in self._entries.get((entry.kind, entry.name), ()):
             if other.record or _import_path(other.target) != _import_path(primitive):
                 raise conflict([other, entry])
@@ -143,7 +167,7 @@ class Registry:
             with self._plugins.guard(record):
                 entries = [entry for kind, call in calls[id(record.plugin)] for entry in entries_from(kind, call(), record)]
                 for entry in entries:
-                    entry.check(self._reserved)
+                    entry.check(_RESERVED)
                 for entry in entries:
                     self._entries.setdefault((entry.kind, entry.name), []).append(entry)
 
@@ -168,10 +192,14 @@ def _import_path(target: type) -> str:
     return f"{target.__module__}.{target.__qualname__}"
 
 
-def _schedule_attributes() -> frozenset[str]:
-    from ..schedules.schedule import Schedule  # noqa: PLC0415  schedule.py looks names up here
+_RESERVED: set[str] = set()
+_Class = TypeVar("_Class", bound=type)
 
-    return frozenset(name for name in dir(Schedule) if not name.startswith("_")) - {"trace_until"}  # which calls the primitive
+
+def reserve_names(cls: _Class) -> _Class:
+    """Class decorator: no primitive or query may have the name of a public attribute of this class."""
+    _RESERVED.update(name for name in dir(cls) if not name.startswith("_"))
+    return cls
 
 
 class _Default:

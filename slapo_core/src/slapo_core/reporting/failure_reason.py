@@ -11,7 +11,11 @@ import pluggy
 
 from .errors import SlapoError
 
-_NOT_THE_CAUSE = ("<", pkgutil.__file__, *(str(Path(file).parent) for file in (__file__, pluggy.__file__, importlib.__file__)))
+_NOT_THE_CAUSE = (
+    "<",
+    pkgutil.__file__,
+    *(str(path) for path in (Path(__file__).parents[1], Path(pluggy.__file__).parent, Path(importlib.__file__).parent)),
+)
 """Code that runs what failed: Slapo's core, pluggy, Python's import system."""
 
 

@@ -20,14 +20,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from slapo_tracing.editing import graph_edit
-from slapo_tracing.matching import queries
-
 from ..distributed.full_tensors import full_state
 from ..modules import paths
 from ..modules.holders import Holders, Place
 from ..modules.parameters import facts, name_parameters
-from ..registration.registry import Registry, default_registry
+from ..registration.registry import Registry, default_registry, reserve_names
 from ..reporting.errors import ScheduleError, UnknownNameError
 from .journal import Journal, Step
 from .steps import take_step
@@ -100,6 +97,7 @@ class Root:
         return copied
 
 
+@reserve_names
 class Schedule:
     """One module of a model, and the words to say how it is to run: ``sch["h.0.mlp"].checkpoint()``.
 
@@ -254,14 +252,14 @@ class Schedule:
         Raises:
             UnknownNameError: no such module.
         """
-        handle = self._at(graph_edit.numbered_path(self.mod, path))
+        handle = self._at(paths.resolve_aliases(self.mod, path))
         if paths.find(self._root.module, handle._path) is None:
             near = [paths.join(self._path, name) for name in paths.nearby(self.mod, path)]
             raise UnknownNameError.of("module", handle._path, near)
         return handle
 
     def __contains__(self, path: object) -> bool:
-        return isinstance(path, str) and paths.find(self.mod, graph_edit.numbered_path(self.mod, path)) is not None
+        return isinstance(path, str) and paths.find(self.mod, paths.resolve_aliases(self.mod, path)) is not None
 
     def named_schedules(self, prefix: str = "") -> Iterator[tuple[str, Schedule]]:
         """Every schedule from this one down, itself first, with its path below this one (``prefix`` in front)."""
@@ -305,8 +303,11 @@ class Schedule:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):
             raise AttributeError(name)
+        registry = self._root.registry
+        if registry.has("query", name):
+            return MethodType(registry.query(name), self)
         try:
-            cls = self._root.registry.primitive(name)
+            cls = registry.primitive(name)
         except UnknownNameError as err:
             raise UnknownPrimitiveError(str(err)) from err
         call: Any = lambda schedule, /, *args, **kwargs: schedule.apply(name, *args, **kwargs)  # noqa: E731
@@ -314,7 +315,7 @@ class Schedule:
         return MethodType(update_wrapper(call, cls.apply, (), ()), self)  # what help() and signature() understand
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *self._root.registry.primitive_names()})
+        return sorted({*super().__dir__(), *self._root.registry.names("primitive"), *self._root.registry.names("query")})
 
     def undo(self) -> Step:
         """Take the last step back, wherever in the model it was, and return it. ``build`` ends what can be undone."""
@@ -397,34 +398,6 @@ class Schedule:
         """Add an action that takes back what the snapshot of modules cannot see; run newest first."""
         assert self._root.transaction is not None, "only a primitive's apply may change the model"
         self._root.transaction.on_undo(inverse)
-
-    # ---- finding in traced modules
-
-    def find_node(self, regex_or_pattern_fn: str | Callable[..., bool]) -> list[tuple[str, Any]]:
-        """Nodes of the graphs from here down, which is traced first where it is not, with the paths of their traced modules.
-
-        ``[[node] for node in ...]`` are as many matches for ``replace``; the list itself is one.
-
-        Args:
-            regex_or_pattern_fn: A regular expression that the whole path of a called module matches, or a function of a node.
-        """
-        return queries.find_node(self, regex_or_pattern_fn)
-
-    def find_subgraph(self, pattern_fn: Any) -> list[Any]:
-        """Matches in the graphs from here down, which is traced first where it is not; they never overlap.
-
-        Args:
-            pattern_fn: A function of tensors, with ``slapo.call_module(name, ...)`` for modules in it, or a ``Pattern``.
-        """
-        return queries.find_subgraph(self, pattern_fn)
-
-    def find(self, regex_or_pattern_fn: Any) -> list[Any]:
-        """``find_node`` for a regular expression, ``find_subgraph`` for a function or ``Pattern``; see their help."""
-        return (self.find_node if isinstance(regex_or_pattern_fn, str) else self.find_subgraph)(regex_or_pattern_fn)
-
-    def trace_until(self, paths: str | list[str], **kwargs: Any) -> Schedule:
-        """Trace down to the modules at these paths or globs, which stay whole; ``kwargs`` are those of ``trace``."""
-        return self.apply("trace_until", paths, **kwargs)  # type: ignore[no-any-return]
 
     def full_state(self, kind: str = "param") -> dict[str, torch.Tensor | None]:
         """Full tensors under the unmodified model's names, on every rank; collective.

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx, nn
+from torch import nn
 
-from slapo_tracing.matching.matcher import find_by_name, match_data
-
+from ..interfaces.codec import Codec
+from ..registration.registry import default_registry
 from ..reporting.errors import ScheduleError
 from ..reporting.logger import get_logger
 
@@ -55,6 +55,10 @@ def encode(value: Any, strict: bool = True) -> Any:
     if isinstance(value, _PLAIN) and not _is_endless(value):
         return json.loads(json.dumps(value))  # a subclass, NumPy's float64 or an enum say, becomes what it is beneath
     try:
+        for codec in _codecs().values():
+            if codec.fits(value):
+                parts = codec.parts(value).items()
+                return {codec.name: encode({key: part for key, part in parts if _is_kept(key, part, codec)}, strict)}
         for name, kind in _KINDS.items():
             if kind.fits(value):
                 return {name: encode(kind.parts(value), strict)}
@@ -84,16 +88,19 @@ def decode(data: Any, trust: Sequence[str] = (), schedule: Any = None) -> Any:
         return [decode(item, trust, schedule) for item in data]
     if not isinstance(data, dict):
         return data
-    if isinstance(match := data.get("$match"), dict) and "pattern" in match:
-        data = {"$match": {**match, "pattern": _trusted_pattern(match["pattern"], trust)}}
+    name = next(iter(data), "")
+    codec = _codecs().get(name)
+    if codec is not None and isinstance(written := data[name], dict):
+        data = {name: {key: _trusted(item, trust) if key in codec.optional else item for key, item in written.items()}}
     parts = {key: decode(item, trust, schedule) for key, item in data.items()}
     if not any(key.startswith("$") for key in data):
         return parts
-    name = next(iter(data))
-    if len(data) > 1 or name not in _KINDS:
-        raise ScheduleError(f"not a value of a saved schedule: {data!r}")
-    if name == "$match":
-        return find_by_name(schedule, parts[name])
+    if len(data) > 1 or codec is None and name not in _KINDS:
+        raise ScheduleError(
+            f"not a value of a saved schedule: {data!r}; a codec of a plugin that is not installed may be missing"
+        )
+    if codec is not None:
+        return codec.build(parts[name], schedule)
     return _import(parts[name], trust) if name == "$import" else _KINDS[name].build(parts[name])
 
 
@@ -105,6 +112,8 @@ def to_source(data: Any) -> str:
         return _Code(repr(data))
     for name, inner in data.items():
         if name.startswith("$"):
+            if codec := _codecs().get(name):
+                return _Code(codec.source(to_source(inner)))
             return _Code(_KINDS[name].source(inner) if name in _KINDS else f"<{inner}>")
     return _Code({key: to_source(item) for key, item in data.items()})
 
@@ -112,7 +121,8 @@ def to_source(data: Any) -> str:
 def imports_of(data: Any) -> set[str]:
     """The modules that ``to_source(data)`` needs imported."""
     if isinstance(data, dict):
-        own = {data["$import"].partition(":")[0]} if "$import" in data else {_IMPORTS[key] for key in data if key in _IMPORTS}
+        modules = {**_IMPORTS, **{name: codec.module for name, codec in _codecs().items() if codec.module}}
+        own = {data["$import"].partition(":")[0]} if "$import" in data else {modules[key] for key in data if key in modules}
         return own | imports_of(list(data.values()))
     return set().union(*map(imports_of, data)) if isinstance(data, list) else set()
 
@@ -125,11 +135,6 @@ class _Code(str):
 
 def _is_endless(value: Any) -> bool:
     return isinstance(value, float) and value - value != 0  # infinite or no number, for which JSON has no word
-
-
-def _is_match(value: Any) -> bool:
-    is_list = isinstance(value, list) and bool(value)
-    return is_list and all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], fx.Node) for item in value)
 
 
 def _is_odd_dict(value: Any) -> bool:
@@ -164,22 +169,26 @@ def _import(path: Any, trust: Sequence[str]) -> Any:
     return found
 
 
-def _match_data(match: Any) -> dict[str, Any]:
-    """A match, with its pattern where that can be imported."""
-    pattern = getattr(getattr(match, "pattern", None), "source", None)
+def _codecs() -> dict[str, type[Codec]]:
+    return {codec.name: codec for codec in default_registry().codecs}
+
+
+def _is_kept(key: str, part: Any, codec: type[Codec]) -> bool:
+    """Return whether a part is written: an optional one only where it can be imported again."""
+    if key not in codec.optional:
+        return True
     try:
-        _import_path(pattern)
+        return bool(_import_path(part))
     except ScheduleError:
-        return match_data(match)
-    return {**match_data(match), "pattern": pattern}
+        return False
 
 
-def _trusted_pattern(data: Any, trust: Sequence[str]) -> Any:
-    """Return what stands for a pattern in a file, or None: without it the nodes of a match are known all the same."""
+def _trusted(data: Any, trust: Sequence[str]) -> Any:
+    """Return the data of an optional part, or None where its module is not trusted or has no such function."""
     try:
         return data if inspect.isfunction(decode(data, trust)) else None
     except ScheduleError as err:
-        get_logger().debug("a match goes without its pattern: %s", err)
+        get_logger().debug("a saved value goes without an optional part: %s", err)
         return None
 
 
@@ -285,7 +294,6 @@ class _Kind(NamedTuple):
 
 _KINDS = {  # tried in this order
     "$float": _Kind(_is_endless, repr, float, lambda data: f"float({data!r})"),
-    "$match": _Kind(_is_match, _match_data, lambda parts: None, lambda data: f"slapo_core.match(sch, {to_source(data)})"),
     "$tuple": _Kind(_one_of(tuple), list, tuple, lambda data: repr(tuple(map(to_source, data)))),
     "$set": _Kind(_one_of(set, frozenset), lambda value: sorted(value, key=repr), set, lambda data: f"set({to_source(data)})"),
     "$dict": _Kind(_is_odd_dict, lambda value: list(map(list, value.items())), dict, lambda data: f"dict({to_source(data)})"),
@@ -294,4 +302,4 @@ _KINDS = {  # tried in this order
     "$make": _Kind(_one_of(nn.Module), _recipe, _make, _make_source),
     "$import": _Kind(_is_importable, _import_path, lambda parts: None, lambda data: data.replace(":", ".")),
 }
-_IMPORTS = {"$dtype": "torch", "$device": "torch", "$make": "slapo_core", "$match": "slapo_core"}
+_IMPORTS = {"$dtype": "torch", "$device": "torch", "$make": "slapo_core"}

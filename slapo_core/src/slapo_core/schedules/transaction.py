@@ -15,8 +15,6 @@ import torch
 from torch import fx, nn
 from torch.nn.parameter import is_lazy
 
-from slapo_tracing.graphs.traced_module import compile_anew
-
 from ..modules.parameters import ParamFacts
 from ..reporting.errors import SlapoError
 
@@ -90,7 +88,7 @@ class Transaction:
             graph.output(graph.graph_copy(saved, copies))
             for node, copied in copies.items():
                 copied.name = node.name
-            compile_anew(module)
+            getattr(module, "_slapo_recompile", module.recompile)()
 
         self.on_undo(restore)
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_tracing.recording.module_hooks import HOOK_TABLES, WRAPPING
+from slapo_core.modules.forward_wrapping import HOOK_TABLES
+from slapo_tracing.recording.module_hooks import WRAPPING
 
 
 def bare_copy(module: nn.Module, dtype: torch.dtype | None, training: bool) -> nn.Module:

@@ -13,7 +13,7 @@ from slapo_core.reporting.errors import SlapoError
 
 from ..workers.job_transport import FunctionRef, unpickled
 from ..workers.pool import DistributedError, run_distributed
-from . import dialect_checks as of_dialect
+from .engine_checks import promises as of_dialect
 from .examples.case import Case, ConformanceError, registry_of
 from .examples.examples import EngineExample, Example
 from .examples.validation import check_asked

@@ -6,7 +6,6 @@ The cost of an edit follows the nodes it touches, not the graph. Every edit regi
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -240,30 +239,6 @@ def traced_module_of(schedule: Schedule, nodes: Sequence[Any]) -> fx.GraphModule
     if len(where) > 1 or not isinstance(module, fx.GraphModule):
         raise ScheduleError(f"no traced module holds all nodes of the subgraph, but {sorted(where)}", path=schedule.path)
     return module
-
-
-def numbered_path(module: nn.Module, path: str) -> str:
-    """Return the path that ``path`` stands for: a ``"FusedQKV_1"`` in it is the second replaced subgraph of this name or class.
-
-    Args:
-        module: Holds the traced modules whose subgraphs were replaced.
-        path: Below it.
-    """
-    names: list[str] = []
-    for name in path.split("."):
-        holder = paths.find(module, ".".join(names))
-        names.append(name if holder is None or name in holder._modules else _numbered(holder, name))
-    return ".".join(names)
-
-
-def _numbered(traced: nn.Module, name: str) -> str:
-    stem, _, number = name.rpartition("_")
-    variants = variants_of(traced) if number.isdigit() else None
-    calls = [rewrite.call for rewrite in variants.rewrites if isinstance(rewrite, _Replacement)] if variants else []
-    targets = dict.fromkeys(str(call.target) for call in calls if call.op == "call_module")
-    found = {target: type(new).__name__ for target in targets if (new := paths.find(traced, target)) is not None}
-    of_stem = [path for path, kind in found.items() if stem in (kind, re.sub(r"_\d+$", "", paths.split(path)[1]))]
-    return of_stem[int(number)] if of_stem and int(number) < len(of_stem) else name
 
 
 def extract(gm: fx.GraphModule, nodes: Sequence[Any] | Part) -> TracedModule:

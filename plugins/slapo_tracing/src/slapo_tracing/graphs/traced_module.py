@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import itertools
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -14,12 +15,14 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate, map_arg
 
+from slapo_core.modules import paths
+
 from ..nodes import _torch_private as private
 from ..nodes.nested_values import TABLES as _TABLES
 from ..nodes.nested_values import shallow_copy
 from ..recording.module_hooks import HOOKS, WRAPPING
 from .guard import Guard, InputCheck
-from .variants import Opened, Variants
+from .variants import Opened, Retrace, Variants
 
 _KEPT = ("training", "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 
@@ -38,6 +41,7 @@ class TracedModule(fx.GraphModule):
         constants: Tensors the forward used that the model does not hold, by the names in the graph.
         inner: Modules that take the place of those at these paths.
         opened: Paths of the modules whose forwards are part of the graph; None: no other call can be traced.
+        retrace: Traces other calls; needed where ``opened`` is given.
 
     Attributes:
         through: Makes what is called of the graph's function, which takes the module and its inputs.
@@ -55,6 +59,7 @@ class TracedModule(fx.GraphModule):
         constants: Mapping[str, torch.Tensor] | None = None,
         inner: Mapping[str, nn.Module] | None = None,
         opened: Iterable[str] | None = None,
+        retrace: Retrace | None = None,
     ) -> None:
         super().__init__({}, fx.Graph(), f"Traced{root.__dict__.get('_traced_class', type(root)).__name__}")
         self._adopt(root)
@@ -69,7 +74,7 @@ class TracedModule(fx.GraphModule):
         for target in itertools.chain(targets, names):
             self._own_parents(target, copies)
         self.graph = graph
-        self.__dict__["_variants"] = _variants(self, guard, opened, root)
+        self.__dict__["_variants"] = _variants(self, guard, opened, root, retrace)
         _show_signature(self)
 
     def _adopt(self, root: nn.Module) -> None:
@@ -105,6 +110,22 @@ class TracedModule(fx.GraphModule):
                 copied = shallow_copy(child)
                 copies[id(child)] = copies[id(copied)] = copied
             module._modules[name] = module = copies[id(child)]
+
+    def _slapo_submodule_path(self, name: str) -> str:
+        """Return the path of the module that ``name`` stands for: ``"FusedQKV_1"`` is the second that replaced a subgraph.
+
+        The part before the number is the name or the class of the new module.
+        """
+        stem, _, number = name.rpartition("_")
+        calls = [rewrite.call for rewrite in self._variants.rewrites] if number.isdigit() else []
+        targets = dict.fromkeys(str(call.target) for call in calls if call.op == "call_module")
+        found = {target: type(new).__name__ for target in targets if (new := paths.find(self, target)) is not None}
+        of_stem = [path for path, kind in found.items() if stem in (kind, re.sub(r"_\d+$", "", paths.split(path)[1]))]
+        return of_stem[int(number)] if of_stem and int(number) < len(of_stem) else name
+
+    def _slapo_recompile(self) -> None:
+        """Compile the first graph when it runs next: an edit that is noted changed it, or a rollback."""
+        self._variants.start_from(self.graph, rewritten=True)
 
     def recompile(self) -> Any:
         """Mark the code stale, after an edit by hand."""
@@ -158,7 +179,11 @@ class TracedModule(fx.GraphModule):
 
 
 def _variants(
-    module: TracedModule, guard: Guard | InputCheck | None, opened: Iterable[str] | None, root: nn.Module
+    module: TracedModule,
+    guard: Guard | InputCheck | None,
+    opened: Iterable[str] | None,
+    root: nn.Module,
+    retrace: Retrace | None,
 ) -> Variants:
     """The graphs of a new traced module, which was made from ``root``."""
     before = variants_of(root)
@@ -169,7 +194,7 @@ def _variants(
     cls = module.__dict__["_traced_class"]
     can_trace = opened is not None and not (cls is nn.Module and inner is None)
     known = {path: Opened.of(module.get_submodule(path)) for path in opened or ()} if can_trace else None
-    variants = Variants(module.graph, cls.__name__, guard, known, inner)
+    variants = Variants(module.graph, cls.__name__, guard, known, inner, retrace)
     variants.shared = _shared(module) if can_trace else []
     return variants
 
@@ -191,7 +216,7 @@ def variants_of(module: nn.Module) -> Variants | None:
 
 def compile_anew(module: fx.GraphModule) -> None:
     """The first graph was changed by an edit that is noted, or put back: compile it when it runs next."""
-    module.recompile() if (variants := variants_of(module)) is None else variants.start_from(module.graph, rewritten=True)
+    getattr(module, "_slapo_recompile", module.recompile)()
 
 
 def guard_of(module: nn.Module) -> Guard | None:

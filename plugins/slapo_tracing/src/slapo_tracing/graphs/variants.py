@@ -41,8 +41,20 @@ _MOST_CALLS = 256
 class Rewrite(Protocol):
     """An edit of the first graph that can be made on another one."""
 
+    call: Any
+    """The call that replaced the nodes, with its ``op`` and ``target``."""
+
     def redo(self, module: TracedModule, graph: fx.Graph, twins: Twins) -> None:
         """Make the edit on ``graph``, where ``twins`` has its node for the name of each node of the first graph."""
+
+
+class Retrace(Protocol):
+    """The tracer that makes the graph of another call."""
+
+    def __call__(
+        self, module: nn.Module, args: Any, kwargs: Any, opened: frozenset[str], /
+    ) -> tuple[fx.Graph, Guard, dict[str, Any]]:
+        """Return the graph of a call of ``module``, its guard, and the tensors it holds; ``opened`` are the modules inlined."""
 
 
 _SAME = ("as before",)
@@ -160,6 +172,7 @@ class Variants(Hidden):
         guard: The calls that the first graph is good for; None: any, whose arguments go to the placeholders.
         opened: The modules whose forwards are part of the graph, by path; None: no other call can be traced.
         inner: The rewritten module that was traced, without what it runs on; None: the class's own forward was.
+        retrace: Traces other calls; needed where ``opened`` is given.
     """
 
     def __init__(
@@ -169,8 +182,9 @@ class Variants(Hidden):
         guard: Guard | InputCheck | None,
         opened: Mapping[str, Opened] | None,
         inner: TracedModule | None,
+        retrace: Retrace | None,
     ) -> None:
-        self.label, self.opened, self.inner = label, opened, inner
+        self.label, self.opened, self.inner, self.retrace = label, opened, inner, retrace
         self.shared: list[list[tuple[str, ...]]] = []
         """The places of what the first graph names by one of them, and the traced module has at several."""
         self.guard = guard if isinstance(guard, Guard) else None
@@ -329,18 +343,16 @@ class Variants(Hidden):
         return guard, variant
 
     def _traced(self, module: TracedModule, args: Any, kwargs: Any, changed: Mapping[str, Any]) -> tuple[Guard, Variant | None]:
-        from ..tracers.value_tracer import trace_again  # noqa: PLC0415  it makes traced modules
-
         if self.edited_by_hand:
             raise TraceError(
                 "it was edited by hand, which cannot be repeated; use replace or fuse, or run calls like the first"
             )
-        if self.opened is None:
+        if self.opened is None or self.retrace is None:
             raise TraceError("the class that it was traced from is not known")
         with private.unobserved():
             former = with_modules(self.former(module, bare=True), self.dropped)
             opened = frozenset(path for path in self.opened if changed.get(path, ()) is not None)
-            graph, guard, constants = trace_again(former, args, kwargs, opened)
+            graph, guard, constants = self.retrace(former, args, kwargs, opened)
         data = graph_data(graph, constants)
         first = self.pristine if self.rewrites else graph_data(module.graph, module)
         for known, graph_then in [(self.first, first), *((other, other.pristine) for other in self.others)]:

@@ -12,6 +12,7 @@ from torch import fx, nn
 from slapo_core.reporting.errors import ScheduleError, TraceError
 from slapo_core.reporting.logger import get_logger
 
+from ..tracers.in_place import trace_in_place
 from ..tracers.selection import is_container
 from . import matcher
 from .patterns import Pattern
@@ -21,11 +22,16 @@ if TYPE_CHECKING:
 
 
 def find_node(schedule: Schedule, wanted: str | Callable[[fx.Node], bool]) -> list[matcher.Handle]:
-    """Nodes of the graphs from a schedule's module down; where nothing there is traced, ``trace`` is applied first.
+    """Return nodes of the graphs from a schedule's module down; where nothing there is traced, ``trace`` is applied first.
+
+    ``[[node] for node in ...]`` are as many matches for ``replace``; the list itself is one.
 
     Args:
         schedule: Of the module.
         wanted: A regular expression that the path of a called module matches fully, or a function of a node.
+
+    Returns:
+        Nodes with the paths of their traced modules.
 
     Raises:
         ScheduleError: no regular expression and no function.
@@ -36,14 +42,14 @@ def find_node(schedule: Schedule, wanted: str | Callable[[fx.Node], bool]) -> li
 
 
 def find_subgraph(schedule: Schedule, pattern: Callable[..., Any] | Pattern) -> list[matcher.Match]:
-    """Occurrences of a pattern in the same graphs; they never overlap.
+    """Return the occurrences of a pattern in the same graphs; they never overlap.
 
     Where nothing was traced before, and only a graph of everything has the pattern, as it goes from one module into another,
     ``trace(flatten=True)`` is applied.
 
     Args:
         schedule: Of the module.
-        pattern: A function of tensors or a ``Pattern``.
+        pattern: A function of tensors, with ``slapo.call_module(name, ...)`` for modules in it, or a ``Pattern``.
 
     Raises:
         ScheduleError: the pattern cannot be looked for.
@@ -56,6 +62,11 @@ def find_subgraph(schedule: Schedule, pattern: Callable[..., Any] | Pattern) -> 
         lambda: matcher.find_subgraph(schedule.mod, compiled, schedule.path),
         in_flat=lambda flat: len(matcher.find_subgraph(flat, compiled)),
     )
+
+
+def find(schedule: Schedule, wanted: str | Callable[..., Any] | Pattern) -> list[Any]:
+    """Return ``find_node`` of a regular expression, ``find_subgraph`` of a function of tensors or a ``Pattern``."""
+    return find_node(schedule, wanted) if isinstance(wanted, str) else find_subgraph(schedule, wanted)
 
 
 def matches_of(schedule: Schedule, subgraph: Any, primitive: str) -> list[Any]:
@@ -131,8 +142,6 @@ def _is_traced(module: nn.Module) -> bool:
 
 def _flat_count(schedule: Schedule, in_flat: Callable[[nn.Module], int]) -> int:
     """Return the number of matches in a graph of everything."""
-    from ..trace import trace_in_place  # noqa: PLC0415  a primitive is imported when it is used
-
     with suppress(TraceError, ScheduleError):
         return in_flat(trace_in_place(schedule, None, flatten=True))
     return 0

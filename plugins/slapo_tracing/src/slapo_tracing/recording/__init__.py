@@ -1,5 +1,5 @@
 """Recording of one forward: torch calls become nodes of an ``fx.Graph`` while the forward runs on fake tensors.
 
-A module and the arguments of a call enter. The graph leaves, together with the attributes that the forward read and assigned. The run
-leaves the model unchanged. May import ``nodes``.
+A module and the arguments of a call enter. The graph leaves, together with the attributes that the forward read and
+assigned. The run leaves the model unchanged. May import ``nodes``.
 """

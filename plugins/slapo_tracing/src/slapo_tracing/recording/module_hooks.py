@@ -10,18 +10,20 @@ from typing import Any
 
 from torch import nn
 
-from slapo_core.modules.forward_wrapping import INNER, WRAPPERS, WrappedForward, forward_wrappers, wrap_forward, wrapped_forward
+from slapo_core.modules.forward_wrapping import (
+    HOOK_TABLES,
+    INNER,
+    WRAPPERS,
+    WrappedForward,
+    forward_wrappers,
+    wrap_forward,
+    wrapped_forward,
+)
 
 WRAPPING = ("forward", WRAPPERS, INNER)
 """Attributes in which a module's wrappers are kept."""
-HOOK_TABLES = (
-    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
-    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
-    *("_backward_hooks", "_backward_pre_hooks"),
-)
-"""Attributes in which torch keeps the hooks of a module: dicts with a key for each hook."""
 HOOKS = (*HOOK_TABLES, "_is_full_backward_hook")
-"""These, and the kind of the backward hooks."""
+"""``HOOK_TABLES``, and the kind of the backward hooks."""
 
 
 def carry_around(old: nn.Module, new: nn.Module) -> None:

@@ -15,6 +15,7 @@ from ..graphs.guard import Guard
 from ..graphs.traced_module import TracedModule
 from ..nodes import _torch_private as private
 from ..nodes.nested_values import getter
+from .value_tracer import trace_again
 
 
 def trace_export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
@@ -61,4 +62,4 @@ def trace_export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             node.target = f"_tensor_constant{len(constants)}"
             constants[node.target] = value
     opened = [path for path, _ in module.named_modules() if path]
-    return TracedModule(module, graph, guard, constants, opened=opened)
+    return TracedModule(module, graph, guard, constants, opened=opened, retrace=trace_again)

@@ -18,6 +18,7 @@ from ..nodes.mode_regions import autocast_state
 from ..nodes.nested_values import TABLES, difference, fingerprint, is_input
 from ..recording.attribute_reads import OF_TORCH, Attributes
 from ..recording.module_hooks import carry_around
+from .value_tracer import trace_again
 
 Plan = Callable[[str, nn.Module], str]
 
@@ -71,7 +72,7 @@ def trace_fx(
     )
     names = {id(each): path for path, each in source.named_modules()}
     guard.attributes = Attributes(module, {(names[key], name) for key, name in reads if key in names}, {})
-    traced = TracedModule(module, graph, guard, inner=_inner(module, graph, plan, tracer), opened=opened)
+    traced = TracedModule(module, graph, guard, inner=_inner(module, graph, plan, tracer), opened=opened, retrace=trace_again)
     if is_opaque(module):
         carry_around(module, traced)
     return traced

@@ -48,7 +48,7 @@ def trace_module(
 
     Args:
         model: What to trace; its weights may be on the meta device.
-        example_inputs: One call's arguments, see ``slapo_core.modules.forward_arguments.split_inputs``.
+        example_inputs: One call's arguments, see ``split_inputs``.
         leaf: ``leaf(path, module)``: keep this module whole. Modules with hooks or a wrapped forward always are.
         tracer: See ``trace``.
         concrete_args: Further arguments, no tensors.
@@ -120,7 +120,7 @@ def trace(
 
     Args:
         model: What runs on the example inputs. It is left as it is.
-        example_inputs: One call's arguments, see ``slapo_core.modules.forward_arguments.split_inputs``; None: ``torch.fx`` traces symbolically,
+        example_inputs: One call's arguments, see ``split_inputs``; None: ``torch.fx`` traces symbolically,
             or, where it cannot, the forward is run on ``stand_ins``.
         recursive: Submodules are traced too, each into a graph of its own.
         flatten: One graph of everything instead.

@@ -472,7 +472,7 @@ def _assemble(root: nn.Module, session: _Session) -> TracedModule:
         inner = {name.removeprefix(prefix): module for name, module in made.items() if name.startswith(prefix)}
         module = root.get_submodule(path)
         guard.attributes = Attributes(module, *recorder.attributes(session.filled))
-        traced = TracedModule(module, recorder.graph, guard, recorder.constants, inner, recorder.opened)
+        traced = TracedModule(module, recorder.graph, guard, recorder.constants, inner, recorder.opened, trace_again)
         if is_opaque(module):
             carry_around(module, traced)
         made[path] = traced

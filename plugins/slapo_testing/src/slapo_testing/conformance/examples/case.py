@@ -19,6 +19,7 @@ from slapo_core.modules.parameters import facts
 from slapo_core.registration.registry import Registry, default_registry
 from slapo_core.reporting.errors import PluginError, ScheduleError, SlapoError
 from slapo_core.schedules.schedule import Schedule, create_schedule
+from slapo_tracing import plugin as tracing
 from slapo_verify.comparison.equivalence import Run, Tolerance, differences, run_model
 
 from .argument_copies import own
@@ -36,8 +37,8 @@ class ConformanceError(AssertionError):
 
 
 def registry_of(plugins: Any) -> Registry:
-    """Return a registry of core and the named modules alone, or of the installed plugins where none are named."""
-    return Registry([importlib.import_module(name) for name in plugins]) if plugins else default_registry()
+    """Return a registry of core, tracing and the named modules alone, or of the installed plugins where none are named."""
+    return Registry([tracing, *map(importlib.import_module, plugins)]) if plugins else default_registry()
 
 
 @dataclass

@@ -1,0 +1,131 @@
+"""One example of a dialect, made real on each rank: engines, and the unmodified model that they are compared with."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from slapo_core.building.build import build
+from slapo_core.interfaces.dialect import Dialect
+from slapo_core.interfaces.engine import Engine
+from slapo_core.schedules.schedule import Schedule, create_schedule
+
+from ..examples.case import ConformanceError, registry_of
+from ..examples.examples import EngineExample
+
+STEPS = 4
+"""Of training; the loss of each but the first tells of the step before. A checkpoint is taken in the middle."""
+AXES = ("pp", "dp", "tp")
+
+
+class EngineCase:
+    """An example of a dialect on this rank.
+
+    Args:
+        name: The target.
+        example: The example.
+        folder: An empty one that all ranks see.
+    """
+
+    def __init__(self, name: str, example: EngineExample, folder: str) -> None:
+        self.name, self.example, self.folder = name, example, Path(folder)
+        self.registry = registry_of(example.plugins)
+        self.mesh: DeviceMesh = init_device_mesh("cpu", tuple(example.mesh.get(axis, 1) for axis in AXES), mesh_dim_names=AXES)
+
+    @property
+    def dialect(self) -> type[Dialect]:
+        """Its class."""
+        return self.registry.dialect(self.name)
+
+    def model(self) -> nn.Module:
+        """A fresh one, of the same numbers each time."""
+        torch.manual_seed(0)
+        return self.example.model()
+
+    def batch(self, step: int) -> dict[str, torch.Tensor]:
+        """This data-parallel rank's part."""
+        parts = self.mesh["dp"].size()
+        rank = self.mesh["dp"].get_local_rank()
+        return {name: value.chunk(parts)[rank] for name, value in self.example.batch(step).items()}
+
+    def schedule(self, model: nn.Module | None = None) -> Schedule:
+        """The top schedule with all steps."""
+        inputs = {key: value for key, value in self.batch(0).items() if self.example.loss_fn is None or key != "labels"}
+        made = create_schedule(
+            self.model() if model is None else model, mesh=self.mesh, example_inputs=inputs, plugins=self.registry
+        )
+        if self.example.before is not None:
+            self.example.before(made)
+        return made
+
+    @contextmanager
+    def engine(self, schedule: Schedule | None = None, options: Mapping[str, Any] | None = None) -> Iterator[Engine]:
+        """The engine, closed at the end."""
+        options = self.example.options if options is None else options
+        made = self.build(self.schedule() if schedule is None else schedule, options)
+        try:
+            yield made
+        finally:
+            made.close()
+
+    def build(self, schedule: Schedule, options: Mapping[str, Any]) -> Engine:
+        """As the user does."""
+        common = {"optimizer": self.example.optimizer, "loss_fn": self.example.loss_fn}
+        return build(schedule, self.name, **{**common, **options})
+
+    def evaluate(self, engine: Engine, step: int) -> float:
+        """The engine's loss in evaluation."""
+        return float(engine.eval_batch(**self.batch(step)).detach())
+
+    def equal(self, found: float, expected: float, what: str) -> None:
+        """Raise unless a loss is the other one."""
+        if not abs(found - expected) <= self.example.atol:  # nor NaN
+            raise ConformanceError(f"{what} is {found:.7g}, {abs(found - expected):.2g} off {expected:.7g}")
+
+    def losses(self, options: Mapping[str, Any]) -> list[float]:
+        """Of the unmodified model in one process, step by step."""
+        return [loss for loss, _ in self.reference(options)]
+
+    def reference(self, options: Mapping[str, Any]) -> Iterator[tuple[float, nn.Module]]:
+        """The loss of each step of the unmodified model in one process, and the model behind it."""
+        model = self.model()
+        optimizer = self.example.optimizer(model.parameters())
+        parts = options.get("microbatches", 1) * self.mesh["dp"].size()
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss = self.backward(model, step, parts)
+            if clip := options.get("clip"):
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            yield loss, model
+
+    def backward(self, model: nn.Module, step: int, parts: int = 1) -> float:
+        """The mean loss of the unmodified model over equal parts of a batch, whose gradients it has then."""
+        batch, total = self.example.batch(step), 0.0
+        for part in zip(*(value.chunk(parts) for value in batch.values()), strict=True):
+            loss = self.loss(model, dict(zip(batch, part, strict=True))) / parts
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        return total
+
+    def evaluated(self, model: nn.Module, step: int) -> float:
+        """The loss of the unmodified model in evaluation."""
+        with torch.no_grad():
+            return float(self.loss(copy.deepcopy(model).eval(), self.example.batch(step)))
+
+    def loss(self, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        """The unmodified model's of a batch."""
+        if self.example.loss_fn is not None:
+            labels = batch.pop("labels", None)
+            return self.example.loss_fn(model(**batch), labels)
+        outputs = model(**batch)
+        found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", outputs)
+        assert isinstance(found, torch.Tensor), "the example's model gives no loss; give loss_fn="
+        return found

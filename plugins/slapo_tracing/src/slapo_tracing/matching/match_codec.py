@@ -1,0 +1,41 @@
+"""Matches in saved schedules: nodes by name, with the pattern where it can be imported."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import fx
+
+from slapo_core.interfaces.codec import Codec
+from slapo_core.schedules.schedule import Schedule
+
+from .matcher import find_by_name, match_data
+
+
+class MatchCodec(Codec):
+    """A list of (path, node) pairs, as ``find`` returns."""
+
+    name: ClassVar[str] = "$match"
+    module: ClassVar[str] = "slapo_tracing"
+    optional: ClassVar[frozenset[str]] = frozenset({"pattern"})
+
+    @staticmethod
+    def fits(value: Any) -> bool:
+        """Return whether the value is a match."""
+        is_list = isinstance(value, list) and bool(value)
+        return is_list and all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], fx.Node) for item in value)
+
+    @staticmethod
+    def parts(value: Any) -> dict[str, Any]:
+        """Return the names of the nodes, and the pattern."""
+        return {**match_data(value), "pattern": getattr(getattr(value, "pattern", None), "source", None)}
+
+    @staticmethod
+    def build(parts: dict[str, Any], schedule: Schedule) -> Any:
+        """Return the nodes of these names in the schedule's traced modules."""
+        return find_by_name(schedule, parts)
+
+    @staticmethod
+    def source(parts: str) -> str:
+        """Return the call that finds the match again."""
+        return f"slapo_tracing.match(sch, {parts})"

@@ -1,0 +1,36 @@
+"""Tracing of a schedule's module, and the traced module in its place."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from .fx_tracer import tracer_class
+from .selection import trace
+
+if TYPE_CHECKING:
+    from slapo_core import Schedule
+
+
+def trace_in_place(schedule: Schedule, example_inputs: Any, **options: Any) -> Any:
+    """Trace the schedule's module on its own inputs; None: on what it gets when the model runs on the schedule's.
+
+    The first inputs of the whole model are the schedule's from then on.
+    """
+    if not schedule.path and schedule.example_inputs is None and example_inputs is not None:
+        schedule.on_undo(partial(setattr, schedule._root, "example_inputs", None))
+        schedule._root.example_inputs = example_inputs
+    if example_inputs is not None or tracer_class(options.get("tracer")) is not None and schedule.path:
+        return trace(schedule.mod, example_inputs=example_inputs, **options)
+    return trace(schedule.root_module, example_inputs=schedule.example_inputs, target=schedule.path, **options)
+
+
+def install(schedule: Schedule, traced: nn.Module) -> None:
+    """Put a traced module in the schedule's place; what the schedule knows of each module stays known."""
+    before, known = dict(schedule.mod.named_modules()), schedule._root.metadata
+    schedule.replace_module(traced)
+    for path, module in traced.named_modules():
+        if path in before and before[path] in known:
+            known[module] = known[before[path]]
