@@ -105,9 +105,9 @@ def written_by_megatron(engine: Any, folder: Path) -> None:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    from slapo_megatron.cpu_mode import cpu_mode
-    from slapo_megatron.optimizer_state import OptimizerState
-    from slapo_megatron.sharded_state import Held
+    from slapo_megatron.optimizer.local_tensors import Held
+    from slapo_megatron.optimizer.optimizer_state import OptimizerState
+    from slapo_megatron.process_state.cpu_mode import cpu_mode
 
     filesystem_async._results_queue = queue.Queue()
     folder.mkdir(exist_ok=True)

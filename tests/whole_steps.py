@@ -157,7 +157,7 @@ def resumed(
 
 def in_place(rank: int, work: Callable[..., Any], *args: Any) -> Any:
     """Return the result of ``work`` where parameters of any size may be stepped in place, as shards."""
-    with patch("slapo_training.whole_steps.making.LEAST", 0):
+    with patch("slapo_training.optimizers.whole_tensor_construction.LEAST", 0):
         return work(rank, *args)
 
 

@@ -67,11 +67,11 @@ def measure_build(rank: int, target: str, axis: str) -> Seconds:
 
 def _imported(target: str) -> None:
     if target == "deepspeed":
-        from slapo_deepspeed.starting import start
+        from slapo_deepspeed.process_state.engine_import import start
 
         start("cpu")
     else:
-        from slapo_megatron.starting import without_warnings
+        from slapo_megatron.process_state.process_groups import without_warnings
 
         with without_warnings():
             import megatron.core.distributed

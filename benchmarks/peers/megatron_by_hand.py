@@ -11,8 +11,8 @@ from torch import nn
 
 from benchmarks.peers.models import CLIP, RATE, Language, Sizes, batch_of, loss_of
 from benchmarks.peers.rounds import Step
-from slapo_megatron.cpu_mode import cpu_mode
-from slapo_megatron.starting import without_warnings
+from slapo_megatron.process_state.cpu_mode import cpu_mode
+from slapo_megatron.process_state.process_groups import without_warnings
 
 
 def tensor_parallel(sizes: Sizes) -> Step:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from slapo_core import build, create_schedule
 from slapo_testing import run_distributed
 from tests.slapo_sharding.handwritten import SPLIT
-from tests.slapo_sharding.test_handwritten import net
+from tests.slapo_sharding.planning.local_sizes.test_handwritten import net
 
 from .models import DEVICE
 from .staged import join

@@ -7,8 +7,8 @@ import torch
 
 from slapo_core.reporting.errors import ScheduleError
 from slapo_kernels import Implementation, run
-from slapo_kernels.kernels import KERNELS
-from tests.slapo_kernels.numbers import CALLS, computed, names
+from slapo_kernels.dispatch.kernels import KERNELS
+from tests.slapo_kernels.kernel_examples import CALLS, computed, names
 
 pytestmark = [
     pytest.mark.gpu,

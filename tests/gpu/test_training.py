@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import slapo
 from slapo_testing import run_distributed
-from tests.slapo.injected import Attach
+from tests.slapo.gradient_injection import Attach
 from tests.strange_optimizers import Lamb, Shampoo
 
 from .models import DEVICE

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from slapo.training.failures import InterruptedRunError
-from slapo.training.launch import launch
-from slapo.training.settings import Settings
+from slapo.launch.elastic_launch import launch
+from slapo.launch.errors import InterruptedRunError
+from slapo.run_data.settings import Settings
 from slapo_core.reporting.errors import ScheduleError
 
 

@@ -193,9 +193,9 @@ def test_lines_of_an_engine_without_pipeline_are_read() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 def test_both_launchers_start_it_and_its_log_is_read(launcher: str, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "javascript.py").write_text(SCRIPT)
     ranks = ["--nproc-per-node=2", "--standalone"] if launcher == "torchrun" else ["--num_gpus", "2", "--no_local_rank"]
-    command = [str(Path(sys.executable).parent / launcher), *ranks, str(tmp_path / "script.py")]
+    command = [str(Path(sys.executable).parent / launcher), *ranks, str(tmp_path / "javascript.py")]
     environment = {**os.environ, "PYTHONPATH": str(TOP), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
     assert result.returncode == 0, result.stderr[-3000:]

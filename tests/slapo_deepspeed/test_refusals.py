@@ -22,8 +22,8 @@ from slapo_core.building.build import build
 from slapo_core.registration.registry import Registry
 from slapo_core.reporting.errors import BuildError
 from slapo_core.schedules.schedule import Schedule, create_schedule
+from slapo_deepspeed.configuration.options import DeepSpeedOptions
 from slapo_deepspeed.dialect import DeepSpeedDialect
-from slapo_deepspeed.options import DeepSpeedOptions
 from slapo_testing import run_distributed
 from tests.slapo_sharding.handwritten import Net
 from tests.slapo_sharding.handwritten_branches import ListOfHeads

@@ -16,7 +16,7 @@ import slapo_memory.plugin
 from slapo_core.reporting.errors import ScheduleError
 from slapo_core.schedules.schedule import create_schedule
 from slapo_fusion._torch_private import mode_options
-from slapo_memory.recompute import checkpoint
+from slapo_memory.forward_wrappers.recomputation import checkpoint
 from slapo_testing import assert_equivalent, isolated_plugins
 
 # of inputs that are no leaves: torch's compiler asks, and tells nobody but where warnings are errors

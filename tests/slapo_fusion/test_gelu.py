@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from transformers.activations import GELUActivation
 
 from slapo_core import create_schedule
-from slapo_fusion import _torch_pass
-from slapo_fusion import gelu as gelus
 from slapo_fusion.compilers import inductor
-from slapo_fusion.gelu import fusable, gelu
+from slapo_fusion.cpu_operators import _torch_inductor_pass
+from slapo_fusion.cpu_operators import gelu as gelus
+from slapo_fusion.cpu_operators.gelu import fusable, gelu
 from slapo_testing import assert_equivalent
 from slapo_tracing.matching.patterns import call_module
 
@@ -57,13 +57,13 @@ ACTS = {"function": None, "layer": nn.GELU(), "tanh": nn.GELU(approximate="tanh"
 def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
     """The operations of each graph that the compiler makes of these regions: of the forward, then of the backward."""
     found: list[list[str]] = []
-    inner = _torch_pass._sums_apart
+    inner = _torch_inductor_pass._sums_apart
 
     def seen(graph: Any) -> None:
         inner(graph)
         found.append([str(node.target) for node in graph.nodes if node.op == "call_function"])
 
-    monkeypatch.setattr(_torch_pass, "_sums_apart", seen)
+    monkeypatch.setattr(_torch_inductor_pass, "_sums_apart", seen)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # no pass runs for what is there already
     return found
 
@@ -162,8 +162,10 @@ def test_sums_over_all_or_some_dimensions_are_computed() -> None:
 
 def test_torch_knows_both_operations() -> None:
     torch.library.opcheck(gelus._gelu, (X.clone().requires_grad_(),))
-    torch.library.opcheck(_torch_pass._sum, (X, [0, 1], True), test_utils=("test_schema", "test_faketensor"))
-    torch.library.opcheck(_torch_pass._sum, (X.transpose(0, 1), [0], False), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(_torch_inductor_pass._sum, (X, [0, 1], True), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        _torch_inductor_pass._sum, (X.transpose(0, 1), [0], False), test_utils=("test_schema", "test_faketensor")
+    )
 
 
 def test_it_runs_without_gradients() -> None:

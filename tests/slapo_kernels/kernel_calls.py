@@ -15,7 +15,8 @@ import slapo_pipeline.plugin
 import slapo_sharding.plugin
 from slapo_core.interfaces.hookspecs import hookimpl
 from slapo_core.registration.registry import Registry
-from slapo_kernels import eager, registry
+from slapo_kernels.dispatch import dispatcher
+from slapo_kernels.implementations import eager
 from slapo_testing import isolated_plugins
 
 
@@ -47,7 +48,7 @@ def counted_kernels() -> Iterator[Counted]:
     class Plugin:
         @hookimpl
         def slapo_kernels(self) -> dict[str, dict[str, Any]]:
-            return {kernel: {"counted": partial(call, kernel)} for kernel in registry.kernel_names()}
+            return {kernel: {"counted": partial(call, kernel)} for kernel in dispatcher.kernel_names()}
 
     plugins = (
         slapo_fusion.plugin,
@@ -58,8 +59,8 @@ def counted_kernels() -> Iterator[Counted]:
         Plugin(),
     )
     with isolated_plugins(*plugins) as isolated:
-        registry.reset()
+        dispatcher.reset()
         try:
             yield Counted(isolated, calls)
         finally:
-            registry.reset()
+            dispatcher.reset()

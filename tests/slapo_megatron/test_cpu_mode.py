@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from slapo_core.reporting.errors import BuildError
-from slapo_megatron.cpu_mode import cpu_mode, without_mode
-from tests.slapo_sharding.told import warnings_told
+from slapo_megatron.process_state.cpu_mode import cpu_mode, without_mode
+from tests.slapo_sharding.logged_warnings import warnings_told
 
 NAMES = ("current_device", "synchronize", "empty_cache", "get_rng_state", "set_rng_state", "manual_seed")
 
@@ -77,7 +77,7 @@ def test_where_there_is_cuda_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_it_says_so_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    from slapo_megatron import cpu_mode as module
+    from slapo_megatron.process_state import cpu_mode as module
 
     monkeypatch.setattr(module._Depth, "told", False)
     with warnings_told() as told:

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from slapo_core.building.build import build
 from slapo_core.reporting.errors import BuildError
 from slapo_core.schedules.schedule import create_schedule
+from slapo_megatron.configuration.options import MegatronOptions
 from slapo_megatron.dialect import MegatronDialect
-from slapo_megatron.options import MegatronOptions
 from slapo_testing import run_distributed
 from tests.engines import PLUGINS
 from tests.slapo_torch.layouts import adamw, mesh_of, message_of

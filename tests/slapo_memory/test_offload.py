@@ -18,7 +18,7 @@ import slapo_memory.plugin
 from slapo_core.reporting.errors import ScheduleError
 from slapo_core.schedules.schedule import Schedule, create_schedule
 from slapo_core.schedules.schedule_files import load_schedule
-from slapo_memory.offloading import _Copy
+from slapo_memory.forward_wrappers.cpu_offload import _Copy
 from slapo_testing import assert_equivalent, isolated_plugins
 
 

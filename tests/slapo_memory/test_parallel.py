@@ -19,7 +19,7 @@ from slapo_core.building.build import build
 from slapo_core.registration.registry import Registry
 from slapo_core.reporting.errors import ScheduleError
 from slapo_core.schedules.schedule import create_schedule
-from slapo_memory import offloading
+from slapo_memory.forward_wrappers import cpu_offload
 from slapo_testing import run_distributed
 from tests.slapo_torch.layouts import adamw, mesh_of
 
@@ -81,8 +81,8 @@ def test_a_budget_is_given_before_weights_are_dtensors() -> None:
 def trained(rank: int, layout: dict[str, int], steps: dict[str, dict[str, Any]]) -> tuple[list[float], list[float], int]:
     """Losses of three steps, those of one process, and how often this rank moved something."""
     moved: list[Any] = []
-    plain = offloading._Copy.fetch
-    offloading._Copy.fetch = lambda self: moved.append(self) or plain(self)
+    plain = cpu_offload._Copy.fetch
+    cpu_offload._Copy.fetch = lambda self: moved.append(self) or plain(self)
     try:
         mesh, data = mesh_of(**layout), torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(1))
         schedule = create_schedule(Model(), mesh=mesh, example_inputs={"x": data[0, :2]}, plugins=PLUGINS)
@@ -96,7 +96,7 @@ def trained(rank: int, layout: dict[str, int], steps: dict[str, dict[str, Any]])
         found = [engine.train_batch(x=each, labels=each).item() for each in data]
         engine.close()
     finally:
-        offloading._Copy.fetch = plain
+        cpu_offload._Copy.fetch = plain
     reference = Model()
     optimizer, expected = adamw(reference.parameters()), []
     for each in data:

@@ -16,7 +16,7 @@ import slapo_models.plugin
 from slapo_core import Registry, Schedule
 from slapo_core.reporting.errors import ScheduleError, UnknownNameError
 from slapo_models import Configuration, apply_schedule
-from slapo_models.kernels import ATTENTIONS
+from slapo_models.shared_steps.kernels import ATTENTIONS
 from slapo_testing import assert_equivalent, run_distributed
 from tests.contracts.conftest import TOP
 from tests.slapo_models.cases import CASES

@@ -20,8 +20,8 @@ from slapo_pipeline.analysis import (
 )
 from slapo_pipeline.propagation import build_pipeline_model, generate_pipeline_partition
 
-from .staged import cut
-from .toys import WIDTH, InPlace, Regions, Skips, Structures
+from .stage_comparison import cut
+from .toy_models import WIDTH, InPlace, Regions, Skips, Structures
 
 X = {"x": torch.randn(4, WIDTH), "labels": torch.randn(4, 1)}
 

@@ -15,8 +15,8 @@ from slapo_core.modules.forward_wrapping import wrap_forward
 from slapo_core.reporting.errors import BuildError, ScheduleError, TraceError
 from slapo_core.schedules.schedule import Schedule
 
-from .staged import cut
-from .toys import Counts, Skips, Stateful, TwiceNormed
+from .stage_comparison import cut
+from .toy_models import Counts, Skips, Stateful, TwiceNormed
 
 X = {"x": torch.randn(4, 8), "labels": torch.randn(4, 1)}
 

@@ -12,8 +12,8 @@ from slapo_core.interfaces.program import Program, Stage
 from slapo_core.reporting.errors import BuildError
 from slapo_pipeline.describe import describe, stage_code
 
-from .staged import cut
-from .toys import WIDTH, Regions, Skips
+from .stage_comparison import cut
+from .toy_models import WIDTH, Regions, Skips
 
 X = {"x": torch.randn(4, WIDTH), "labels": torch.randn(4, 1)}
 

@@ -11,7 +11,7 @@ from slapo_core.reporting.errors import TraceError
 
 from .families import CLASSES, FAST, IN_TWO, REFUSED, places, small
 from .family_table import table
-from .staged import assert_same_as_model, cut, expected_of
+from .stage_comparison import assert_same_as_model, cut, expected_of
 
 EACH = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in sorted(CLASSES) if name not in IN_TWO]
 

@@ -19,7 +19,7 @@ from slapo_core.reporting.errors import BuildError, ScheduleError
 from slapo_core.schedules.schedule import Schedule
 from slapo_core.schedules.schedule_files import load_schedule
 from slapo_pipeline.analysis import analyze_pipeline_module
-from slapo_pipeline.partitioned import PartitionedModule
+from slapo_pipeline.partition.partitioned_module import PartitionedModule
 from slapo_pipeline.propagation import (
     add_partition_notation,
     build_pipeline_model,
@@ -27,7 +27,7 @@ from slapo_pipeline.propagation import (
     propagate_partition,
 )
 
-from .staged import assert_same, cut, loss_of
+from .stage_comparison import assert_same, cut, loss_of
 
 WIDTH = 4
 X = torch.randn(2, WIDTH)

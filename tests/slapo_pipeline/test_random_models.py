@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from slapo_core.reporting.errors import TraceError
-from slapo_pipeline.partitioned import PartitionedModule
+from slapo_pipeline.partition.partitioned_module import PartitionedModule
 
-from .staged import assert_same, assert_same_as_model, expected_of
+from .stage_comparison import assert_same, assert_same_as_model, expected_of
 
 WIDTH, ROWS = 4, 3
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from .staged import assert_same_as_model, received
+from .stage_comparison import assert_same_as_model, received
 
 IDS = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones_like(IDS)

@@ -18,7 +18,7 @@ from slapo_core.reporting.errors import ScheduleError
 from slapo_core.schedules.schedule import Schedule, create_schedule
 from slapo_sharding import plugin
 from slapo_testing import assert_equivalent, run_distributed
-from tests.slapo_sharding.told import warnings_told
+from tests.slapo_sharding.logged_warnings import warnings_told
 from tests.zoo.families import FAMILIES
 
 FAST = tuple(

@@ -18,7 +18,7 @@ from slapo_core.distributed.agreement import gather
 from slapo_core.registration.registry import Registry
 from slapo_core.schedules.schedule import Schedule, create_schedule
 from slapo_torch.engine import TorchEngine
-from slapo_training.pieces import whole
+from slapo_training.model.pieces import whole
 
 ROWS = 8
 """Rows of a batch per data-parallel rank."""

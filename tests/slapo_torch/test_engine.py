@@ -22,7 +22,7 @@ from slapo_core.building.build import build, get_dialect_cls
 from slapo_core.registration.registry import Registry
 from slapo_core.reporting.errors import BuildError
 from slapo_core.schedules.schedule import create_schedule
-from slapo_training.batches import split
+from slapo_training.batches.microbatches import split
 
 from .layouts import adamw
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from slapo_core.reporting.errors import BuildError
-from slapo_training.batch_rows import BatchRows, check_dims
+from slapo_training.batches.rows import BatchRows, check_dims
 
 IMAGE = 60
 

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from slapo_core.reporting.errors import UnknownNameError
 from slapo_training.gradient_hooks import cut_attributes, gradient_hook
-from slapo_training.gradient_hooks.marker import is_elementwise
-from slapo_training.gradient_hooks.reachable import reads_weights
+from slapo_training.gradient_hooks.closure_references import reads_weights
+from slapo_training.gradient_hooks.elementwise_marker import is_elementwise
 
 LAYER = nn.Linear(2, 3)
 MASK = torch.ones(3, 2)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from slapo_memory.recompute import is_checkpointed
+from slapo_memory.forward_wrappers.recomputation import is_checkpointed
 from slapo_tune.command import main
 
 TOP = Path(__file__).parents[2]

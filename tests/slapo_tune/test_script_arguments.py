@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slapo_tune.script_arguments import ScriptArguments, substituted, takes
+from slapo_tune.script.arguments import ScriptArguments, substituted, takes
 
 LINE = [
     "slapo-megatron",

@@ -9,7 +9,7 @@ import pytest
 
 from slapo_core import Dialect, hookimpl
 from slapo_testing import isolated_plugins
-from slapo_tune.throughput import last_words, logged_result, printed_result, unusable
+from slapo_tune.trial.throughput import last_words, logged_result, printed_result, unusable
 
 MEGATRON = (
     " [2026-01-01 00:00:00] iteration  {step}/ 100 | consumed samples: 320 | elapsed time per iteration (ms): {ms} | "

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from slapo_tune import TuneError, trial_process
-from slapo_tune.environment import check_variables, trial_environment
-from slapo_tune.interruption import Interruption, signal_name
-from slapo_tune.trial_process import TrialOutput, run_trial
+from slapo_tune import TuneError
+from slapo_tune.trial import process
+from slapo_tune.trial.environment import check_variables, trial_environment
+from slapo_tune.trial.interruption import Interruption, signal_name
+from slapo_tune.trial.process import TrialOutput, run_trial
 
 FAMILY = """
 import os, subprocess, sys, time
@@ -98,7 +99,7 @@ def test_a_value_that_no_variable_can_have_is_refused(value: object) -> None:
 
 
 def test_the_end_of_a_long_output_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial_process, "OUTPUT_BYTES", 5)
+    monkeypatch.setattr(process, "OUTPUT_BYTES", 5)
     assert run("print('x' * 100000); print('last')").stdout == "last\n"
 
 

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import slapo_verify.meeting as meeting
+import slapo_verify.ranks.failure_propagation as meeting
 from slapo_core import VerifyError, create_schedule
 from slapo_testing import run_distributed
 from slapo_verify import run_as_threads, verify, verify_engine
-from slapo_verify._torch_private import _COLLECTIVES, watched_collectives
+from slapo_verify.ranks._torch_private import _COLLECTIVES, watched_collectives
 from tests.slapo_torch.layouts import mesh_of
 
 pytestmark = pytest.mark.multiproc
@@ -111,7 +111,7 @@ def test_processes_that_wait_for_one_that_failed_are_let_go(where: str) -> None:
 
 @pytest.mark.parametrize("where", [before_the_sum, in_the_backward])
 def test_threads_tell_what_the_one_that_failed_said(where: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slapo_verify.threads._PATIENCE", 0.2)
+    monkeypatch.setattr("slapo_verify.ranks.thread_ranks._PATIENCE", 0.2)
     with pytest.raises(ZeroDivisionError, match="of rank 1"):
         run_as_threads(lambda: verify(*scheduled(where)), 2)
     run_as_threads(lambda: verify(*scheduled()).check(), 2)
@@ -233,7 +233,7 @@ with own.patience(0.3):
 
 @pytest.mark.slow
 def test_a_user_s_own_processes_end_with_the_reason(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
+    script = tmp_path / "javascript.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script)]
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}

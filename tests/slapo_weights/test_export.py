@@ -18,8 +18,8 @@ from torch import nn
 import slapo
 from slapo_core.reporting.errors import BuildError
 from slapo_weights import export_weights
-from slapo_weights.made_of import made_of
-from slapo_weights.plan import parsed_size
+from slapo_weights.export_plan.plan import parsed_size
+from slapo_weights.tensor_views.fused_parameters import made_of
 from tests.engine_models import small
 from tests.zoo.families import FAMILIES
 

@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import slapo
 from slapo_core.reporting.errors import BuildError
 from slapo_weights import export_weights
-from slapo_weights.safetensors_file import DTYPES
+from slapo_weights.safetensors_files.writer import DTYPES
 
 SIZES = {"one": "1GB", "some": "2KB", "many": "1KB"}
 

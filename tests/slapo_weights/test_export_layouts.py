@@ -285,7 +285,7 @@ def test_what_is_refused_is_told_on_all_ranks(tmp_path: Path) -> None:
 
 def broken_off(rank: int, folder: str) -> str:
     """An export whose first rank cannot write a tensor in the middle of it."""
-    from slapo_weights.safetensors_file import SafetensorsFile
+    from slapo_weights.safetensors_files.writer import SafetensorsFile
 
     sch = slapo.create_schedule(small("gpt2"), mesh=mesh_of(tp=2))
     sch["lm_head"].shard("weight", axis=0)

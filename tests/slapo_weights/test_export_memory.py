@@ -11,7 +11,8 @@ from torch import nn
 
 import slapo
 from slapo_testing import run_distributed
-from slapo_weights import export_weights, plan
+from slapo_weights import export_weights
+from slapo_weights.export_plan import plan
 from tests.slapo_torch.layouts import mesh_of
 
 pytestmark = pytest.mark.multiproc
@@ -53,8 +54,8 @@ def test_the_first_rank_holds_some_of_the_tensors_at_a_time(tmp_path: Path) -> N
 
 def test_a_bundle_holds_what_fits(tmp_path: Path) -> None:
     """The bound that is shrunk above is what cuts the bundles."""
-    from slapo_weights.conversion import Group
-    from slapo_weights.whole_tensors import Whole
+    from slapo_weights.export_plan.whole_tensors import Whole
+    from slapo_weights.huggingface.save_conversion import Group
 
     half: Any = Whole("", (plan._BUNDLE // 8,), torch.float32, ())
     groups = [Group((name,), (), True) for name in "abcde"]

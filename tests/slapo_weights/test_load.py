@@ -18,7 +18,7 @@ from slapo_core.reporting.errors import BuildError
 from slapo_weights.load import Weights, fill
 from tests.zoo.families import FAMILIES
 
-from .saved import IDS, SIZES, WIDTHS, class_of, config, empty, expected, logits_and_gradients, save
+from .saved_models import IDS, SIZES, WIDTHS, class_of, config, empty, expected, logits_and_gradients, save
 
 
 def loaded(model: Any, weights: Any) -> Any:

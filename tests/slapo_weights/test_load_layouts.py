@@ -12,7 +12,7 @@ import slapo
 from slapo_testing import run_distributed
 from tests.slapo_torch.layouts import adamw, mesh_of, message_of
 
-from .saved import IDS, empty, expected, logits_and_gradients, save
+from .saved_models import IDS, empty, expected, logits_and_gradients, save
 
 pytestmark = pytest.mark.multiproc
 SLOW = pytest.mark.slow

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .names import HOMES, MODULES
+from .public_names import HOMES, MODULES
 
 if TYPE_CHECKING:
     from collections import OrderedDict
@@ -52,10 +52,10 @@ if TYPE_CHECKING:
         register_primitive,
         set_random_seed,
     )
-    from slapo_memory.recompute import checkpoint
+    from slapo_memory.forward_wrappers.recomputation import checkpoint
     from slapo_models import apply_schedule
     from slapo_tracing import ModulePattern, Pattern, call_module, trace, trace_module
-    from slapo_training.averages import ema
+    from slapo_training.ema import ema
     from slapo_training.gradient_hooks import gradient_hook
     from slapo_tune import Database, Space, Symbol
     from slapo_verify import Report, Verify, verify, verify_engine

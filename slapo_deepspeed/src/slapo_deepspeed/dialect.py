@@ -6,12 +6,12 @@ from typing import ClassVar
 
 from slapo_core.interfaces.engine import Engine
 from slapo_core.interfaces.program import Program
-from slapo_training.engine_dialect import EngineDialect, Limit
+from slapo_training.engines.dialect import EngineDialect, Limit
 
+from .configuration.limits import LIMITS
+from .configuration.options import DeepSpeedOptions
 from .engine import DeepSpeedEngine
-from .limits import LIMITS
 from .log_parser import DeepSpeedLog
-from .options import DeepSpeedOptions
 from .pipeline import RunningStage
 
 

@@ -17,41 +17,42 @@ from slapo_core.interfaces.program import Program
 from slapo_core.modules.forward_arguments import by_position
 from slapo_core.modules.parameters import is_part
 from slapo_core.reporting.errors import BuildError
-from slapo_training import parameter_owners, stale_engines
-from slapo_training.averages import MasterValue
 from slapo_training.batch_engine import BatchEngine, MicroBatches
-from slapo_training.batches import Batch
-from slapo_training.engine_checkpoint import Position
-from slapo_training.engine_dialect import holds_copies
-from slapo_training.engine_warnings import without_warnings
-from slapo_training.gradient_comparison import GradientComparison
+from slapo_training.batches.microbatches import Batch
+from slapo_training.checkpoint.async_save import Saver, Saving
+from slapo_training.distributed.ranks import on_all
+from slapo_training.distributed.single_process_group import OwnWorld
+from slapo_training.ema import MasterValue
+from slapo_training.engines import parameter_ownership, stale_engines
+from slapo_training.engines.checkpoint_files import Position
+from slapo_training.engines.dialect import holds_copies
+from slapo_training.engines.gradient_comparison import GradientComparison
+from slapo_training.engines.initial_weights import check_same_start
+from slapo_training.engines.microbatch_plans import microbatch_plans
+from slapo_training.engines.stage_parameters import release_others
+from slapo_training.engines.unused_parameters import UnusedParameters
+from slapo_training.engines.warning_filter import without_warnings
 from slapo_training.gradient_hooks import StepHooks
-from slapo_training.losses import CountedLoss, check_has_gradient
-from slapo_training.means import LossReduction
-from slapo_training.microbatch_plans import microbatch_plans
-from slapo_training.modes import Modes
-from slapo_training.optimizer_making import made_on_all
-from slapo_training.options import is_rate
-from slapo_training.other_stages import release_others
-from slapo_training.own_world import OwnWorld
-from slapo_training.pieces import Piece
-from slapo_training.ranks import on_all
-from slapo_training.same_start import check_same_start
-from slapo_training.saving import Saver, Saving
-from slapo_training.unused_parameters import UnusedParameters
-from slapo_training.whole_steps.optimizer import WholeTensorOptimizer
+from slapo_training.losses.microbatch_loss import CountedLoss, check_has_gradient
+from slapo_training.losses.reductions import LossReduction
+from slapo_training.model.pieces import Piece
+from slapo_training.model.training_mode import Modes
+from slapo_training.optimizers.construction import made_on_all
+from slapo_training.optimizers.whole_tensor_optimizer import WholeTensorOptimizer
+from slapo_training.options.common_options import is_rate
 
-from . import checkpoint, flat_parts, masters
-from .config_reading import check_config
-from .external_reads import ExternalReads
-from .groups import MeshGroups, whole_shape
-from .options import DTYPES, DeepSpeedOptions
-from .own_optimizer import factory_of, is_offloaded
+from .checkpoint import save_load
+from .configuration.config_optimizer import factory_of, is_offloaded
+from .configuration.config_validation import check_config
+from .configuration.options import DTYPES, DeepSpeedOptions
+from .optimizer import master_weights, whole_tensor_optimizer
+from .optimizer.local_tensors import Shares, stepping, why_not
+from .optimizer.reduced_gradients import ReducedGradients
 from .pipeline import RunningStage, in_pipeline, staying, steps
-from .reduced_gradients import ReducedGradients
-from .shares import Shares, stepping, why_not
-from .starting import TorchLinear, forget_modules, imported, number_alike, start
-from .used_parameters import UsedParameters
+from .process_state.engine_import import TorchLinear, forget_modules, imported, number_alike, start
+from .process_state.process_groups import MeshGroups, whole_shape
+from .zero.external_parameters import ExternalReads
+from .zero.gradient_order import UsedParameters
 
 
 class DeepSpeedEngine(BatchEngine):
@@ -87,13 +88,13 @@ class DeepSpeedEngine(BatchEngine):
             self._leave_world()
             raise
         stale_engines.add(self)
-        parameter_owners.add(self)
+        parameter_ownership.add(self)
 
     def _make(self, program: Program, options: DeepSpeedOptions, dtype: torch.dtype) -> None:
         self.module: nn.Module = program.stages[program.axis_rank("pp")].module
         _mark_shards(self.module)
         self.moves_parameters = self.takes_gradients = options.trains and options.zero_stage > 0
-        parameter_owners.check_free(dict(self.module.named_parameters()) if options.trains else {}, self.takes_gradients)
+        parameter_ownership.check_free(dict(self.module.named_parameters()) if options.trains else {}, self.takes_gradients)
         self._hooks = StepHooks(program, self.module, options.gradient_hooks == "step")
         self._modes = Modes(program.module)
         self._loss = CountedLoss(options.loss_fn, options.output_loss)
@@ -109,11 +110,11 @@ class DeepSpeedEngine(BatchEngine):
         own = trainable if optimizer is None and options.trains else None
         if options.zero_stage == 3:
             number_alike(program)
-        in_turns = optimizer is None or not options.zero_stage or flat_parts.steps_in_turns(optimizer)
+        in_turns = optimizer is None or not options.zero_stage or whole_tensor_optimizer.steps_in_turns(optimizer)
         self._initialize(pipelined or self.module, optimizer, own, rate, mpu)  # others may wait within for a rank that fails
         self._reads = ExternalReads(self.model, self.module) if options.zero_stage == 3 else None
-        flat_parts.bind(self.model, program, in_turns)
-        self._turns = flat_parts.Turns(self.model)
+        whole_tensor_optimizer.bind(self.model, program, in_turns)
+        self._turns = whole_tensor_optimizer.Turns(self.model)
         if self._stage is not None:
             self.model._allocate_or_extend_buffers = self._buffer
         self._clipped_norm: float | None = None
@@ -130,7 +131,7 @@ class DeepSpeedEngine(BatchEngine):
 
     def _made(self, program: Program, options: DeepSpeedOptions) -> tuple[Any, Any]:
         """The optimizer and schedule given, or those of DeepSpeed's config that step whole tensors of parts."""
-        layout = flat_parts.layout(program, self.module, options.zero_stage)
+        layout = whole_tensor_optimizer.layout(program, self.module, options.zero_stage)
         if options.optimizer is not None or "optimizer" not in self._config:
             return made_on_all(options, layout, self.module, self._fit)
         factory = factory_of(self._config, any(is_part(each) for each in self.module.parameters()))
@@ -228,7 +229,7 @@ class DeepSpeedEngine(BatchEngine):
         self._check_weights()
         self.averages.check_idle("save")
         given = self.model, self.module, path, self.program, self._options.zero_stage, Position(self.steps, extra)
-        return self._saver.write(lambda ranks, copies: checkpoint.prepared(*given, ranks, copies, self.averages), wait)
+        return self._saver.write(lambda ranks, copies: save_load.prepared(*given, ranks, copies, self.averages), wait)
 
     def load(self, path: str | PathLike[str]) -> Any:
         """Go on exactly from what ``save`` wrote.
@@ -247,9 +248,9 @@ class DeepSpeedEngine(BatchEngine):
         self.averages.check_idle("load")
         self._saver.settle()
         given = self.model, self.module, path, self.program, self._options.zero_stage
-        found = checkpoint.checked(*given, self.averages)
+        found = save_load.checked(*given, self.averages)
         with self._reading():
-            checkpoint.load(self.model, self.module, found, self.program)
+            save_load.load(self.model, self.module, found, self.program)
         self.averages.put(found.averages)
         self.steps, extra = found.beside.position
         return extra
@@ -260,11 +261,11 @@ class DeepSpeedEngine(BatchEngine):
         Each stands under its first original name.
         """
         self._check_weights()
-        return masters.pieces(self.model, self.module, self.program, self._options.zero_stage)
+        return master_weights.pieces(self.model, self.module, self.program, self._options.zero_stage)
 
     def masters(self) -> Iterator[MasterValue]:
         """Iterate over this rank's ranges of what DeepSpeed's optimizer steps, and the buffers."""
-        return masters.values(self.model, self.module, self.program)
+        return master_weights.values(self.model, self.module, self.program)
 
     def use_masters(self) -> None:
         """Let the model run with the values in what DeepSpeed's optimizer steps. Collective."""

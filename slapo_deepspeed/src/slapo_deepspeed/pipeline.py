@@ -13,14 +13,14 @@ from torch import nn
 
 from slapo_core.interfaces.program import Boundary, Program, Stage
 from slapo_core.modules.parameters import is_part
-from slapo_training.batches import Batch
+from slapo_training.batches.microbatches import Batch
+from slapo_training.engines.stage_parameters import copies
 from slapo_training.label_weights import LabelWeights
-from slapo_training.losses import CountedLoss, check_has_gradient, run_stage
-from slapo_training.means import LossReduction
-from slapo_training.modes import Modes
-from slapo_training.other_stages import copies
+from slapo_training.losses.microbatch_loss import CountedLoss, check_has_gradient, run_stage
+from slapo_training.losses.reductions import LossReduction
+from slapo_training.model.training_mode import Modes
 
-from .border import pack, unpack
+from .boundary_packing import pack, unpack
 
 
 class RunningStage(nn.Module):

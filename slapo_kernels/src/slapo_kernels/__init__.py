@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .implementation import Implementation
-from .registry import choose, explain, kernel_names, reset, run
+from .dispatch.dispatcher import choose, explain, kernel_names, reset, run
+from .dispatch.implementation import Implementation
 
 __all__ = ["Implementation", "choose", "explain", "kernel_names", "reset", "run"]

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from .kernels import KERNELS
-from .registry import explain
+from .dispatch.dispatcher import explain
+from .dispatch.kernels import KERNELS
 
 
 def register(app: Any) -> None:

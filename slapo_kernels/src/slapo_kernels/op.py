@@ -1,9 +1,9 @@
 """The classic modules, ``slapo.op``."""
 
-from .attention import FlashAttention, FlashAttentionOp
-from .fused import FusedMLP, FusedQKV
-from .linear import LinearWithAct, LinearWithDropout, LinearWithSeparateBias, LinearWithSyncFunc
-from .printing import Print
+from .layers.attention import FlashAttention, FlashAttentionOp
+from .layers.fused import FusedMLP, FusedQKV
+from .layers.linear import LinearWithAct, LinearWithDropout, LinearWithSeparateBias, LinearWithSyncFunc
+from .layers.printing import Print
 
 __all__ = [
     "FlashAttention",

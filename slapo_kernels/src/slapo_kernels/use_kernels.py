@@ -16,13 +16,13 @@ from slapo_core.reporting.errors import ScheduleError, UnknownNameError
 from slapo_core.reporting.logger import get_logger
 from slapo_core.schedules.schedule import Schedule
 
-from .lazy_logits import LazyHead
-from .recognise import attention
-from .recognise.graphs import FoundCall, find_calls
-from .recognise.modules import Served, find_modules
-from .registry import choose, kernel_names
-from .swapped import KernelCall, Program, body_of, swapped
-from .table import table
+from .dispatch.dispatcher import choose, kernel_names
+from .dispatch.registry import table
+from .lazy.logits import LazyHead
+from .recognition.graph_patterns import FoundCall, find_calls
+from .recognition.module_search import Served, find_modules
+from .replacements.kernel_modules import KernelCall, Program, body_of, swapped
+from .transformers_attention import attn_implementation as attention
 
 _NAMED_ONLY = ("embedding", "linear_cross_entropy")
 

@@ -6,12 +6,12 @@ from typing import Any, ClassVar
 
 from slapo_core.interfaces.engine import Engine
 from slapo_core.interfaces.program import Program
-from slapo_training.engine_dialect import EngineDialect, Limit
+from slapo_training.engines.dialect import EngineDialect, Limit
 
+from .configuration.limits import LIMITS
+from .configuration.options import MegatronOptions
 from .engine import MegatronEngine
-from .limits import LIMITS
 from .log_parser import MegatronLog
-from .options import MegatronOptions
 from .pipeline import RunningStage
 
 

@@ -14,38 +14,38 @@ from slapo_core.distributed.agreement import all_reduce, compare
 from slapo_core.interfaces.program import Program
 from slapo_core.modules.parameters import shard_spec
 from slapo_core.reporting.errors import BuildError
-from slapo_training import parameter_owners, stale_engines
-from slapo_training.averages import MasterValue
-from slapo_training.averages.master_values import buffer_values
 from slapo_training.batch_engine import BatchEngine, MicroBatches
-from slapo_training.engine_checkpoint import Position
-from slapo_training.engine_dialect import holds_copies
-from slapo_training.engine_warnings import without_warnings
-from slapo_training.gradient_comparison import GradientComparison
+from slapo_training.checkpoint.async_save import Saver, Saving
+from slapo_training.distributed.ranks import on_all
+from slapo_training.ema import MasterValue
+from slapo_training.ema.master_values import buffer_values
+from slapo_training.engines import parameter_ownership, stale_engines
+from slapo_training.engines.checkpoint_files import Position
+from slapo_training.engines.dialect import holds_copies
+from slapo_training.engines.gradient_comparison import GradientComparison
+from slapo_training.engines.initial_weights import check_same_start
+from slapo_training.engines.microbatch_plans import microbatch_plans
+from slapo_training.engines.stage_parameters import release_others
+from slapo_training.engines.unused_parameters import UnusedParameters
+from slapo_training.engines.warning_filter import without_warnings
 from slapo_training.gradient_hooks import StepHooks
-from slapo_training.losses import CountedLoss
-from slapo_training.means import LossReduction
-from slapo_training.microbatch_plans import microbatch_plans
-from slapo_training.modes import Modes
-from slapo_training.optimizer_making import made_on_all
-from slapo_training.other_stages import release_others
-from slapo_training.pieces import Piece, piece_of
-from slapo_training.ranks import on_all
-from slapo_training.same_start import check_same_start
-from slapo_training.saving import Saver, Saving
-from slapo_training.unused_parameters import UnusedParameters
+from slapo_training.losses.microbatch_loss import CountedLoss
+from slapo_training.losses.reductions import LossReduction
+from slapo_training.model.pieces import Piece, piece_of
+from slapo_training.model.training_mode import Modes
+from slapo_training.optimizers.construction import made_on_all
 
-from . import checkpoint
-from .cpu_mode import mode_of
-from .files import MegatronFiles
-from .limits import ANOTHER_OPTIMIZER
-from .optimizer_state import OptimizerState
-from .optimizers import bind_masters, is_shared_out, megatrons, optimizer_config, whole_layout, wrapped
-from .options import MegatronOptions
+from .checkpoint import save_load
+from .checkpoint.file_writer import MegatronFiles
+from .configuration.limits import ANOTHER_OPTIMIZER
+from .configuration.options import MegatronOptions
+from .optimizer.local_tensors import Held
+from .optimizer.optimizer_state import OptimizerState
+from .optimizer.optimizer_wrappers import bind_masters, is_shared_out, megatrons, optimizer_config, whole_layout, wrapped
+from .optimizer.reduced_gradients import ReducedGradients
 from .pipeline import Borders, RunningStage, Ties, borders, mark_shards, numbered
-from .reduced_gradients import ReducedGradients
-from .sharded_state import Held
-from .starting import ParallelState, config_of, device_of
+from .process_state.cpu_mode import mode_of
+from .process_state.process_groups import ParallelState, config_of, device_of
 
 
 class MegatronEngine(BatchEngine):
@@ -82,7 +82,7 @@ class MegatronEngine(BatchEngine):
             chunks = nn.ModuleList(program.stages[index].module for index in own)
             self.module = chunks[0] if len(own) == 1 else chunks
             self.moves_parameters = options.trains
-            parameter_owners.check_free(_named(chunks) if options.trains else {}, False)
+            parameter_ownership.check_free(_named(chunks) if options.trains else {}, False)
             self._hooks = StepHooks(program, chunks, options.gradient_hooks == "step")
             check_same_start(program, _named(chunks))
             optimizer, self.lr_scheduler = made_on_all(options, whole_layout(options, program, chunks), chunks, self._fit)
@@ -94,7 +94,7 @@ class MegatronEngine(BatchEngine):
             self._state.close()  # a next engine would take it for the user's
             raise
         stale_engines.add(self)
-        parameter_owners.add(self)
+        parameter_ownership.add(self)
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         """In the type of the weights, where it is an ordinary number."""
@@ -205,7 +205,7 @@ class MegatronEngine(BatchEngine):
         self.averages.check_idle("save")
         position = Position(self.steps, extra)
         with self._mode(), without_warnings():
-            return self._saver.write(lambda ranks, copies: checkpoint.prepared(self, path, position, ranks, copies), wait)
+            return self._saver.write(lambda ranks, copies: save_load.prepared(self, path, position, ranks, copies), wait)
 
     def load(self, path: str | PathLike[str]) -> Any:
         """Go on from what ``save`` wrote: exactly on the same layout, and with another number of ranks along any axis.
@@ -223,7 +223,7 @@ class MegatronEngine(BatchEngine):
         self.averages.check_idle("load")
         self._saver.settle()
         with self._mode(), without_warnings():
-            self.steps, extra = checkpoint.load(self, path, self._reading)
+            self.steps, extra = save_load.load(self, path, self._reading)
         return extra
 
     def pieces(self) -> dict[str, Piece]:

@@ -12,15 +12,15 @@ from torch import nn
 from slapo_core.interfaces.program import Program, Stage
 from slapo_core.modules.forward_arguments import by_position
 from slapo_core.modules.parameters import is_part, shard_spec
-from slapo_training.batches import Batch
+from slapo_training.batches.microbatches import Batch
+from slapo_training.engines.stage_parameters import copies
 from slapo_training.label_weights import LabelWeights
-from slapo_training.losses import CountedLoss, check_has_gradient, run_stage
-from slapo_training.means import LossReduction
-from slapo_training.other_stages import copies
+from slapo_training.losses.microbatch_loss import CountedLoss, check_has_gradient, run_stage
+from slapo_training.losses.reductions import LossReduction
 
-from .carrier import Layout, carrier_dtype, reached
-from .cpu_mode import without_mode
-from .starting import ParallelState
+from .boundary_packing import Layout, carrier_dtype, reached
+from .process_state.cpu_mode import without_mode
+from .process_state.process_groups import ParallelState
 
 
 class Borders(NamedTuple):

@@ -278,7 +278,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("end", [*(pytest.param(end, marks=pytest.mark.slow) for end in ("exit", "SIGINT")), "SIGKILL"])
 def test_no_process_outlives_the_script(tmp_path: Path, end: str) -> None:
     """However the script ends, also in the middle of a job; no pytest involved."""
-    script = tmp_path / "script.py"
+    script = tmp_path / "javascript.py"
     script.write_text(SCRIPT.replace("STAY", "0" if end == "exit" else "600"))
     command = [sys.executable, str(script)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:

@@ -17,9 +17,9 @@ from slapo_core.reporting.errors import PluginError, ScheduleError, UnknownNameE
 from slapo_core.reporting.failure_reason import reason
 from slapo_core.schedules.schedule import Schedule
 
-from .draws import Draw, Dropout, dropout, fast_dropout
-from .gelu import Gelu, gelu, options_for
-from .norms import LayerNorm, call_norm, layer_norm
+from .cpu_operators.dropout import Draw, Dropout, dropout, fast_dropout
+from .cpu_operators.gelu import Gelu, gelu, options_for
+from .cpu_operators.layer_norms import LayerNorm, call_norm, layer_norm
 
 LAYER = "slapo_layer"
 """Key in the ``meta`` of a node that calls a layer: the layer's path and class."""

@@ -16,10 +16,10 @@ from slapo_tracing.editing import graph_edit
 from slapo_tracing.editing.subgraph import resolve
 from slapo_tracing.matching.queries import matches_of
 
-from .budget import parse, plans
-from .lists import listed_in
-from .policies import contexts_of
-from .recompute import Checkpointed, is_checkpointed
+from .forward_wrappers.recomputation import Checkpointed, is_checkpointed
+from .module_lists import listed_in
+from .selective_checkpoint.budget import parse, plans
+from .selective_checkpoint.policies import contexts_of
 
 
 class CheckpointPrimitive(Primitive):

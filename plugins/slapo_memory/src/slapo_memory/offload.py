@@ -9,8 +9,8 @@ from slapo_core.modules.forward_wrapping import forward_wrappers, wrap_forward
 from slapo_core.reporting.errors import ScheduleError
 from slapo_core.schedules.schedule import Schedule
 
-from .lists import listed_in
-from .offloading import Offloaded
+from .forward_wrappers.cpu_offload import Offloaded
+from .module_lists import listed_in
 
 MIN_BYTES = 2**20
 

@@ -14,9 +14,9 @@ from slapo_core.registration.registry import Registry, default_registry
 from slapo_core.reporting.errors import ScheduleError, UnknownNameError
 from slapo_core.schedules.schedule import Schedule, create_schedule
 
-from .configuration import CREATION
-from .precision import restored_on_error
 from .registration import REGISTERED, available
+from .shared_steps.configuration import CREATION
+from .shared_steps.precision import restored_on_error
 
 
 def apply_schedule(model_or_schedule: nn.Module | Schedule, key: str, **config: Any) -> Schedule:

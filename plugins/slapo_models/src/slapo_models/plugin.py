@@ -23,7 +23,7 @@ _FAMILIES = {
 @hookimpl
 def slapo_models() -> dict[str, str]:
     """The ready schedules."""
-    return {key: f"slapo_models.{module}:schedule" for key, module in _FAMILIES.items()}
+    return {key: f"slapo_models.families.{module}:schedule" for key, module in _FAMILIES.items()}
 
 
 @hookimpl

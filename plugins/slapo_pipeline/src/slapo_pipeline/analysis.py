@@ -15,7 +15,7 @@ from slapo_core.interfaces.program import Boundary, Program, Stage
 from slapo_core.reporting.errors import BuildError
 from slapo_core.schedules.schedule import Schedule
 
-from .partitioned import PartitionedModule, StageArguments, is_read, stage_arguments
+from .partition.partitioned_module import PartitionedModule, StageArguments, is_read, stage_arguments
 
 
 @dataclass(frozen=True)

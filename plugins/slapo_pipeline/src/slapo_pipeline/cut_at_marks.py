@@ -13,11 +13,11 @@ from slapo_core.reporting.errors import ScheduleError
 from slapo_core.schedules.schedule import Schedule
 from slapo_tracing.tracers.synthetic_inputs import stand_ins
 
-from .arguments import apart, by_name
 from .cut_pipeline_stage import MARKS, refuse_inside_opaque
-from .flat_trace import trace_flat
-from .pipe_split import Marks
-from .whole_hooks import hooks_aside, is_whole
+from .tracing.batch_arguments import apart, by_name
+from .tracing.flat_trace import trace_flat
+from .tracing.pipe_split import Marks
+from .tracing.root_hooks import hooks_aside, is_whole
 
 
 class CutAtMarksPrimitive(Primitive):

@@ -11,7 +11,7 @@ from slapo_core.reporting.errors import ScheduleError
 from slapo_core.schedules.journal import Step
 from slapo_core.schedules.schedule import Schedule
 
-from .whole_hooks import is_whole
+from .tracing.root_hooks import is_whole
 
 NAME = "cut_pipeline_stage"
 MARKS = "cut_at_marks"

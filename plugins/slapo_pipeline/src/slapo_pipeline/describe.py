@@ -16,7 +16,7 @@ from slapo_core.schedules.schedule import Schedule
 from slapo_tracing.nodes.torch_calls import function_name
 
 from .analysis import analyze_pipeline_module, program_of
-from .traffic import Crossed, boundary_bytes, nbytes
+from .partition.boundary_traffic import Crossed, boundary_bytes, nbytes
 
 _SPACES = {"torch": torch, "F": F, "operator": operator}
 

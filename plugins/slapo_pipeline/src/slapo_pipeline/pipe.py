@@ -17,16 +17,16 @@ from slapo_core.reporting.errors import BuildError
 from .analysis import result_keys
 from .cut_at_marks import marks_in
 from .cut_pipeline_stage import Cut
-from .partition import Partitioner, check_open
-from .partitioned import PartitionedModule
-from .split_points import noted_points, split_points
-from .split_policy import PolicyPartitioner, SplitPolicy
-from .transmitted import transmitted
+from .partition.partitioned_module import PartitionedModule
+from .partition.partitioner import Partitioner, check_open
+from .torch_pipe.split_points import noted_points, split_points
+from .torch_pipe.split_policy import PolicyPartitioner, SplitPolicy
+from .torch_pipe.transmitted_parameters import transmitted
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
 
-    from ._torch_ir import MultiUseParameterConfig, PipeInfo, SplitPoint
+    from .torch_pipe._torch_private import MultiUseParameterConfig, PipeInfo, SplitPoint
 
     MultiUse = MultiUseParameterConfig | Mapping[str, MultiUseParameterConfig]
 
@@ -89,7 +89,7 @@ class Pipe(nn.Module):
 
     def info(self) -> PipeInfo:
         """Return the graph that calls the stages, their number, and whether the result has a loss."""
-        from ._torch_ir import PipeInfo  # noqa: PLC0415  costs a second
+        from .torch_pipe._torch_private import PipeInfo  # noqa: PLC0415  costs a second
 
         return PipeInfo(graph=self.split_gm.graph, num_stages=self.num_stages, has_loss_and_backward=self.has_loss_and_backward)
 
@@ -128,7 +128,7 @@ class Pipe(nn.Module):
             ValueError: no such stage.
             BuildError: ``output`` gives something else.
         """
-        from .pipe_stage import Runtime  # noqa: PLC0415  costs a second
+        from .torch_pipe.pipe_runtime import Runtime  # noqa: PLC0415  costs a second
 
         self.get_stage_module(stage_index)
         if self.__dict__["_runtime"] is None:

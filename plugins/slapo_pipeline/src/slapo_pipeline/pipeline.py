@@ -16,14 +16,14 @@ from slapo_core.reporting.logger import get_logger
 from slapo_core.schedules.schedule import Schedule
 from slapo_tracing.tracers.selection import Leaves, named_leaves
 
-from .arguments import apart, by_name
-from .costs import BALANCES
+from .balance.cut_search import placed, placed_at
+from .balance.stage_table import StageTable
+from .balance.unit_costs import BALANCES
 from .cut_pipeline_stage import CutPipelineStagePrimitive, cuts
-from .kept_trace import KeptTrace
-from .partition import KEPT_TRACE, pipeline_ranks
-from .placing import placed, placed_at
-from .stage_table import StageTable
-from .whole_hooks import hooks_aside, is_whole
+from .partition.partitioner import KEPT_TRACE, pipeline_ranks
+from .tracing.batch_arguments import apart, by_name
+from .tracing.root_hooks import hooks_aside, is_whole
+from .tracing.trace_cache import KeptTrace
 
 NAME = "pipeline"
 

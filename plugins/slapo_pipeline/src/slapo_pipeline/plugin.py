@@ -22,15 +22,15 @@ def slapo_primitives() -> dict[str, str]:
 
 @hookimpl
 def slapo_partition(schedule: Schedule) -> Program | None:
-    from .partition import partition  # noqa: PLC0415  finding plugins must stay cheap
+    from .partition.partitioner import partition  # noqa: PLC0415  finding plugins must stay cheap
+    from .program_of_pipe import taken  # noqa: PLC0415
     from .propagation import partitioned_program  # noqa: PLC0415
-    from .ready_pipe import taken  # noqa: PLC0415
 
     return taken(schedule) or partitioned_program(schedule) or partition(schedule)
 
 
 @hookimpl(trylast=True)
 def slapo_before_build(schedule: Schedule, config: dict[str, Any]) -> None:
-    from .ready_pipe import take  # noqa: PLC0415
+    from .program_of_pipe import take  # noqa: PLC0415
 
     take(schedule, config)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from slapo_training.grad_norm import clip_grad_norm_
+from slapo_training.distributed.grad_norm import clip_grad_norm_
 
-from .collectives import all_gather, all_reduce, all_reduce_grad, reduce_scatter, scatter
-from .cross_entropy import parallel_cross_entropy
-from .full_tensors import gather_full, load_full_state, scatter_full
-from .rules import Cut, ShardingRule
-from .shard_method import ShardMethod, register_shard_method
+from .communication.collectives import all_gather, all_reduce, all_reduce_grad, reduce_scatter, scatter
+from .communication.cross_entropy import parallel_cross_entropy
+from .communication.full_tensors import gather_full, load_full_state, scatter_full
+from .rules.shard_method import ShardMethod, register_shard_method
+from .rules.sharding_rule import Cut, ShardingRule
 
 __all__ = [
     "Cut",

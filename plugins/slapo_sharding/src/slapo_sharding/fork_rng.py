@@ -15,7 +15,7 @@ from slapo_core.modules.forward_wrapping import wrap_forward
 from slapo_core.reporting.errors import ScheduleError
 from slapo_core.schedules.schedule import Schedule
 
-from ._torch_private import NO_BACKWARD, backward_pass
+from .communication._torch_private import NO_BACKWARD, backward_pass
 
 _UNSEEDED = (
     "fork_rng: there is no state yet to draw this rank's random numbers from; call set_random_seed(seed, tp_rank=...) before "

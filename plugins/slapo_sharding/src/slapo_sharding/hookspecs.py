@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from slapo_core.interfaces.hookspecs import hookspec
 
 if TYPE_CHECKING:
-    from .backends import LayerBackend
-    from .rules import ShardingRule
+    from .planning.execution.layer_backends import LayerBackend
+    from .rules.sharding_rule import ShardingRule
 
 
 @hookspec
@@ -22,7 +22,7 @@ def slapo_shard_rules() -> Sequence[ShardingRule | str]:  # type: ignore[empty-b
     Example:
         >>> import torch
         >>> from torch import nn
-        >>> from slapo_sharding.rules import Cut, ShardingRule
+        >>> from slapo_sharding.rules.sharding_rule import Cut, ShardingRule
         >>> class Scale(nn.Module):
         ...     def __init__(self, width):
         ...         super().__init__()
@@ -45,10 +45,10 @@ def slapo_layer_backends() -> Mapping[str, LayerBackend | str]:  # type: ignore[
     With ``parallel_loss=True`` the function is asked for what computes a loss from parts of the logits as well.
 
     For ``"module:NAME"`` the function is imported when a schedule first asks for it. What it is given and has to return:
-    ``slapo_sharding.backends.LayerBackend``.
+    ``slapo_sharding.planning.execution.layer_backends.LayerBackend``.
 
     Example:
         >>> @hookimpl
         ... def slapo_layer_backends():
-        ...     return {"megatron": "slapo_megatron.layers:engine_layer"}
+        ...     return {"megatron": "slapo_megatron.layers.layer_backend:engine_layer"}
     """

@@ -7,7 +7,7 @@ from typing import Any
 from slapo_core.interfaces.hookspecs import hookimpl
 
 from . import hookspecs
-from .whole_sizes import slapo_after_create as slapo_after_create
+from .checks.comparison.original_sizes import slapo_after_create as slapo_after_create
 
 
 @hookimpl
@@ -26,12 +26,14 @@ def slapo_add_hookspecs(manager: Any) -> None:
 @hookimpl(trylast=True)
 def slapo_shard_rules() -> list[str]:
     """The rules for modules of torch and Transformers."""
-    return [f"slapo_sharding.{kinds}:RULES" for kinds in ("layers", "convolutions", "norms", "experts", "multihead_attention")]
+    return [
+        f"slapo_sharding.rules.{kinds}:RULES" for kinds in ("layers", "convolutions", "norms", "experts", "multihead_attention")
+    ]
 
 
 @hookimpl
 def slapo_before_build(schedule: Any, target: str | None, config: dict[str, Any]) -> None:
     """Find the replicas, and refuse shards that lack a sync or that others read; ``check=False`` turns the latter off."""
-    from . import completeness  # noqa: PLC0415  (finding plugins must stay cheap)
+    from .checks import build_check  # noqa: PLC0415  (finding plugins must stay cheap)
 
-    completeness.before_build(schedule, target, config)
+    build_check.before_build(schedule, target, config)

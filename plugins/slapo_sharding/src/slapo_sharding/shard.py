@@ -11,8 +11,8 @@ from slapo_core.interfaces.primitive import Primitive
 from slapo_core.schedules.schedule import Schedule
 from slapo_tracing.graphs.untraced import untraced
 
-from .cutting import ShardStep, carry_out
-from .sharding import Blocks, Sharder
+from .splitting.shard_planner import Blocks, Sharder
+from .splitting.shard_step import ShardStep, carry_out
 
 
 class ShardPrimitive(Primitive):

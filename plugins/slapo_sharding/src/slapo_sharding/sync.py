@@ -14,11 +14,11 @@ from slapo_core.reporting.errors import ScheduleError
 from slapo_core.schedules.schedule import Schedule
 from slapo_training.gradient_hooks import register_first
 
-from . import attention
-from .lasting import keep_hook
-from .rules import applied_cut
-from .shared_sum import SharedSum
-from .syncing import GradientSum, Sync, sums_gradient, trainable
+from .rules.sharding_rule import applied_cut
+from .splitting import attention_heads
+from .splitting.persistent_hooks import keep_hook
+from .syncs.shared_gradient_reduction import SharedSum
+from .syncs.sync_hooks import GradientSum, Sync, sums_gradient, trainable
 
 _OPS = ("all_reduce", "all_gather", "reduce_scatter", "scatter")
 _MODES = {"fwd_pre": _OPS, "fwd_post": _OPS, "bwd_post": ("all_reduce",), "grad": ("all_reduce",)}
@@ -43,7 +43,7 @@ class SyncPrimitive(Primitive):
 
     ``all_reduce`` makes a partial tensor whole; ``all_gather`` puts shards together along ``axis``, ``scatter`` keeps this
     rank's piece of a whole tensor, ``reduce_scatter`` sums and keeps this rank's piece. Each has its own right backward, see
-    ``slapo_sharding.collectives``; ``bwd_post`` is for modules whose ranks use one input for their own shards.
+    ``slapo_sharding.communication.collectives``; ``bwd_post`` is for modules whose ranks use one input for their own shards.
 
     A scheme says how the last two dimensions are laid out before and after, R replicated and S sharded: ``"RR->RS"`` cuts the
     last one, ``"SR->RR"`` gathers the one before it, ``"RS->SR"`` exchanges the two; nine in all, those from a layout to
@@ -235,7 +235,7 @@ def _check_gather(schedule: Schedule, mode: str, op: str, error: Callable[[str],
     applied, parent = applied_cut(schedule.mod), schedule.parent
     if (mode, op) != ("fwd_post", "all_gather") or applied is None or applied.gathered or parent is None:
         return
-    if attention.counts_local_heads(parent.mod) and attention.makes_heads(parent.mod, schedule.name):
+    if attention_heads.counts_local_heads(parent.mod) and attention_heads.makes_heads(parent.mod, schedule.name):
         raise error("the attention module counts local heads already; shard with gathered=True before gathering")
 
 

@@ -14,8 +14,8 @@ from slapo_core.reporting.errors import ScheduleError
 from slapo_core.reporting.logger import get_logger
 from slapo_core.schedules.schedule import Schedule
 
-from .collectives import Group
-from .replica_statistics import KINDS, ReplicaStatistics
+from .communication.batch_norm_statistics import KINDS, ReplicaStatistics
+from .communication.collectives import Group
 
 
 class SyncBatchNormPrimitive(Primitive):

@@ -15,15 +15,16 @@ from slapo_core.reporting.logger import get_logger
 from slapo_core.schedules.schedule import Schedule
 from slapo_tracing.graphs.untraced import untraced
 
-from . import attention, backends, column_inputs, dropout
-from . import parallel_loss as losses
-from .asked_later import ATTENTIONS, HIDDEN_STATES, WholeOutputs
-from .derived_plan import apply_derived
-from .given_plan import apply_given
-from .layouts import UNEVEN
-from .left_whole import first_rank_only
-from .parametrized import computed_by
-from .plan import (
+from .planning.derivation.replicated_modules import first_rank_only
+from .planning.derivation.vocabulary import vocabulary
+from .planning.derived_plan import apply_derived
+from .planning.dry_run.layouts import UNEVEN
+from .planning.execution import column_inputs, dropout_forks, layer_backends
+from .planning.execution.optional_outputs import ATTENTIONS, HIDDEN_STATES, WholeOutputs
+from .planning.execution.stacked_experts import fork_stack, split_stack
+from .planning.given_plan import apply_given
+from .planning.plan_gaps import split_unplanned
+from .planning.published_plan import (
     BESIDE_SHARDED,
     head_norms,
     left_whole,
@@ -31,13 +32,13 @@ from .plan import (
     tensor_parallel_plan,
     undeclared_parameters,
 )
-from .repeated_blocks import kind
-from .rulebook import described, rules_of
-from .rules import Cut
-from .stacks import fork_stack, split_stack
-from .syncing import trainable
-from .unplanned_parts import split_unplanned
-from .vocabulary import vocabulary
+from .rules.parametrizations import computed_by
+from .rules.rulebook import described, rules_of
+from .rules.sharding_rule import Cut
+from .splitting import attention_heads
+from .splitting.module_paths import kind
+from .syncs import parallel_loss as losses
+from .syncs.sync_hooks import trainable
 
 
 class TensorParallelPrimitive(Primitive):
@@ -52,7 +53,7 @@ class TensorParallelPrimitive(Primitive):
     says nothing of, as the vision part of a model for images and text, are split by a plan derived for each.
 
     Args:
-        plan: ``{path or glob: style}``, see ``slapo_sharding.plan``; nothing else is split then.
+        plan: ``{path or glob: style}``, see ``slapo_sharding.planning.published_plan``; nothing else is split then.
         sequence_parallel: Values between the sharded layers are split along the sequence, dimension 1 of ``[batch, sequence,
             width]``: norms, dropouts and residual sums run on a rank's part of it. The plan is derived, whatever is published.
             The length has to be divisible by the number of ranks at every call.
@@ -103,11 +104,11 @@ class TensorParallelPrimitive(Primitive):
     ) -> None:
         """Take the steps."""
         with untraced(schedule):
-            before = backends.split_modules(schedule)
+            before = layer_backends.split_modules(schedule)
             _split(schedule, schedule.checked, plan, sequence_parallel, parallel_loss)
             loss = losses.put(schedule) if parallel_loss else None
             if backend is not None:
-                backends.replace_layers(schedule, backend, backends.backend_of(schedule, backend), before, loss)
+                layer_backends.replace_layers(schedule, backend, layer_backends.backend_of(schedule, backend), before, loss)
 
 
 def _split(
@@ -130,7 +131,7 @@ def _split(
     for paths in column_inputs.by_parent(columns):
         column_inputs.sum_gradients(schedule, paths)
     if schedule.world_size > 1 and not derived:
-        dropout.fork_dropouts(schedule, (path for path, style in steps.items() if style in BESIDE_SHARDED))
+        dropout_forks.fork_dropouts(schedule, (path for path, style in steps.items() if style in BESIDE_SHARDED))
         if plan is None:
             split_unplanned(schedule)
     if schedule.world_size > 1:
@@ -192,7 +193,7 @@ def _check_untouched(schedule: Schedule, plan: Mapping[str, str] | None) -> None
 
 def _refuse_extras(schedule: Schedule, sequence_parallel: bool) -> None:
     """Let the model return no part that it is asked for later."""
-    parts = {HIDDEN_STATES: sequence_parallel, ATTENTIONS: any(map(attention.has_local_heads, schedule.mod.modules()))}
+    parts = {HIDDEN_STATES: sequence_parallel, ATTENTIONS: any(map(attention_heads.has_local_heads, schedule.mod.modules()))}
     if extras := tuple(extra for extra, split in parts.items() if split):
         schedule.mod.register_forward_hook(WholeOutputs(schedule.path, extras), with_kwargs=True)
 
@@ -225,7 +226,7 @@ def _warn_of_unknown(schedule: Schedule) -> None:
 
 def _check_backend(schedule: Schedule, sequence_parallel: bool, backend: str) -> None:
     """Refuse a backend that does not exist."""
-    backends.backend_of(schedule, backend)
+    layer_backends.backend_of(schedule, backend)
     if sequence_parallel:
         raise ScheduleError(
             "layers of an engine split values along its own dimension for the sequence, not along dimension 1; "
@@ -399,4 +400,4 @@ def _cut(schedule: Schedule, input: str, output: str) -> Cut:
 
 def _known_blocks(schedule: Schedule) -> bool:
     owner: nn.Module | None = schedule.parent.mod if schedule.parent is not None else None
-    return attention.fused_blocks(owner, schedule.name, 0) is not None
+    return attention_heads.fused_blocks(owner, schedule.name, 0) is not None

@@ -11,11 +11,11 @@ from slapo_core.interfaces.program import Program
 from slapo_core.reporting.errors import BuildError
 
 from .engine import TorchEngine
-from .fsdp_units import check_shardable
+from .fsdp.wrap_policy import check_shardable
 from .log_parser import TorchLog
 from .options import Options
-from .schedules import placement
-from .stage_call import StageCall
+from .pipelining.schedules import placement
+from .step.stage_call import StageCall
 
 
 class TorchDialect(Dialect):

@@ -15,40 +15,40 @@ from slapo_core.distributed.agreement import agree, all_reduce, compare, mesh_gr
 from slapo_core.interfaces.program import Program
 from slapo_core.modules.forward_arguments import variadic
 from slapo_core.reporting.errors import BuildError
-from slapo_training.averages import AveragedEngine, MasterValue
+from slapo_training.batch_agreement import BatchFacts, check_boundaries, check_contents, check_shapes, content_slots
 from slapo_training.batch_arguments import arguments_of
-from slapo_training.batches import Batch, check_labels, content, counted_labels, fingerprint, signature, split
-from slapo_training.common_batch import BatchFacts, check_boundaries, check_contents, check_shapes, content_slots
-from slapo_training.engine_checkpoint import Position
+from slapo_training.batches.microbatches import Batch, check_labels, content, counted_labels, fingerprint, signature, split
+from slapo_training.checkpoint.async_save import Saving
+from slapo_training.ema import AveragedEngine, MasterValue
+from slapo_training.engines.checkpoint_files import Position
 from slapo_training.gradient_hooks import GradientAccess, StepHooks
-from slapo_training.losses import NO_GRADIENT
-from slapo_training.means import Counted
-from slapo_training.modes import Modes
-from slapo_training.optimizer_making import OptimizerMaking
-from slapo_training.optimizers import adopted
-from slapo_training.pieces import Piece
-from slapo_training.saving import Saving
+from slapo_training.losses.microbatch_loss import NO_GRADIENT
+from slapo_training.losses.reductions import Counted
+from slapo_training.model.pieces import Piece
+from slapo_training.model.training_mode import Modes
+from slapo_training.optimizers.construction import OptimizerMaking
+from slapo_training.optimizers.introspection.nested_optimizers import groups_in
+from slapo_training.optimizers.rank_optimizer import adopted
 from slapo_training.step_losses import StepLosses
-from slapo_training.whole_steps.tree import groups_in
 
-from . import model_state
-from .checkpoint import TorchSaver, Trained
-from .checkpoint_load import load_checkpoint
+from .checkpoint import model_state
+from .checkpoint.loader import load_checkpoint
+from .checkpoint.saver import TorchSaver, Trained
 from .device import device_of
-from .failures import Peers
-from .first_step import TorchFirstStep
-from .holdings import Holdings
-from .loss_shares import LabelCount, Share, labels_of, numbers_of
-from .merged import merged
+from .gradients.ddp import Replicas, check_dense
 from .options import Options
-from .replicas import Replicas, check_dense
-from .schedules import kind_of, schedule_of
-from .stage_call import StageCall, precision
-from .step import StepResult, run_whole
-from .updates import LossScale, MissedSteps, Progress, step_rate
+from .pipelining.schedules import kind_of, schedule_of
+from .step.first_step import TorchFirstStep
+from .step.gradient_accumulation import StepResult, run_whole
+from .step.local_parameters import Holdings
+from .step.merged_stages import merged
+from .step.microbatch_weights import LabelCount, Share, labels_of, numbers_of
+from .step.stage_call import StageCall, precision
+from .step.tensor_parallel_failures import Peers
+from .step.training_progress import LossScale, MissedSteps, Progress, step_rate
 
 if TYPE_CHECKING:
-    from .fsdp import ShardedReplicas
+    from .fsdp.sharded_replicas import ShardedReplicas
 
 _KEPT_PLANS = 16  # shapes of micro-batches, each with its receive buffers
 
@@ -465,7 +465,7 @@ class TorchEngine(AveragedEngine):
             adopted(given, self.program.module, self.module)
 
     def _shard(self) -> None:
-        from .fsdp import ShardedReplicas  # noqa: PLC0415  importing torch.distributed.fsdp costs a second
+        from .fsdp.sharded_replicas import ShardedReplicas  # noqa: PLC0415  importing torch.distributed.fsdp costs a second
 
         self._shards = ShardedReplicas(self.program, self.module, self._options.fsdp_units)
 

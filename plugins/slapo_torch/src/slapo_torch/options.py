@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from slapo_core.reporting.errors import BuildError, UnknownNameError
-from slapo_training.options import CommonOptions
+from slapo_training.options.common_options import CommonOptions
 
-from .schedules import is_file, kind_of
+from .pipelining.schedules import is_file, kind_of
 
 DATA_PARALLEL = ("ddp", "fsdp")
 """Ways in which replicas keep their parameters."""

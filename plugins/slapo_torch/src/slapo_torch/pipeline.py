@@ -17,19 +17,19 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_core.interfaces.program import Boundary, Program
-from slapo_training.batches import Batch
-from slapo_training.losses import note_failure
+from slapo_training.batches.microbatches import Batch
+from slapo_training.losses.microbatch_loss import note_failure
 
-from ._torch_pipelining import scheduled, splits
-from .first_gradients import Extent, FirstGradients, extents
-from .loss_shares import Share
+from .gradients.aliasing import Extent, FirstGradients, extents
+from .gradients.ddp import Replicas
 from .options import Options
-from .replicas import Replicas
-from .schedules import kind_of
-from .split_backward import TensorHooks, can_split
-from .stage_call import StageCall
-from .step import StepResult
-from .varying_stage import VaryingStage
+from .pipelining._torch_pipelining import scheduled, splits
+from .pipelining.schedules import kind_of
+from .pipelining.split_backward import TensorHooks, can_split
+from .pipelining.varying_stage import VaryingStage
+from .step.gradient_accumulation import StepResult
+from .step.microbatch_weights import Share
+from .step.stage_call import StageCall
 
 
 class RunningStage(VaryingStage):

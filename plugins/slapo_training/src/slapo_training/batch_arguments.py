@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 from slapo_core.modules.forward_arguments import named_inputs, signature_of
 from slapo_core.reporting.errors import BuildError
 
-from .batches import Batch
-from .options import CommonOptions
+from .batches.microbatches import Batch
+from .options.common_options import CommonOptions
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -18,19 +18,19 @@ from slapo_core.interfaces.program import Program
 from slapo_core.modules.forward_arguments import variadic
 from slapo_core.reporting.errors import BuildError
 
-from .averages import AveragedEngine
+from .batch_agreement import Cut, cut_together, weigh
 from .batch_arguments import arguments_of
-from .batch_losses import BatchLosses
-from .batches import Batch, LabelKey, check_labels, content, fingerprint, label_counts, signature, split
-from .common_batch import Cut, cut_together, weigh
+from .batches.microbatches import Batch, LabelKey, check_labels, content, fingerprint, label_counts, signature, split
+from .distributed.ranks import on_all
+from .ema import AveragedEngine
 from .first_step import FirstStep, GradientScale
 from .hidden_labels import HiddenLabels
 from .label_weights import LabelWeights
-from .losses import note_failure
-from .means import EQUAL_PARTS, LossReduction, terms_of
-from .options import CommonOptions
-from .ranks import on_all
-from .state_rollback import state_rollback
+from .losses.microbatch_loss import note_failure
+from .losses.reductions import EQUAL_PARTS, LossReduction, terms_of
+from .model.state_rollback import state_rollback
+from .options.common_options import CommonOptions
+from .step_loss_check import BatchLosses
 
 
 class MicroBatches(NamedTuple):

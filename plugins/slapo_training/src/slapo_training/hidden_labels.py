@@ -9,7 +9,7 @@ from slapo_core.interfaces.program import Program
 from slapo_core.reporting.errors import BuildError
 
 from .label_weights import LabelWeights
-from .means import EQUAL_PARTS, LossReduction, terms_of
+from .losses.reductions import EQUAL_PARTS, LossReduction, terms_of
 
 
 class HiddenLabels:

@@ -11,11 +11,11 @@ from torch import nn
 
 from slapo_core.interfaces.program import Program
 
-from .batches import Batch
-from .loss_terms import LossTerms
-from .options import CommonOptions
-from .replica_loss import ReplicaLoss
-from .state_rollback import buffer_rollback
+from .batches.microbatches import Batch
+from .losses.replica_loss import ReplicaLoss
+from .losses.weighted_terms import LossTerms
+from .model.state_rollback import buffer_rollback
+from .options.common_options import CommonOptions
 
 Forward = Callable[[list[Any]], None]
 """Runs the micro-batches forward, in the mode of the step, with these in the place of labels."""

@@ -15,10 +15,10 @@ from typing import Any, NoReturn
 
 from slapo_core.reporting.errors import SlapoError
 
-from .configuration import Configuration
 from .database import Database
-from .errors import TuneError
-from .interruption import Interruption, signal_name
+from .script.configuration import Configuration
+from .search_space.errors import TuneError
+from .trial.interruption import Interruption, signal_name
 from .tuner import Results, Settings, Tuner
 
 TIMEOUT_SECONDS = 3600.0

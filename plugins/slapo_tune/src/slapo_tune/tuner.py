@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from .configuration import CHECKPOINT_RATIO, Configuration
 from .database import Database, json_data
-from .environment import check_variables
-from .errors import TuneError
-from .interruption import Interruption, signal_name
-from .script_arguments import ScriptArguments, substituted, takes
-from .space import Space
-from .throughput import last_words, logged_result, printed_result, unusable
-from .traversal import Traversal
-from .trial_process import TrialOutput, run_trial
+from .script.arguments import ScriptArguments, substituted, takes
+from .script.configuration import CHECKPOINT_RATIO, Configuration
+from .search_space.errors import TuneError
+from .search_space.space import Space
+from .search_space.traversal import Traversal
+from .trial.environment import check_variables
+from .trial.interruption import Interruption, signal_name
+from .trial.process import TrialOutput, run_trial
+from .trial.throughput import last_words, logged_result, printed_result, unusable
 
 ErrorStop = Literal["none", "symbol", "all"]
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from .engines import verify_engine
-from .plain_steps import Trained
-from .report import Report
-from .threads import run_as_threads
+from .comparison.report import Report
+from .ranks.thread_ranks import run_as_threads
+from .training_runs.reference_run import Trained
 from .verify import Verify, verify
+from .verify_engine import verify_engine
 
 __all__ = ["Report", "Trained", "Verify", "run_as_threads", "verify", "verify_engine"]

@@ -18,18 +18,18 @@ from slapo_core.reporting.errors import BuildError, UnknownNameError, VerifyErro
 from slapo_core.schedules.journal import Step
 from slapo_core.schedules.schedule import Schedule
 
-from .cause import Models
-from .compare import LEVELS, Loss, OptimizerFactory, Task
 from .comparison.equivalence import Tolerance
+from .comparison.model_results import LEVELS, Loss, OptimizerFactory, Task
+from .comparison.report import Report, short
+from .comparison.rounding import check_tolerance, tolerance_of
 from .comparison.tensor_leaves import leaves_of
-from .meeting import Ranks
-from .meta_values import device_for, give_values, is_empty, with_values
-from .model_copies import copied
-from .plain_steps import sgd
-from .replay import fresh_schedule
-from .report import Report, short
-from .rounding import check_tolerance, tolerance_of
-from .verified import verified
+from .diagnosis.cause import Models
+from .model_setup.meta_values import device_for, give_values, is_empty, with_values
+from .model_setup.model_copies import copied
+from .model_setup.step_replay import fresh_schedule
+from .ranks.failure_propagation import Ranks
+from .training_runs.reference_run import sgd
+from .verification import verified
 
 
 def verify(

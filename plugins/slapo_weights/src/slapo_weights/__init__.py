@@ -5,6 +5,6 @@ from __future__ import annotations
 from .consolidate import consolidate_model
 from .export import export_weights
 from .load import Weights
-from .made_of import made_of
+from .tensor_views.fused_parameters import made_of
 
 __all__ = ["Weights", "consolidate_model", "export_weights", "made_of"]

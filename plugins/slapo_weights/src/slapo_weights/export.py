@@ -14,15 +14,15 @@ from slapo_core.interfaces.engine import Engine
 from slapo_core.reporting.errors import BuildError
 from slapo_core.reporting.failure_reason import reason
 from slapo_core.schedules.schedule import Schedule
-from slapo_training.pieces import Piece
-from slapo_training.ranks import Ranks
+from slapo_training.distributed.ranks import Ranks
+from slapo_training.model.pieces import Piece
 
-from .conversion import Group, Tensors, outcome
-from .folder import Folder, check_folder
-from .held import Source
-from .plan import Plan, parsed_size, planned
-from .safetensors_file import as_bytes
-from .whole_tensors import Described, Sent, Whole
+from .export_plan.export_source import Source
+from .export_plan.plan import Plan, parsed_size, planned
+from .export_plan.whole_tensors import Described, Sent, Whole
+from .huggingface.save_conversion import Group, Tensors, outcome
+from .safetensors_files.model_folder import Folder, check_folder
+from .safetensors_files.writer import as_bytes
 
 
 @torch.no_grad()

@@ -17,11 +17,11 @@ from slapo_core.interfaces.program import Program
 from slapo_core.modules.parameters import facts, shard_spec, successor
 from slapo_core.reporting.errors import BuildError
 
-from .boxes import View
-from .files import WeightFiles
-from .made_of import parts_of, view_of
-from .names import Known, known, may_be_missing
-from .unmodified import Unmodified
+from .huggingface.load_conversion import Known, known, may_be_missing
+from .huggingface.unmodified_model import Unmodified
+from .safetensors_files.reader import WeightFiles
+from .tensor_views.box_view import View
+from .tensor_views.fused_parameters import parts_of, view_of
 
 _LISTED = 20
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slapo.signals import end_at_once, handling
+from ..launch.signals import end_at_once, handling
 
 with handling(end_at_once):
     import sys

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slapo.signals import end_at_once, handling
+from ..launch.signals import end_at_once, handling
 
 with handling(end_at_once):
     import logging
@@ -13,11 +13,11 @@ with handling(end_at_once):
 
     import typer
 
-    from slapo.versions import versions
     from slapo_core.registration.registry import default_registry
     from slapo_core.reporting.errors import SlapoError
     from slapo_core.reporting.logger import get_logger
 
+    from ..run_data.versions import versions
     from . import listing, train, verify
 
 OURS = ("train", "verify", *listing.NAMES)

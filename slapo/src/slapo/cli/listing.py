@@ -18,7 +18,7 @@ from slapo_core.registration.entries import HOOKS, Entry
 from slapo_core.registration.plugins import PluginRecord
 from slapo_core.registration.registry import Registry, default_registry
 
-from .engines import EngineFacts
+from .engine_info import EngineFacts
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print data instead of a table.")]
 

@@ -6,9 +6,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from slapo.training.failures import InterruptedRunError, RankError
-from slapo.training.settings import TOLERANCES, Settings
-
+from ..launch.errors import InterruptedRunError, RankError
+from ..run_data.settings import TOLERANCES, Settings
 from .flags import (
     CheckpointLayers,
     DataParallel,
@@ -83,7 +82,7 @@ def train(
     """
     settings = Settings(**{**ctx.params, "data": tuple(data or ())})
     settings.check()
-    from slapo.training.run import run  # noqa: PLC0415 - seconds that --help and a wrong flag need not wait
+    from ..training.train_run import run  # noqa: PLC0415 - seconds that --help and a wrong flag need not wait
 
     try:
         run(settings)

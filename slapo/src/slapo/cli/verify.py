@@ -6,9 +6,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from slapo.training.failures import InterruptedRunError, RankError
-from slapo.training.settings import Settings, SettingsError
-
+from ..launch.errors import InterruptedRunError, RankError
+from ..run_data.settings import Settings, SettingsError
 from .flags import (
     CheckpointLayers,
     DataParallel,
@@ -100,7 +99,7 @@ def verify(
         kept = data_parallel if name == "torch" or "torch" not in engines else "ddp"  # of two engines the torch one's
         Settings(**{**sizes, "target": name, "data_parallel": kept}).check()
     _check(given)
-    from slapo.training.verifying import VerifySettings, run  # noqa: PLC0415 - as in train
+    from ..training.verify_run import VerifySettings, run  # noqa: PLC0415 - as in train
 
     try:
         verdict = run(VerifySettings(**given))

@@ -1,1 +1,3 @@
-"""The page a run leaves behind: one self-contained ``report.html``."""
+"""Report of a run: one self-contained ``report.html`` with losses, the module tree, ranks and the pipeline timeline.
+In: a ``RunRecord``. Out: a file. May import ``run_data``.
+"""

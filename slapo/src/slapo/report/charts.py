@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from slapo.training.settings import counted
-
+from ..run_data.settings import counted
 from .axis import Axis
 
 

@@ -8,14 +8,14 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from slapo.training.record import RunRecord
 from slapo_torch.timeline import chrome_trace
 
+from ..run_data.record import RunRecord
 from .axis import linear_axis, log_axis, step_axis
 from .charts import Limit, Line, line_chart
-from .modules import module_tree
-from .script import SCRIPT
-from .style import STYLE
+from .javascript import SCRIPT
+from .module_tree import module_tree
+from .stylesheet import STYLE
 from .tables import loss_table, rank_table, settings_table, stage_table, version_table
 from .timeline import timeline
 

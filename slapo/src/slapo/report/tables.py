@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from html import escape
 
-from slapo.training.record import RunRecord
+from ..run_data.record import RunRecord
 
 
 def rank_table(record: RunRecord) -> str:

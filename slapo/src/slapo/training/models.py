@@ -22,7 +22,7 @@ from transformers.utils import logging  # noqa: TID253
 
 from slapo_core.reporting.errors import UnknownNameError
 
-from .settings import VOCABULARY, Settings, SettingsError
+from ..run_data.settings import VOCABULARY, Settings, SettingsError
 
 ALIASES = {
     "layers": (

@@ -12,9 +12,9 @@ from slapo_core.building.weights import init_empty_weights, materialize
 from slapo_core.distributed.random import set_random_seed
 from slapo_core.schedules.schedule import create_schedule
 
-from .data import Corpus
+from ..run_data.settings import Settings
+from .corpus import Corpus
 from .models import build_model
-from .settings import Settings
 
 
 def reference_losses(settings: Settings, corpus: Corpus) -> Iterator[float]:

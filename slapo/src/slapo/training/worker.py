@@ -22,14 +22,14 @@ from slapo_core.interfaces.engine import Engine
 from slapo_core.reporting.errors import VerifyError
 from slapo_core.schedules.schedule import Schedule
 
-from .data import Corpus, read_corpus
+from ..run_data.record import ModuleRecord, RankRecord, RunRecord, module_records, step_records
+from ..run_data.settings import Settings, engine_options
+from .console_output import announce, compare, follow, verdict
+from .corpus import Corpus, read_corpus
 from .models import build_model
-from .progress import announce, compare, follow, verdict
-from .record import ModuleRecord, RankRecord, RunRecord, module_records, step_records
+from .preflight_check import AXES
 from .reference import make_optimizer, reference_losses
-from .rehearsal import AXES
-from .schedules import schedule_model
-from .settings import Settings, engine_options
+from .run_schedule import schedule_model
 
 
 def work(settings: Settings) -> None:

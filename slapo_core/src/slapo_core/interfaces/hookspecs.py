@@ -50,7 +50,7 @@ def slapo_models() -> Mapping[str, Any]:  # type: ignore[empty-body]
     Example:
         >>> @hookimpl
         ... def slapo_models():
-        ...     return {"gpt2": "slapo_models.gpt2:schedule"}
+        ...     return {"gpt2": "slapo_models.families.gpt2:schedule"}
     """
 
 

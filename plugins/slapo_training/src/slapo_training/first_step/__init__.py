@@ -9,6 +9,6 @@ import what ``slapo_core`` and the modules of ``slapo_training`` beside it offer
 from __future__ import annotations
 
 from .checks import FirstStep
-from .injected import GradientScale, scaled_gradient
+from .injected_gradients import GradientScale, scaled_gradient
 
 __all__ = ["FirstStep", "GradientScale", "scaled_gradient"]

@@ -11,15 +11,15 @@ import torch
 from slapo_core.interfaces.program import Program
 from slapo_core.reporting.logger import get_logger
 
-from ..batches import Batch
-from ..check_switches import CHECKS, disabled_checks, log_disabled_checks
-from ..modes import Modes
-from ..options import CommonOptions
-from .findings import Cut, is_first_rank
+from ..batches.microbatches import Batch
+from ..model.training_mode import Modes
+from ..options.check_switches import CHECKS, disabled_checks, log_disabled_checks
+from ..options.common_options import CommonOptions
+from .diagnostics import Cut, is_first_rank
 from .injected_check import InjectedCheck
-from .injected_labels import InjectedLabels
-from .row_marks import UnevenMarks
-from .row_parts import Rows, dissimilar_halves, joined, other_replicas
+from .label_counts import InjectedLabels
+from .row_counts import UnevenMarks
+from .row_subsets import Rows, dissimilar_halves, joined, other_replicas
 from .rows_check import RowsCheck
 from .stage_runs import Around, RunFailedError, StageRuns, has_loss_of_its_own
 

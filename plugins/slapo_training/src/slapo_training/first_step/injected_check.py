@@ -11,12 +11,12 @@ from slapo_core.interfaces.program import Program
 from slapo_core.reporting.errors import BuildError
 from slapo_core.reporting.logger import get_logger
 
-from .._torch_private import has_custom_functions
-from ..options import CommonOptions
-from .findings import IN_FP16, INNER_BACKWARD, Cut, injected_is_no_mean, warn_or_refuse
-from .injected import Injected, is_mean_over_rows
+from ..distributed._torch_private import has_custom_functions
+from ..options.common_options import CommonOptions
+from .diagnostics import IN_FP16, INNER_BACKWARD, Cut, injected_is_no_mean, warn_or_refuse
+from .injected_gradients import Injected, is_mean_over_rows
 from .row_mixing import tolerance_of
-from .row_parts import Rows, dissimilar_quarters, joined
+from .row_subsets import Rows, dissimilar_quarters, joined
 from .stage_runs import Behind, KnownRuns, Planned, Run, RunFailedError, StageRuns, runs_alone
 
 

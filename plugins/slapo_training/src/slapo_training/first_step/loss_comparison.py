@@ -13,14 +13,14 @@ from slapo_core.distributed.agreement import gather
 from slapo_core.interfaces.program import Program
 from slapo_core.reporting.logger import get_logger
 
-from ..losses import loss_of
-from ..means import Counted
-from ..options import CommonOptions
-from ..state_rollback import StateSnapshot
-from ..structures import fields_of
+from ..batches.nested_tensors import fields_of
+from ..losses.microbatch_loss import loss_of
+from ..losses.reductions import Counted
+from ..model.state_rollback import StateSnapshot
+from ..options.common_options import CommonOptions
 from . import row_mixing
-from .findings import Pair
-from .row_parts import expected_losses, narrowed
+from .diagnostics import Pair
+from .row_subsets import expected_losses, narrowed
 from .stage_runs import KnownRuns, Planned, Run, StageRuns
 
 T = TypeVar("T")

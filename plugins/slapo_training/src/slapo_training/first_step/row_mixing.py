@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from slapo_core.modules.forward_wrapping import forward_wrappers
 
-from ..state_rollback import StateSnapshot
+from ..model.state_rollback import StateSnapshot
 
 
 class Tolerance(NamedTuple):

@@ -8,12 +8,12 @@ from slapo_core.interfaces.program import Program
 from slapo_core.reporting.errors import BuildError
 from slapo_core.reporting.logger import get_logger
 
-from ..options import CommonOptions
-from ..state_rollback import StateSnapshot
+from ..model.state_rollback import StateSnapshot
+from ..options.common_options import CommonOptions
 from . import row_mixing
-from .findings import Cut, Pair, buffers_are_updated, loss_is_no_mean, rows_are_mixed, term_is_no_mean, warn_or_refuse
+from .diagnostics import Cut, Pair, buffers_are_updated, loss_is_no_mean, rows_are_mixed, term_is_no_mean, warn_or_refuse
 from .loss_comparison import Factor, LossComparison
-from .row_parts import Rows, dissimilar_pair, joined, other_replicas
+from .row_subsets import Rows, dissimilar_pair, joined, other_replicas
 from .stage_runs import KnownRuns, Planned, RunFailedError, StageRuns, has_loss_of_its_own, runs_alone
 
 

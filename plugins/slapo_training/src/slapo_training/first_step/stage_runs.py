@@ -18,14 +18,14 @@ from slapo_core.modules.forward_arguments import by_position
 from slapo_core.reporting.errors import SlapoError
 from slapo_tracing.nodes.graph_functions import asks_for_gradients
 
-from ..losses import CountedLoss
-from ..means import Counted
-from ..options import CommonOptions
-from ..state_rollback import StateSnapshot, state_rollback
-from ..structures import with_tensors
-from .fixed_draws import FixedDraws
+from ..batches.nested_tensors import with_tensors
+from ..losses.microbatch_loss import CountedLoss
+from ..losses.reductions import Counted
+from ..model.state_rollback import StateSnapshot, state_rollback
+from ..options.common_options import CommonOptions
+from .deterministic_random import FixedDraws
 from .row_mixing import written_buffers
-from .row_parts import Rows
+from .row_subsets import Rows
 
 Around = Callable[[bool], AbstractContextManager[Any]]
 """Makes the context that an engine puts around a run, such as autocast; gets whether the run has a backward."""

@@ -5,10 +5,10 @@ engine is built, and runs them once in a step, on gradients that are reduced and
 that is trained without an engine. This may import ``slapo_core`` and the modules of ``slapo_training`` beside it.
 """
 
-from .._torch_private import register_first
-from .carried import carry_hooks
-from .cut_attributes import cut_attributes
-from .marker import gradient_hook
+from ..distributed._torch_private import register_first
+from .elementwise_marker import gradient_hook
+from .sharded_attributes import cut_attributes
+from .sharded_hooks import carry_hooks
 from .step_hooks import GradientAccess, StepHooks
 
 __all__ = ["GradientAccess", "StepHooks", "carry_hooks", "cut_attributes", "gradient_hook", "register_first"]

@@ -17,11 +17,11 @@ from slapo_core.interfaces.program import Program
 from slapo_core.modules.parameters import ShardSpec, facts, is_part, shard_spec
 from slapo_core.reporting.errors import BuildError
 
-from ..equal_random import equal_random_numbers
-from .carried import CarriedHook
-from .marker import is_elementwise
-from .reachable import reads_weights
-from .tables import TABLES, TENSOR_HOOKS, Hook, HookRef, Table, is_users, put_table, table_of
+from ..distributed.synchronized_rng import equal_random_numbers
+from .closure_references import reads_weights
+from .elementwise_marker import is_elementwise
+from .hook_tables import TABLES, TENSOR_HOOKS, Hook, HookRef, Table, is_users, put_table, table_of
+from .sharded_hooks import CarriedHook
 from .whole_parameter import Origin, Place, whole_parameter
 
 

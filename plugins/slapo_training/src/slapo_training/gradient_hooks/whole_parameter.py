@@ -11,7 +11,7 @@ from torch import nn
 from slapo_core.distributed.full_tensors import gather_parts
 from slapo_core.modules.parameters import ShardSpec, facts, plain
 
-from .cut_attributes import CUT, attributes_cut_with
+from .sharded_attributes import CUT, attributes_cut_with
 
 Place = tuple[nn.Module, str]
 Origin = Callable[[], torch.Tensor | None]

@@ -1,0 +1,128 @@
+"""What a checkpoint keeps of its forward, so that the recompute need not compute it again."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+
+from .kept_outputs import contexts
+
+KEPT = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "convolution",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+"""Operators of ``torch.ops.aten`` whose outputs ``"matmuls"`` keeps."""
+
+Contexts = Callable[[], Any]
+"""``context_fn`` of ``torch.utils.checkpoint.checkpoint``."""
+
+
+def contexts_of(policy: Any) -> Contexts | None:
+    """What a policy is to torch; None recomputes everything.
+
+    Args:
+        policy: See ``CheckpointPrimitive``, or what ``Plan`` a budget gave.
+
+    Raises:
+        ValueError: no policy.
+    """
+    if policy is None:
+        return None
+    if isinstance(policy, (Plan, Listed)):
+        return partial(contexts, policy.keeps)
+    if policy == "matmuls":
+        return partial(contexts, MATMULS.keeps)
+    if (listed := Listed.of(policy)) is not None:
+        return partial(contexts, listed.keeps)
+    if callable(policy) and not isinstance(policy, nn.Module) and _takes_a_call(policy):
+        return partial(contexts, partial(_is_saved, policy))
+    raise ValueError(
+        f"policy is {policy!r}; give None, 'matmuls', a list of operators such as torch.ops.aten.mm.default, or a policy "
+        "function of torch.utils.checkpoint"
+    )
+
+
+def _takes_a_call(policy: Callable[..., Any]) -> bool:
+    """Whether a function can be called as a policy function is."""
+    try:
+        inspect.signature(policy).bind(None, None, None, None)
+    except TypeError:
+        return False
+    except ValueError:  # a built-in function that tells nobody; none of them is a policy
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Calls of operators whose outputs are kept, by names, so that it can be pickled with a model.
+
+    Args:
+        calls: Of an operator, as ``"aten.mm.default"``, which of its calls in the forward, from 0.
+    """
+
+    calls: dict[str, frozenset[int]]
+
+    def keeps(self, func: Any, index: int, *rest: Any) -> bool:
+        """Whether the output of this call is kept."""
+        return index in self.calls.get(str(func), ())
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Operators whose outputs are kept, by names, as torch's objects cannot be pickled."""
+
+    names: frozenset[str]
+
+    @classmethod
+    def of(cls, policy: Any) -> Listed | None:
+        """An operator or several, as objects of torch or by name; None if it is something else."""
+        found = [*map(_names, policy if isinstance(policy, (list, tuple)) else [policy])]
+        return cls(frozenset().union(*found)) if found and all(found) else None
+
+    def keeps(self, func: Any, *rest: Any) -> bool:
+        """Whether the output of this operator is kept."""
+        return str(func) in self.names
+
+
+def _is_saved(policy: Callable[..., Any], func: Any, index: int, args: Any, kwargs: Any, output: Any) -> bool:
+    """What a policy function of torch's says."""
+    context = SelectiveCheckpointContext(is_recompute=False, op_output=output)
+    return policy(context, func, *args, **kwargs) in (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+
+
+def _names(operator: Any) -> frozenset[str]:
+    """Of the overloads of an operator, as ``"aten.mm.default"``; none where it is no operator."""
+    if isinstance(operator, str):
+        namespace, _, rest = operator.partition(".")
+        operator = getattr(torch.ops, namespace, None) if namespace.isidentifier() and rest else None
+        for name in rest.split("."):
+            operator = getattr(operator, name, None)
+    if isinstance(operator, torch._ops.OpOverloadPacket):
+        return frozenset(f"{operator}.{overload}" for overload in operator.overloads())  # type: ignore[no-untyped-call]
+    return frozenset({str(operator)} if isinstance(operator, torch._ops.OpOverload) else ())
+
+
+def _overloads() -> Iterator[Any]:
+    for name in KEPT:
+        packet = getattr(torch.ops.aten, name, None)  # some are new in torch
+        if packet is not None:
+            yield packet.default
+
+
+MATMULS = Listed(frozenset(map(str, _overloads())))

@@ -1,0 +1,15 @@
+"""GPT-2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slapo_core.schedules.schedule import Schedule
+
+from ..shared_steps.configuration import Configuration
+from ..shared_steps.transformer import schedule_blocks
+
+
+def schedule(sch: Schedule, **options: Any) -> Schedule:
+    """Schedule GPT-2, whose blocks are ``h``."""
+    return schedule_blocks(sch, Configuration.read(sch, "gpt2", options), "h")

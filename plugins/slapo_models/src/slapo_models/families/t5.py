@@ -1,0 +1,26 @@
+"""T5."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slapo_core.schedules.schedule import Schedule
+
+from ..shared_steps.blocks import base_of, blocks_of, cut_blocks, recomputed
+from ..shared_steps.configuration import Configuration
+from ..shared_steps.transformer import schedule_transformer
+
+
+def schedule(sch: Schedule, **options: Any) -> Schedule:
+    """Schedule T5, whose blocks are ``encoder.block`` and ``decoder.block``; with cuts one lies behind the encoder, too.
+
+    A model of the encoder alone has one list of blocks, and ``pipeline_cuts`` are numbers of these.
+    """
+    config = Configuration.read(sch, "t5", options)
+    base = base_of(sch, config, "encoder.block")
+    lists = [blocks_of(base[name]) for name in ("encoder.block", "decoder.block") if name in base]
+    cuts = cut_blocks(sch, config, *lists)
+    if config.pipeline_cuts and len(lists) > 1:
+        cuts.append(base["encoder"])
+    recompute = [block for blocks in lists for block in recomputed(sch, config, blocks)]
+    return schedule_transformer(sch, config, recompute, cuts)

@@ -1,0 +1,47 @@
+"""Wide-ResNet, and other residual networks of the same structure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slapo_core.schedules.schedule import Schedule
+
+from ..shared_steps.blocks import base_of, blocks_of, cut_blocks, recomputed
+from ..shared_steps.configuration import Configuration
+from ..shared_steps.input_broadcast import broadcast_input
+from ..shared_steps.precision import convert
+
+_LISTS = ("layer1", "layer2", "layer3", "layer4")
+_LACKS = {
+    "attn_op_name": "as a residual network has no attention; leave it out",
+    "disable_flash_attn": "as a residual network has no attention; leave it out",
+    "disable_fuse_bias_gelu": "as a residual network has no MLP; call compile() on the blocks, which fuses what they have",
+    "sequence_parallel": "as images have no sequence; leave it out",
+}
+
+
+def schedule(sch: Schedule, **options: Any) -> Schedule:
+    """Schedule a residual network, whose blocks are in ``layer1`` to ``layer4``, with ``conv1``, ``bn1``, ``conv2`` in each."""
+    config = Configuration.read(sch, "wideresnet", options, _LACKS)
+    base = base_of(sch, config, *_LISTS)
+    lists = [blocks_of(base[name]) for name in _LISTS]
+    blocks = [block for each in lists for block in each]
+    recompute, cuts = recomputed(sch, config, blocks), cut_blocks(sch, config, *lists)
+    convert(sch, config)
+    for block in blocks if sch.world_size > 1 else []:
+        split(block)
+    broadcast_input(sch, config)
+    for block in recompute:
+        block.checkpoint()
+    for block in cuts:
+        block.cut_pipeline_stage()
+    return sch
+
+
+def split(block: Schedule) -> None:
+    """Split a block over the channels between its first two convolutions, and a third convolution over its output."""
+    block["conv1"].shard("weight", axis=0).sync("bwd_post", "all_reduce")
+    block["bn1"].shard("weight", axis=0)
+    block["conv2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    if "conv3" in block:
+        block["conv3"].shard("weight", axis=0).sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather", axis=-3)

@@ -1,0 +1,42 @@
+"""The steps that all families of transformers have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from slapo_core.schedules.schedule import Schedule
+
+from .blocks import base_of, blocks_of, cut_blocks, recomputed
+from .configuration import Configuration
+from .input_broadcast import broadcast_input
+from .kernels import use_kernels
+from .precision import convert
+
+
+def schedule_blocks(sch: Schedule, config: Configuration, path: str) -> Schedule:
+    """Take the steps of a model whose blocks are one list, at this path in the base model."""
+    blocks = blocks_of(base_of(sch, config, path)[path])
+    return schedule_transformer(sch, config, recomputed(sch, config, blocks), cut_blocks(sch, config, blocks))
+
+
+def schedule_transformer(
+    sch: Schedule, config: Configuration, recomputed: Iterable[Schedule], stage_ends: Iterable[Schedule]
+) -> Schedule:
+    """Take the steps: kernels, tensor parallelism, recomputation, stages.
+
+    Args:
+        sch: Of the whole model, head included.
+        config: What is asked for.
+        recomputed: Blocks whose activations are recomputed.
+        stage_ends: Modules behind which a pipeline stage ends.
+    """
+    convert(sch, config)
+    use_kernels(sch, config)
+    if sch.world_size > 1:
+        sch.tensor_parallel(sequence_parallel=config.sequence_parallel)
+    broadcast_input(sch, config)
+    for block in recomputed:
+        block.checkpoint()
+    for module in stage_ends:
+        module.cut_pipeline_stage()
+    return sch

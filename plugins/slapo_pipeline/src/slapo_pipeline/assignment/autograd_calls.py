@@ -1,0 +1,92 @@
+"""Gradients that a forward itself takes: each stage has an autograd graph of its own, which ends at what it receives."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+
+import torch
+from torch import fx, nn
+
+from slapo_core.reporting.errors import TraceError
+
+from .alias_analysis import Memory, changes
+
+
+def check_gradients(
+    order: Sequence[fx.Node],
+    stages: Mapping[fx.Node, Set[int]],
+    received: Sequence[Set[fx.Node]],
+    memory: Memory,
+    root: nn.Module,
+) -> None:
+    """Refuse ``torch.autograd.grad`` where a path from its inputs to its outputs goes over a boundary: it would be missing.
+
+    Args:
+        order: All nodes of the graph.
+        stages: Where each runs.
+        received: Per stage the values it receives.
+        memory: Of the graph.
+        root: The model.
+
+    Raises:
+        TraceError: there is such a path.
+    """
+    for node in order:
+        if node.target is not torch.autograd.grad:
+            continue
+        outputs, inputs = (list(_argument(node, place, name)) for place, name in enumerate(("outputs", "inputs")))
+        before = _ancestors(outputs)
+        for source in inputs:
+            between = _followers(source, order, memory, root)
+            for stage in sorted(stages[node]):
+                if late := next((value for value in received[stage] if value in between and value in before), None):
+                    where = node.meta.get("module") or "the forward"
+                    raise TraceError(
+                        f"{where}: torch.autograd.grad runs in stage {stage}, but {late.name!r}, between its outputs and "
+                        f"{source.name!r}, comes from another stage, where it cannot follow; cut the model where all of "
+                        "this is in one stage",
+                        source=node.meta.get("source"),
+                    )
+
+
+def _argument(node: fx.Node, place: int, name: str) -> Iterator[fx.Node]:
+    value = node.args[place] if place < len(node.args) else node.kwargs.get(name)
+    return (part for part in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(part, fx.Node))
+
+
+def _followers(source: fx.Node, order: Sequence[fx.Node], memory: Memory, root: nn.Module) -> set[fx.Node]:
+    """What autograd reaches from ``source`` on: through inputs, memory changed in place, and modules that hold a parameter."""
+    found: set[fx.Node] = set()
+    changed: set[int] = set()
+    holders = _holders(source, order, root)
+    for node in order:
+        value = node.meta.get("val")
+        if node is source or (value is not None and not value.requires_grad):
+            continue
+        inputs: Collection[fx.Node] = node.all_input_nodes
+        if node in holders or any(other is source or other in found or memory.of(other) & changed for other in inputs):
+            found.add(node)
+            changed |= {number for other in changes(node) for number in memory.of(other)}
+    return found
+
+
+def _holders(source: fx.Node, order: Sequence[fx.Node], root: nn.Module) -> set[fx.Node]:
+    """Where the parameter that ``source`` reads is used without it."""
+    tensor = dict(root.named_parameters(remove_duplicate=False)).get(str(source.target)) if source.op == "get_attr" else None
+    if tensor is None:
+        return set()
+    names = {name for name, parameter in root.named_parameters(remove_duplicate=False) if parameter is tensor}
+    holding = {name[:end] for name in names for end, letter in enumerate(name) if letter == "."}
+    uses = {"get_attr": names, "call_module": holding}
+    return {node for node in order if str(node.target) in uses.get(node.op, ())} - {source}
+
+
+def _ancestors(nodes: Collection[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    work = list(nodes)
+    while work:
+        node = work.pop()
+        if node not in found:
+            found.add(node)
+            work += node.all_input_nodes
+    return found

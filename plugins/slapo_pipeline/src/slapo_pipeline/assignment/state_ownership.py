@@ -1,0 +1,111 @@
+"""Buffers and parameters that the forward changes have one owner: each rank has its own copy of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+
+from torch import fx, nn
+
+from slapo_core.reporting.errors import TraceError
+
+from .node_assignment import Assignment
+
+
+class State:
+    """Which stages change and which use each buffer and parameter, over all plans of one model.
+
+    Args:
+        root: The model.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._changed: dict[str, set[int]] = {}
+        self._used: dict[str, set[int]] = {}
+        self._weights: dict[str, str] = {}
+        self._held: list[set[str]] = []
+
+    def check_holders(self, used: Sequence[set[str]], keep: Sequence[set[str]]) -> None:
+        """The first plan decides which process holds which weights; a later one must do with that.
+
+        Args:
+            used: Per stage the paths of modules, parameters and buffers that it calls or reads.
+            keep: Per stage the paths that it holds.
+
+        Raises:
+            TraceError: a stage uses a weight that another one holds.
+        """
+        if not self._held:
+            names = self._names()
+            tensors = [*self._root.named_parameters(remove_duplicate=False), *self._root.named_buffers(remove_duplicate=False)]
+            self._weights = {path: names[id(t)] for path, t in tensors if isinstance(t, nn.Parameter) or t.is_meta}
+            self._held = [self._weights_in(paths) for paths in keep]
+        for stage, paths in enumerate(used):
+            for name in sorted(self._weights_in(paths) - self._held[stage]):
+                holders = {index for index, held in enumerate(self._held) if name in held}
+                mode = "train" if self._root.training else "eval"
+                raise TraceError(
+                    f"stage {stage} uses {name!r} on these inputs in {mode} mode, but the "
+                    f"first plan left it with {_stages(holders)}; build in a mode and with example inputs that use it"
+                )
+
+    def _weights_in(self, paths: set[str]) -> set[str]:
+        return {name for place, name in self._weights.items() if place in paths or any(map(paths.__contains__, _above(place)))}
+
+    def check(self, parts: Assignment) -> None:
+        """Add a plan to what is known.
+
+        Raises:
+            TraceError: one stage changes what another one uses too, other than as a value it receives.
+        """
+        names = self._names()
+        changed, used = copy.deepcopy((self._changed, self._used))
+        for stage, nodes in enumerate(parts.nodes):
+            for node in nodes:
+                for name in self._touched(node, names):
+                    used.setdefault(name, set()).add(stage)
+                for name in self._written(node, parts, names):
+                    changed.setdefault(name, set()).add(stage)
+        for name, by in changed.items():
+            if len(everywhere := by | used.get(name, set())) > 1:
+                raise TraceError(
+                    f"{name!r} is changed in {_stages(by)} and used in {_stages(everywhere)}, which have a copy each; "
+                    "cut so that one stage uses it"
+                )
+        self._changed, self._used = changed, used
+
+    def _names(self) -> dict[int, str]:
+        """One name for each tensor, wherever it is registered."""
+        root = self._root
+        named = [*root.named_buffers(), *root.named_parameters()]
+        return {id(tensor): name for name, tensor in named}
+
+    def _touched(self, node: fx.Node, names: dict[int, str]) -> set[str]:
+        if node.op == "get_attr":
+            name = self._name(str(node.target), names)
+            return {name} if name in names.values() else set()
+        if node.op == "call_module":
+            module = self._root.get_submodule(str(node.target))
+            return {names[id(tensor)] for tensor in [*module.buffers(), *module.parameters()]}
+        return set()
+
+    def _name(self, place: str, names: dict[int, str]) -> str:
+        """The one name of what is at ``place``: of a tensor that of ``names``, of anything else its own."""
+        path, _, name = place.rpartition(".")
+        return names.get(id(getattr(self._root.get_submodule(path), name, None)), place)
+
+    def _written(self, node: fx.Node, parts: Assignment, names: dict[int, str]) -> set[str]:
+        touched = parts.memory.touched_by([node])
+        reads = [read for read in parts.memory.reads if touched & parts.memory.of(read)]
+        written = {name for read in reads for name in self._touched(read, names)}
+        return written | {self._name(place, names) for place in node.meta.get("changes", ())}
+
+
+def _above(place: str) -> Iterator[str]:
+    """Paths of the modules that a parameter is in."""
+    return (place[:end] for end, letter in enumerate(place) if letter == ".")
+
+
+def _stages(numbers: set[int]) -> str:
+    return ("stages " if len(numbers) > 1 else "stage ") + " and ".join(map(str, sorted(numbers)))

@@ -1,0 +1,243 @@
+"""From a number of stages to the modules that end them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+from itertools import islice, pairwise
+from typing import Any
+
+from torch import nn
+
+from slapo_core.reporting.errors import ScheduleError, TraceError
+from slapo_core.reporting.logger import get_logger
+
+from ..partition.partitioner import Partitioner
+from ..tracing.flat_trace import opened_by
+from ..tracing.trace_cache import KeptTrace
+from .cut_candidates import Units, blocks, is_member, taken_apart
+from .optimal_cuts import Placement, best_placement, placements
+from .stage_table import PlacedStage, StageTable
+from .unit_costs import Costs
+
+_TRIES = 16
+"""Placements that the partitioner may refuse before the search ends."""
+
+
+def placed_at(
+    root: nn.Module,
+    inputs: Mapping[str, Any],
+    ends: Sequence[str],
+    balance: str,
+    microbatches: int | None,
+    *,
+    all_end: bool = True,
+) -> tuple[StageTable, KeptTrace]:
+    """The stages that end after given modules, and the trace that shows them.
+
+    Args:
+        root: The model.
+        inputs: A batch, by name.
+        ends: Paths, in any order.
+        balance: What to show of each stage; see ``Costs``.
+        microbatches: How many a batch has; default: as many as there are stages.
+        all_end: Whether one after which nothing runs is an error; else it ends the last stage.
+
+    Raises:
+        ScheduleError: one does not run, or nothing runs between two or after the last.
+        TraceError: the partitioner refuses them.
+    """
+    units = Units(root, inputs, ends, ends, all_end=all_end)
+    cuts = tuple(range(1, len(units)))
+    if (refusal := units.refusal(cuts)) is not None:
+        raise refusal
+    return _table(units, Costs(units, balance, len(units), microbatches or len(units)), cuts), units.kept()
+
+
+def placed(
+    root: nn.Module,
+    inputs: Mapping[str, Any],
+    stages: int,
+    balance: str,
+    microbatches: int | None,
+    leaves: Collection[str] = (),
+) -> tuple[StageTable, KeptTrace]:
+    """The stages whose largest cost is least, and the trace that shows them.
+
+    Args:
+        root: The model.
+        inputs: A batch, by name.
+        stages: How many.
+        balance: What to balance; see ``Costs``.
+        microbatches: How many a batch has; default: as many as there are stages.
+        leaves: Paths of modules that no stage ends in.
+
+    Raises:
+        ScheduleError: the model has too few places where a stage can end.
+        TraceError: the model cannot be traced, or the partitioner refuses all placements.
+    """
+    search = _Search(root, inputs, stages, balance, microbatches or stages, leaves)
+    level, placement = search.coarse()
+    while (whole := _finer(level, placement)) != level.units.whole:
+        try:
+            finer = search.level(whole)
+            better = finer.best()
+        except (ScheduleError, TraceError):
+            break  # what is inside the blocks is of no use; they stay whole
+        if better.largest >= placement.largest:
+            break
+        level, placement = finer, better
+    level.warn_of_refused(placement)
+    return _table(level.units, level.costs, placement.cuts), level.units.kept()
+
+
+class _Search:
+    """The search for one placement, in blocks that are taken apart further and further."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        inputs: Mapping[str, Any],
+        stages: int,
+        balance: str,
+        microbatches: int,
+        leaves: Collection[str],
+    ) -> None:
+        self.root, self.inputs, self.stages, self.balance, self.microbatches = root, inputs, stages, balance, microbatches
+        self.leaves = leaves
+        self.widest: int | None = None
+        """Bytes that cross between the members of lists; a place where more crosses is none."""
+
+    def level(self, whole: Sequence[str]) -> _Level:
+        """The model with these blocks whole."""
+        return _Level(self, Units(self.root, self.inputs, whole))
+
+    def coarse(self) -> tuple[_Level, Placement]:
+        """The best placement between blocks that are taken apart only as far as there are too few."""
+        level = self.level(blocks(self.root, self.leaves))
+        self.widest = _widest(level)
+        while True:
+            missing = self.stages - 1 - level.num_places
+            if missing <= 0:
+                return level, level.best()
+            if missing <= len(level.refused) and (refusal := level.units.refusal(level.refused[:1])) is not None:
+                raise refusal
+            whole = level.units.whole
+            inner = [part for path in whole for part in taken_apart(self.root, path, self.leaves)]
+            if inner == whole:
+                raise _too_few(self.stages, level.num_places)
+            try:
+                level = self.level(inner)
+            except TraceError as err:
+                raise _too_few(self.stages, level.num_places) from err
+
+
+class _Level:
+    """The model as a row of units, and what the stages made of them cost."""
+
+    def __init__(self, search: _Search, units: Units) -> None:
+        self.search, self.units = search, units
+        self.crossing = units.crossing()
+        self.sent = [size or 0 for size in self.crossing]
+        self.refused = [cut for cut, size in enumerate(self.crossing, 1) if size is None]
+
+    @property
+    def wide(self) -> list[int]:
+        """Cuts that more crosses than the places between members of lists."""
+        widest = self.search.widest
+        return [cut for cut, size in enumerate(self.sent, 1) if widest is not None and size > widest]
+
+    @property
+    def num_places(self) -> int:
+        """Number of cuts to choose from."""
+        return len(self.crossing) - len(self.refused) - len(self.wide)
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Return the costs of the units."""
+        return Costs(self.units, self.search.balance, self.search.stages, self.search.microbatches)
+
+    def best(self) -> Placement:
+        """The best placement that is not refused; or what the partitioner says of the best."""
+        first: ScheduleError | TraceError | None = None
+        for placement in islice(placements(self.costs, self.sent, self.search.stages, [*self.refused, *self.wide]), _TRIES):
+            err = self.units.refusal(placement.cuts) or _refusal(self.units, placement.cuts)
+            if err is None:
+                return placement
+            first = first or err
+        raise first or _too_few(self.search.stages, self.num_places)
+
+    def warn_of_refused(self, taken: Placement) -> None:
+        """Say what would be better, were it not refused."""
+        better = best_placement(self.costs, self.sent, self.search.stages, self.wide)
+        if better is None or better.largest >= taken.largest:
+            return
+        cut = next((cut for cut in better.cuts if cut in self.refused), None)
+        refusal = self.units.refusal(better.cuts if cut is None else [cut])
+        more = taken.largest / better.largest - 1 if better.largest else float("inf")
+        where = f" after {self.units.paths[cut - 1]!r}" if cut is not None else " there"
+        message = "pipeline: the largest stage costs %.0f%% more than it could, as no stage can end%s: %s"
+        get_logger().warning(message, more * 100, where, refusal)
+
+
+def _finer(level: _Level, placement: Placement) -> list[str]:
+    """The blocks, those of the dearest stage taken apart that cost more than stages do on average."""
+    units, ends = level.units, [0, *placement.cuts, len(level.units)]
+    costs = [level.costs(stage, begin, end) for stage, (begin, end) in enumerate(pairwise(ends))]
+    dearest = costs.index(placement.largest)
+    dear = {
+        unit
+        for unit in range(ends[dearest], ends[dearest + 1])
+        if level.costs(dearest, unit, unit + 1) * len(costs) > sum(costs)
+    }
+    opened = {path for unit, path in units.calls() if unit in dear}
+    leaves = level.search.leaves
+    return [part for path in units.whole for part in (taken_apart(units.root, path, leaves) if path in opened else [path])]
+
+
+def _widest(level: _Level) -> int | None:
+    """Bytes that cross between the members of lists; None where no stage can end at any."""
+    units = level.units
+    sizes = [
+        size for path, size in zip(units.paths, level.crossing, strict=True) if size is not None and is_member(units.root, path)
+    ]
+    return max(sizes, default=None)
+
+
+def _too_few(stages: int, places: int) -> ScheduleError:
+    what = f"the model's blocks end at {places} places" if places != 1 else "the model's blocks end at 1 place"
+    return ScheduleError(
+        f"{stages} stages need {stages - 1} cuts, but {what} where a stage can end; take fewer stages, or give boundaries=",
+        primitive="pipeline",
+    )
+
+
+def _refusal(units: Units, cuts: Sequence[int]) -> ScheduleError | TraceError | None:
+    """Why the partitioner refuses, where it takes less of the model apart than it was for finding places."""
+    paths = [units.paths[cut - 1] for cut in cuts]
+    if opened_by(paths) == opened_by(units.whole):
+        return None
+    try:
+        Partitioner(units.root, paths, None).program(units.root.training, units.inputs)
+    except (ScheduleError, TraceError) as err:
+        return err
+    return None
+
+
+def _table(units: Units, costs: Costs, cuts: Sequence[int]) -> StageTable:
+    crossing = units.sent_at(cuts)
+    ends = [0, *cuts, len(units)]
+    calls = units.calls()
+    stages = []
+    for stage, (begin, end) in enumerate(pairwise(ends)):
+        run = [path for unit, path in calls if begin <= unit < end]
+        row = PlacedStage(
+            first=run[0],
+            last=run[-1],
+            parameters=costs.parameters.of(begin, end),
+            parameter_bytes=costs.bytes.of(begin, end),
+            cost=costs(stage, begin, end),
+            received=crossing[stage - 1] if stage else 0,
+        )
+        stages.append(row)
+    return StageTable(costs.balance, tuple(stages), tuple(units.paths[cut - 1] for cut in cuts))

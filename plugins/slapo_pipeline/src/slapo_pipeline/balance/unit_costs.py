@@ -1,0 +1,185 @@
+"""Costs of a model's units, found without running it on real weights."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
+
+from slapo_core.reporting.errors import ScheduleError, SlapoError
+from slapo_tracing.graphs.guard import argument_values
+from slapo_tracing.graphs.traced_module import guard_of
+from slapo_tracing.nodes.mode_regions import current, leave
+from slapo_tracing.recording.sandbox import Sandbox
+
+from .cut_candidates import Units
+from .optimal_cuts import Amounts
+
+BALANCES = ("parameters", "flops", "memory")
+STATES = 4
+"""Tensors of a trained parameter's size and dtype: itself, its gradient and two states of the optimizer."""
+
+_ATTENTION = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    torch.ops.aten._scaled_dot_product_fused_attention_overrideable,
+)
+"""Operators that torch's own table leaves out."""
+
+Use = tuple[int, Hashable, int]
+
+
+class Costs:
+    """Cost of each unit; ``costs(stage, begin, end)`` is what is balanced.
+
+    Args:
+        units: Of the model.
+        balance: One of ``BALANCES``.
+        stages: How many there are.
+        microbatches: How many a batch has.
+    """
+
+    def __init__(self, units: Units, balance: str, stages: int, microbatches: int) -> None:
+        size = len(units)
+        self.balance = balance
+        self.in_flight = [min(stages - stage, microbatches) for stage in range(stages)]
+        """Micro-batches of which a stage keeps the forward's values at a time, under 1F1B."""
+        uses = _parameter_uses(units)
+        self.parameters = Amounts(size, [(unit, key, p.numel()) for unit, key, p in uses])
+        self.bytes = Amounts(size, [(unit, key, p.nbytes) for unit, key, p in uses])
+        self.flops = self.saved = self._states = Amounts(size, ())
+        self._owned = Amounts(size, [(unit, key, p.nbytes) for unit, key, p in _first(uses)])
+        if balance == "memory":
+            self._states = Amounts(size, [(unit, key, p.nbytes * (STATES if p.requires_grad else 1)) for unit, key, p in uses])
+        if balance == "flops":
+            self.flops = Amounts(size, _Flops(units).measure())
+        elif balance == "memory":
+            self.saved = Amounts(size, _Saved(units).measure())
+
+    def __call__(self, stage: int, begin: int, end: int) -> int:
+        """Bytes of the parameters that are used first in these units, FLOPs, or bytes of memory."""
+        if self.balance == "parameters":
+            return self._owned.of(begin, end)
+        if self.balance == "flops":
+            return self.flops.of(begin, end)
+        return self._states.of(begin, end) + self.in_flight[stage] * self.saved.of(begin, end)
+
+
+def _parameter_uses(units: Units) -> list[tuple[int, int, nn.Parameter]]:
+    """Unit, key and parameter of every use, in order."""
+    places = {node: index for index, node in enumerate(units.nodes)}
+    tables = {path: module._parameters for path, module in units.root.named_modules(remove_duplicate=False)}
+    found: list[tuple[int, int, nn.Parameter]] = []
+    for index, node in enumerate(units.nodes):
+        if node.op == "call_module":
+            used = units.root.get_submodule(str(node.target)).parameters()
+            found += [(units.unit_of(index), id(parameter), parameter) for parameter in used]
+        elif node.op == "get_attr":
+            path, _, name = str(node.target).rpartition(".")
+            parameter = tables.get(path, {}).get(name)
+            for user in node.users if parameter is not None else ():
+                found.append((units.unit_of(places[user]), id(parameter), parameter))
+    return sorted(found, key=lambda use: use[0])
+
+
+def _first(uses: list[tuple[int, int, nn.Parameter]]) -> list[tuple[int, int, nn.Parameter]]:
+    return list({key: (unit, key, parameter) for unit, key, parameter in reversed(uses)}.values())[::-1]
+
+
+def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *args: Any, **kwargs: Any) -> int:
+    """Return the FLOPs of an attention on shapes ``[batch, heads, sequence, width]``."""
+    batch, heads, length, width = query
+    return 2 * batch * heads * length * key[-2] * (width + value[-1])
+
+
+class _Meter(fx.Interpreter):
+    """Runs the graph on fake tensors and notes what each node took."""
+
+    def __init__(self, units: Units) -> None:
+        super().__init__(units.root, graph=units.flat.graph)
+        self.extra_traceback = False  # errors stay what they are
+        self.units = units
+        self.places = {node: index for index, node in enumerate(units.nodes)}
+        self.unit = 0
+        self.found: list[Use] = []
+
+    def watch(self) -> AbstractContextManager[Any]:
+        """Return the mode that notes costs while its context is open."""
+        raise NotImplementedError
+
+    def measure(self) -> list[Use]:
+        """Unit, thing and amount of all that was noted.
+
+        Raises:
+            ScheduleError: a module asks for the values of a tensor, or an operator has no fake kernel.
+        """
+        units = self.units
+        guard = guard_of(units.flat)
+        assert guard is not None
+        values = argument_values(guard.parameters, (), units.inputs)
+        inputs = [values[str(node.target)] for node in units.nodes if node.op == "placeholder"]
+        sandbox, before = Sandbox(units.root, inputs, fake=True), current()
+        try:
+            with sandbox.open(grad=True), self.watch():
+                self.run(*tree_map_only(torch.Tensor, sandbox.enter_input, inputs))
+        except SlapoError:
+            raise
+        except Exception as err:  # of the model's code and of fake tensors, which may be any
+            what = f"the model does not run on fake tensors, so its FLOPs and memory are not known: {err}"
+            raise ScheduleError(f"{what}; use balance='parameters'", primitive="pipeline") from err
+        finally:
+            if current() != before:  # the run failed inside of a region
+                leave(before)
+        return self.found
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node, as part of its unit."""
+        self.unit = self.units.unit_of(self.places[n])
+        return super().run_node(n)
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """A weight, or a constant of the graph."""
+        return self.fetch_attr(target) if "." in target or hasattr(self.module, target) else getattr(self.units.flat, target)
+
+
+class _Flops(_Meter):
+    """FLOPs."""
+
+    def watch(self) -> AbstractContextManager[Any]:
+        """Count."""
+        self.counter = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(_ATTENTION, _attention_flops))
+        return self.counter
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node; its FLOPs are what the count has risen by."""
+        before = self.counter.get_total_flops()
+        result = super().run_node(n)
+        self.found.append((self.unit, n, self.counter.get_total_flops() - before))
+        return result
+
+
+class _Saved(_Meter):
+    """Bytes saved for the backward, without parameters and buffers."""
+
+    def watch(self) -> AbstractContextManager[Any]:
+        """See what autograd saves."""
+        self.kept: list[Any] = []  # while they live their ids stay theirs
+        self.state = {self._key(tensor) for tensor in [*self.units.root.parameters(), *self.units.root.buffers()]}
+        return saved_tensors_hooks(self._save, lambda tensor: tensor)
+
+    def _save(self, tensor: torch.Tensor) -> torch.Tensor:
+        key = self._key(tensor)
+        if key not in self.state:
+            size = tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else tensor.nbytes
+            self.found.append((self.unit, key, size))
+        return tensor
+
+    def _key(self, tensor: torch.Tensor) -> int:
+        thing = tensor.untyped_storage() if tensor.layout is torch.strided else tensor
+        self.kept.append(thing)
+        return id(thing)

@@ -1,0 +1,247 @@
+"""From a schedule with cuts to a program in stages."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from slapo_core.interfaces.program import Boundary, Program, Stage
+from slapo_core.modules.parameters import facts, shard_spec
+from slapo_core.modules.paths import find
+from slapo_core.reporting.errors import BuildError, TraceError
+from slapo_core.reporting.logger import get_logger
+from slapo_core.schedules.schedule import Schedule
+from slapo_tracing.graphs.traced_module import guard_of
+from slapo_tracing.nodes.mode_regions import autocast_state
+from slapo_tracing.nodes.nested_values import fingerprint
+from slapo_tracing.recording.attribute_reads import Attributes
+from slapo_tracing.tracers.synthetic_inputs import stand_ins
+
+from ..assignment.block_inlining import Flat, divided, finer
+from ..assignment.node_assignment import Assignment
+from ..assignment.state_ownership import State
+from ..cut_pipeline_stage import cuts
+from ..tracing.batch_arguments import apart, by_name
+from ..tracing.flat_trace import opened_by, trace_flat
+from ..tracing.root_hooks import carry_hooks, hooks_aside, is_whole
+from ..tracing.trace_cache import KeptTrace
+from .inlined_modules import Opened
+from .module_tree import divide
+from .stage_module import read_from_batch, stage_module
+from .symbolic_stages import symbolic_parts, symbolic_stage
+from .tie_groups import tie_groups
+from .value_guard import ValueConditions
+
+KEPT_TRACE = "slapo_pipeline.tracing.trace_cache"
+"""Key of a schedule's metadata under which ``pipeline`` leaves its trace."""
+_KEPT_PLANS = 16
+
+
+def partition(schedule: Schedule) -> Program | None:
+    """The program in stages, or None when the schedule has no cuts.
+
+    Raises:
+        BuildError: the mesh has another number of pipeline ranks; no example inputs, and a forward that ``torch.fx`` cannot
+            trace; a module around a cut was wrapped since; a parameter of a lazy module has no shape yet.
+        ScheduleError: a cut leaves a stage without anything to run.
+        TraceError: the model cannot be traced, or something that is no tensor would have to cross a boundary.
+    """
+    places = cuts(schedule.journal)
+    if not places:
+        return None
+    mesh, root = schedule.mesh, schedule.root_module
+    ranks = pipeline_ranks(mesh) or 1
+    if mesh is not None and (len(places) + 1) % ranks:
+        cut = "1 cut makes" if len(places) == 1 else f"{len(places)} cuts make"
+        remedy = f"make a multiple of {ranks} stages, of which each rank runs as many"
+        raise BuildError(f"{cut} {len(places) + 1} stages, but the mesh has pp={ranks}; {remedy}")
+    check_open(root, places)
+    for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
+        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+            raise BuildError(f"{name!r} has no shape before the first call; run the model once before create_schedule")
+    kept = schedule.metadata.primitives.pop(KEPT_TRACE, None)
+    inputs = None if schedule.example_inputs is None else by_name(root, schedule.example_inputs)
+    return Partitioner(root, places, mesh, kept).first_program(inputs)
+
+
+def pipeline_ranks(mesh: DeviceMesh | None) -> int | None:
+    """Size of the mesh's axis ``pp``; None without one."""
+    return mesh["pp"].size() if mesh is not None and "pp" in (mesh.mesh_dim_names or ()) else None
+
+
+class _Plan(NamedTuple):
+    program: Program
+    attributes: Attributes
+    opened: Opened
+    conditions: ValueConditions
+
+
+class Partitioner:
+    """Cuts one model at fixed places, for any shape of input.
+
+    Args:
+        root: The model.
+        places: Paths of the modules that end a stage.
+        mesh: Device mesh, or None in one process.
+        kept: A trace of it, from placing the cuts.
+    """
+
+    def __init__(self, root: nn.Module, places: list[str], mesh: DeviceMesh | None, kept: KeptTrace | None = None) -> None:
+        self.root, self.places, self.mesh, self._kept = root, places, mesh, kept
+        self._programs: OrderedDict[Any, list[_Plan]] = OrderedDict()
+        self._state = State(root)
+
+    def program(self, training: bool, inputs: Mapping[str, Any]) -> Program:
+        """The program for a mode and for inputs like these; see ``Program.replan``.
+
+        Which parameters are trained counts too, as it decides what gradients cross; so do the types of all, which engines
+        change. And so do values of the batch that the forward's Python code asks for. And so does what the graph has taken over
+        from modules: where an attribute, hook, parameter, buffer or submodule is another one now, a new program is made.
+
+        Raises:
+            BuildError: a module around a cut was wrapped since.
+        """
+        parameters = [(parameter.requires_grad, parameter.dtype) for parameter in self.root.parameters()]
+        trained, types = bytes(trained for trained, _ in parameters), hash(tuple(dtype for _, dtype in parameters))
+        key = repr((training, torch.is_grad_enabled(), trained, types, autocast_state(), fingerprint(dict(inputs))))
+        with _mode(self.root, training):
+            plans = self._programs.setdefault(key, [])
+            plan = next((plan for plan in plans if plan.conditions.hold(inputs)), None)
+            if plan is not None and plan.opened.is_wrapped_anew(self.root):
+                check_open(self.root, self.places)
+                plans.clear()
+            elif plan is not None and (plan.attributes.changed(self.root) or plan.opened.is_replaced(self.root)):
+                plans.clear()
+            if plan is None or plan not in plans:
+                plan = self._cut(apart(inputs))
+            plans[:] = [plan, *(other for other in plans if other is not plan)][:_KEPT_PLANS]
+        self._programs.move_to_end(key)
+        if len(self._programs) > _KEPT_PLANS:
+            self._programs.popitem(last=False)
+        return plan.program
+
+    def first_program(self, inputs: Mapping[str, Any] | None) -> Program:
+        """The program for example inputs; without any, that of the model's graphs, whose ``replan`` makes those with shapes.
+
+        Raises:
+            BuildError: a forward that takes example inputs to trace.
+        """
+        if inputs is None:
+            try:
+                return self._symbolic_program()
+            except BuildError:
+                if (inputs := stand_ins(self.root)) is None:
+                    raise
+        return self.program(self.root.training, inputs)
+
+    def _symbolic_program(self) -> Program:
+        with hooks_aside(self.root):
+            parts = symbolic_parts(self.root, self.places)
+        used = [_used(nodes) for nodes in parts.nodes]
+        keep = divide(self.root, used)
+        modules = [symbolic_stage(self.root, parts, index, kept) for index, kept in enumerate(keep)]
+        return self._assembled(parts, used, keep, modules)
+
+    def _cut(self, inputs: Mapping[str, Any]) -> _Plan:
+        kept, self._kept = self._kept and self._kept.take(self.root, inputs, self.places), None
+        with hooks_aside(self.root):
+            coarse = divided(self.root, kept or trace_flat(self.root, inputs, self.places), self.places)
+            fine = finer(self.root, inputs, self.places, coarse)
+        if fine is not None:
+            try:
+                return self._of(fine, inputs)
+            except TraceError:
+                get_logger().debug("pipeline: blocks stay whole, as what they are made of cannot be divided")
+        return self._of(coarse, inputs)
+
+    def _of(self, flat: Flat, inputs: Mapping[str, Any]) -> _Plan:
+        root, (traced, parts) = self.root, flat
+        used = [_used(nodes) for nodes in parts.nodes]
+        keep = divide(root, used)
+        modules = [stage_module(traced, root, parts, index, kept, inputs) for index, kept in enumerate(keep)]
+        program = self._assembled(parts, used, keep, modules)
+        guard = guard_of(traced)
+        assert guard is not None
+        assert guard.attributes is not None
+        inside = {str(node.meta.get("module", "")) for nodes in parts.nodes for node in nodes}
+        return _Plan(
+            program,
+            guard.attributes,
+            Opened(root, inside | opened_by(self.places), used, modules),
+            ValueConditions(traced, root),
+        )
+
+    def _assembled(
+        self, parts: Assignment, used: list[set[str]], keep: list[set[str]], modules: Sequence[nn.Module]
+    ) -> Program:
+        root = self.root
+        self._state.check(parts)
+        if self.mesh is not None:
+            self._state.check_holders(used, keep)
+        stages = [_stage(index, module, parts) for index, module in enumerate(modules)]
+        carry_hooks(root, modules, [stage.batch_inputs for stage in stages])
+        named = dict(root.named_parameters())
+        return Program(
+            module=root,
+            stages=tuple(stages),
+            mesh=self.mesh,
+            shard_specs={name: spec for name, parameter in named.items() if (spec := shard_spec(parameter)) is not None},
+            original_names={name: facts(parameter).names for name, parameter in named.items()},
+            ties=tie_groups(root, modules),
+            replan=self.program,
+        )
+
+
+@contextmanager
+def _mode(root: nn.Module, training: bool) -> Iterator[None]:
+    modes = [(module, module.training) for module in root.modules()] if root.training != training else []
+    try:
+        root.train(training) if modes else None
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _stage(index: int, module: nn.Module, parts: Assignment) -> Stage:
+    nodes = parts.nodes[index]
+    return Stage(
+        index=index,
+        module=module,
+        inputs=tuple(map(_boundary, parts.received[index])),
+        batch_inputs=read_from_batch(nodes),
+        paths=tuple(dict.fromkeys(str(node.target) for node in nodes if node.op == "call_module")),
+    )
+
+
+def _boundary(node: fx.Node) -> Boundary:
+    value = node.meta["val"]
+    return Boundary(node.name, tuple(value.shape), value.dtype, value.requires_grad)
+
+
+def _used(nodes: list[fx.Node]) -> set[str]:
+    return {str(node.target) for node in nodes if node.op in ("call_module", "get_attr")}
+
+
+def check_open(root: nn.Module, places: list[str]) -> None:
+    """Refuse cuts that the model cannot be taken apart for.
+
+    Modules around a cut are taken apart; one that was wrapped after the cut would lose what wraps it.
+    """
+    for path in places:
+        if find(root, path) is None:
+            raise BuildError(f"the model is cut at {path!r}, but that module is gone; undo the cut, or what removed the module")
+        names = path.split(".")
+        for depth in range(len(names)):
+            outer = ".".join(names[:depth])
+            if is_whole(root, root.get_submodule(outer)):
+                what = f"{outer!r}, which was wrapped or got hooks" if outer else "'the whole model', which was wrapped"
+                raise BuildError(
+                    f"the model is cut at {path!r}, inside {what} since and runs as one piece; undo the cut or the wrapping"
+                )

@@ -1,0 +1,137 @@
+"""The module of one stage: its part of the graph, and its part of the model's tree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from slapo_core.reporting.errors import TraceError
+from slapo_tracing import TracedModule
+from slapo_tracing.graphs.traced_module import guard_of
+from slapo_tracing.nodes.mode_regions import State, autocast_state, write_regions
+from slapo_tracing.nodes.nested_values import difference, fingerprint
+from slapo_tracing.recording.attribute_reads import Attributes
+
+from ..assignment.node_assignment import Assignment
+from .module_tree import prune
+
+
+@dataclass
+class StageGuard:
+    """Inputs, mode and attributes that a stage was traced for.
+
+    Args:
+        index: Of the stage.
+        received: Name, shape and dtype of what it receives, in order.
+        batch: Fingerprint of each argument it reads from the batch.
+        training: The model's mode.
+        autocast: The autocast it ran under.
+        device: Where the tensors were; the stage follows its inputs to another one.
+        attributes: What the forward read from the modules that were taken apart.
+    """
+
+    index: int
+    received: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+    batch: dict[str, Any]
+    training: bool
+    autocast: State
+    device: torch.device | None
+    attributes: Attributes | None
+
+    def check(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of the graph's inputs; ``TraceError`` when the call is not the one the stage was made for."""
+        again = f"stage {self.index} was made for other inputs; plan the program again:"
+        if module.training != self.training:
+            raise TraceError(f"{again} it was traced in {'train' if self.training else 'eval'} mode")
+        if (autocast := autocast_state()) != self.autocast:
+            raise TraceError(f"{again} it runs under autocast {autocast}, traced under {self.autocast or 'none'}")
+        if self.attributes is not None:
+            self.attributes.check(module)
+        names = [name for name, *_ in self.received]
+        found = [(tuple(value.shape), value.dtype) for value in args]
+        if found != [(shape, dtype) for _, shape, dtype in self.received]:
+            raise TraceError(f"{again} it receives {found}, traced as {self.received}")
+        for name, traced in self.batch.items():
+            given = fingerprint(kwargs.get(name))
+            if given != traced:
+                raise TraceError(f"{again} {difference(traced, given, name)}")
+        return {**dict(zip(names, args, strict=True)), **{name: kwargs[name] for name in self.batch}}
+
+
+def stage_module(
+    flat: TracedModule, root: nn.Module, parts: Assignment, index: int, keep: set[str], inputs: Mapping[str, Any]
+) -> TracedModule:
+    """The module of stage ``index``.
+
+    Args:
+        flat: The traced model.
+        root: The model.
+        parts: How the graph comes apart.
+        index: Of the stage.
+        keep: Paths of the modules, parameters and buffers it holds.
+        inputs: The model's arguments it was traced with.
+    """
+    names = _names(parts.received[index], read_from_batch(parts.nodes[index]))
+    graph, batch = stage_graph(parts, index, names)
+    traced = guard_of(flat)
+    assert traced is not None
+    values = [node.meta["val"] for node in parts.received[index]]
+    received = tuple((name, tuple(value.shape), value.dtype) for name, value in zip(names, values, strict=True))
+    given = {name: fingerprint(inputs[name]) for name in batch}
+    guard = StageGuard(index, received, given, flat.training, autocast_state(), traced.device, traced.attributes)
+    targets = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
+    constants = {name: getattr(flat, name) for name in targets if "." not in name and not hasattr(root, name)}
+    return TracedModule(prune(root, keep), graph, guard, constants)
+
+
+def _names(received: Sequence[fx.Node], batch: Sequence[str]) -> list[str]:
+    """A name for each value that is received: its own, or a longer one where an argument of the model has that."""
+    names: list[str] = []
+    for node in received:
+        name = node.name
+        while name in batch or name in names:
+            name += "_received"
+        names.append(name)
+    return names
+
+
+def stage_graph(parts: Assignment, index: int, names: Sequence[str]) -> tuple[fx.Graph, list[str]]:
+    """Return the stage's graph, with these names for what it receives, and the model's arguments it reads."""
+    graph, env = fx.Graph(), {}
+    nodes = parts.nodes[index]
+    for node, name in zip(parts.received[index], names, strict=True):
+        env[node] = graph.placeholder(name)
+        env[node].meta = dict(node.meta)
+    batch = [node for node in nodes if node.op == "placeholder"]
+    for node in batch:
+        env[node] = graph.node_copy(node)
+    changed = parts.memory.touched_by(nodes)
+    for node in parts.received[index]:
+        value = node.meta["val"]
+        if not value.is_contiguous():
+            env[node] = graph.call_function(laid_out, (env[node], tuple(value.stride())))
+        elif parts.memory.of(node) & changed:  # what was received is the runtime's, and a leaf of autograd
+            env[node] = graph.call_method("clone", (env[node],))
+    for node in nodes:
+        if node.op != "placeholder":
+            env[node] = graph.node_copy(node, lambda other: env[other])
+    if index + 1 < len(parts.nodes):
+        graph.output(tuple(env[node] for node in parts.received[index + 1]))
+    write_regions(graph)
+    return graph, [str(node.target) for node in batch]
+
+
+def laid_out(received: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """A copy with the strides that the value has in the model: what is received is contiguous, but views follow strides."""
+    once = received[tuple(slice(None) if step else slice(1) for step in stride)]
+    copied = torch.empty_strided(once.shape, stride, dtype=received.dtype, device=received.device).copy_(once)
+    return copied.expand(received.shape)
+
+
+def read_from_batch(nodes: Sequence[fx.Node]) -> tuple[str, ...]:
+    """The model's arguments that some of these nodes are."""
+    return tuple(str(node.target) for node in nodes if node.op == "placeholder")

@@ -1,0 +1,98 @@
+"""Conditions on the values of a batch under which a plan is good for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from slapo_tracing import TracedModule
+from slapo_tracing.nodes.codegen import compile_graph
+from slapo_tracing.nodes.graph_functions import expect
+from slapo_tracing.nodes.mode_regions import is_region_node
+
+from ..assignment.alias_analysis import Memory
+
+
+class ValueConditions:
+    """Answers about values of the batch that a forward's Python code was given while it was traced.
+
+    They are computed as in the model, by the part of the graph that needs the batch alone: no parameter, buffer or module.
+    What cannot be computed so is checked by the stage that has it, when it runs.
+
+    Args:
+        traced: The flat graph.
+        root: The model.
+    """
+
+    def __init__(self, traced: TracedModule, root: nn.Module) -> None:
+        self._run: Callable[..., None] | None = None
+        self._names: list[str] = []
+        nodes = _needed(traced.graph, root)
+        if nodes:
+            self._build(traced, nodes)
+
+    def _build(self, traced: TracedModule, nodes: list[fx.Node]) -> None:
+        graph, memory = fx.Graph(), Memory(nodes)
+        env: dict[fx.Node, fx.Node] = {}
+        for node in nodes:
+            copied = env[node] = graph.node_copy(node, env.__getitem__)
+            if node.op == "placeholder":
+                self._names.append(str(node.target))
+                copied.args = ()
+            if node.op in ("placeholder", "get_attr") and memory.changes_of(node):
+                env[node] = graph.call_method("clone", (copied,))  # the batch is the caller's
+        graph.output(None)
+        constants = {str(node.target): getattr(traced, str(node.target)) for node in nodes if node.op == "get_attr"}
+        self._run = partial(compile_graph(graph, "value conditions")[0], SimpleNamespace(**constants))
+
+    def hold(self, inputs: Mapping[str, Any]) -> bool:
+        """Return whether the answers are the same for a batch of the same shapes."""
+        if self._run is None:
+            return True
+        try:
+            with torch.no_grad():
+                self._run(*(inputs[name] for name in self._names))
+        except Exception:  # another answer, or code that runs for the traced answers alone
+            return False
+        return True
+
+
+def _needed(graph: fx.Graph, root: nn.Module) -> list[fx.Node]:
+    """Return the checks that the batch alone decides and all that they need, in order."""
+    order = [node for node in graph.nodes if not is_region_node(node)]
+    own: set[fx.Node] = set()
+    for node in order:
+        if _is_of_batch(node, root) and own.issuperset(node.all_input_nodes):
+            own.add(node)
+    memory = Memory(order)
+    found: set[fx.Node] = set()
+    for check in order:
+        if check in own and check.target is expect:
+            needs = _with_sources(check, memory, order)
+            found |= needs if needs <= own else set()
+    return [node for node in order if node in found]
+
+
+def _is_of_batch(node: fx.Node, root: nn.Module) -> bool:
+    if node.op == "get_attr":
+        return "." not in str(node.target) and not hasattr(root, str(node.target))
+    return node.op in ("placeholder", "call_function", "call_method") and not node.meta.get("draws")
+
+
+def _with_sources(check: fx.Node, memory: Memory, order: list[fx.Node]) -> set[fx.Node]:
+    """Return a node, all that its value is made from, and what has changed that in place before it."""
+    place = {node: index for index, node in enumerate(order)}
+    found: set[fx.Node] = set()
+    work = [check]
+    while work:
+        node = work.pop()
+        if node not in found:
+            found.add(node)
+            work += node.all_input_nodes
+            work += [other for other in memory.changes_of(node) if place[other] < place[check]]
+    return found

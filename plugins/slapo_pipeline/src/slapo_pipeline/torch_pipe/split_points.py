@@ -1,0 +1,63 @@
+"""Split points: where a pipe is cut, said by the names of modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ..cut_pipeline_stage import Cut, Where
+
+if TYPE_CHECKING:
+    from ._torch_private import SplitPoint
+
+_POINTS: dict[str, Where] = {"BEGINNING": "before", "END": "after"}
+_NOTED = "_slapo_split_points"
+"""Attribute of a module with its split points."""
+
+
+def annotate_split_points(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> None:
+    """Note split points on modules, for ``pipeline`` and ``Pipe.from_tracing``. Forwards stay as they are.
+
+    Args:
+        mod: The model.
+        spec: Paths of modules below it to ``SplitPoint.BEGINNING``, before the module's forward, or ``SplitPoint.END``, after.
+
+    Raises:
+        AttributeError: a path that names no module; names the last part of it that exists. Nothing was noted.
+        ValueError: no split point.
+    """
+    for cut in split_points(mod, spec):
+        module = mod.get_submodule(cut)
+        module.__dict__[_NOTED] = tuple(dict.fromkeys([*module.__dict__.get(_NOTED, ()), cut.where]))
+
+
+def split_points(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> list[Cut]:
+    """Return the cuts that a specification stands for; the errors are those of ``annotate_split_points``."""
+    return [Cut(_checked(mod, path), _where(path, point)) for path, point in spec.items()]
+
+
+def noted_points(mod: nn.Module) -> Iterator[Cut]:
+    """The cuts that were noted on modules of a model."""
+    for path, module in mod.named_modules():
+        for where in module.__dict__.get(_NOTED, ()) if path else ():
+            yield Cut(path, where)
+
+
+def _where(path: str, point: Any) -> Where:
+    if getattr(point, "name", None) not in _POINTS or type(point).__name__ != "SplitPoint":
+        raise ValueError(f"the split point of {path!r} is {point!r}; give SplitPoint.BEGINNING or SplitPoint.END")
+    return _POINTS[point.name]
+
+
+def _checked(mod: nn.Module, path: str) -> str:
+    names, module, here = path.split("."), mod, ""
+    for depth, name in enumerate(names):
+        child = module._modules.get(name)
+        if child is None:
+            last = f"the last part that exists is {here!r}" if here else "no part of it exists"
+            missing = ".".join(names[: depth + 1])
+            raise AttributeError(f"split point {path!r}: the {type(mod).__name__} has no module {missing!r}; {last}")
+        module, here = child, ".".join(names[: depth + 1])
+    return path

@@ -1,0 +1,94 @@
+"""Stages that end where a function of the traced model puts marks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import fx, nn
+
+from slapo_core.modules.forward_wrapping import is_opaque
+from slapo_core.reporting.errors import BuildError
+from slapo_tracing.nodes.mode_regions import is_region_node
+
+from ..assignment.block_inlining import Flat
+from ..assignment.node_assignment import Assigner
+from ..partition.partitioner import Partitioner
+from ..tracing.flat_trace import is_custom, trace_flat
+from ..tracing.pipe_split import is_mark, pipe_split
+from ..tracing.root_hooks import hooks_aside
+
+SplitPolicy = Callable[[fx.GraphModule], fx.GraphModule]
+
+
+class PolicyPartitioner(Partitioner):
+    """Cuts one model where a policy says, for any shape of input.
+
+    Args:
+        root: The model.
+        policy: Puts calls of ``pipe_split`` into the graph of the model, down to modules without modules of their own, and
+            returns it.
+    """
+
+    def __init__(self, root: nn.Module, policy: SplitPolicy) -> None:
+        super().__init__(root, [], None)
+        self._policy = policy
+
+    def _cut(self, inputs: Mapping[str, Any]) -> Any:
+        with hooks_aside(self.root):
+            flat = trace_flat(self.root, inputs, list(_smallest(self.root, "")))
+        marked = self._policy(flat)
+        if not isinstance(marked, fx.GraphModule) or not _is_traced(marked.graph):
+            raise BuildError(
+                f"split_policy returned a {type(marked).__name__} that was not traced here; put pipe_split into the graph "
+                "that it is given, and return that"
+            )
+        positions = _positions(marked.graph)
+        return self._of(Flat(flat, Assigner(marked.graph, self.root, positions).run()), inputs)
+
+
+def _smallest(module: nn.Module, path: str) -> Iterator[str]:
+    """Paths of the modules that stay whole."""
+    for name, child in module._modules.items():
+        here = f"{path}.{name}" if path else name
+        if child is None:
+            continue
+        opens = child._modules and (is_custom(child) or isinstance(child, (nn.Sequential, nn.ModuleList, nn.ModuleDict)))
+        if opens and not is_opaque(child):
+            yield from _smallest(child, here)
+        else:
+            yield here
+
+
+def _is_traced(graph: fx.Graph) -> bool:
+    return all(node.meta for node in graph.nodes if node.op == "call_module")
+
+
+def _positions(graph: fx.Graph) -> list[int]:
+    """Return the positions where stages end, and take the marks out of the graph."""
+    positions: list[int] = []
+    kept: list[fx.Node] = []
+    for node in list(graph.nodes):
+        if not _is_split(node):
+            kept.append(node)
+        else:
+            positions.append(len(kept) - 1)
+            graph.erase_node(node)
+    positions = list(dict.fromkeys(positions))
+    for stage, (begin, end) in enumerate(zip([-1, *positions], [*positions, len(kept)], strict=True)):
+        between = kept[begin + 1 : end + 1]
+        if not any(node.op.startswith("call_") and not is_region_node(node) for node in between):
+            raise BuildError(f"split_policy leaves stage {stage} without anything to run; take a pipe_split out")
+    return positions
+
+
+def _is_split(node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return False
+    if is_mark(node) or node.target is pipe_split:
+        return True
+    torch_own = sys.modules.get("torch.distributed.pipelining")
+    return (
+        getattr(node.target, "__name__", "") in ("pipe_split", "_pipe_split", "_pipe_split.default") and torch_own is not None
+    )

@@ -1,0 +1,177 @@
+"""The flat graph of a model, as deep as its cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from mmap import mmap
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from slapo_core.reporting.errors import ScheduleError, TraceError
+from slapo_tracing import TracedModule, trace_module
+from slapo_tracing.nodes.mode_regions import is_region_node
+
+from ..cut_pipeline_stage import MARKS, NAME, is_at_mark, where_of
+from .pipe_split import is_mark, marked
+
+
+def trace_flat(root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str], apart: Collection[str] = ()) -> TracedModule:
+    """Trace the model with everything whole that no cut lies in, but the modules ``apart``, down to those of ``torch.nn``.
+
+    Modules without parameters that a model brings itself, rotary tables for one, are traced into: what they ask of a hidden
+    state is often only its shape, and then their result need not cross a boundary. Where that fails they stay whole. A model
+    that runs on real tensors only, as some with experts do, gets zeros for weights that are on the meta device.
+    """
+    try:
+        return _trace(root, inputs, cuts, apart)
+    except TraceError:
+        if not any(tensor.is_meta for tensor in [*root.parameters(), *root.buffers()]):
+            raise
+    with _zeros_for_meta(root):
+        return _trace(root, inputs, cuts, apart)
+
+
+def _trace(root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str], apart: Collection[str]) -> TracedModule:
+    tables: set[str] = set()
+    with marked():
+        try:
+            return trace_module(root, inputs, leaf=_leaf(cuts, apart, tables), by_values=True)
+        except TraceError:
+            if not tables:
+                raise
+            return trace_module(root, inputs, leaf=_leaf(cuts, apart, None), by_values=True)
+
+
+@contextmanager
+def _zeros_for_meta(root: nn.Module) -> Iterator[None]:
+    """Real zeros in the places of meta tensors."""
+    places = [
+        (table, name, tensor)
+        for module in root.modules()
+        for table in (module._parameters, module._buffers)
+        for name, tensor in table.items()
+        if tensor is not None and tensor.is_meta
+    ]
+    zeros: dict[int, torch.Tensor] = {}
+    for table, name, tensor in places:
+        if id(tensor) not in zeros:
+            value = _zeros(tensor)
+            zeros[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+        table[name] = zeros[id(tensor)]  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for table, name, tensor in places:
+            table[name] = tensor  # type: ignore[assignment]
+
+
+def _zeros(like: torch.Tensor) -> torch.Tensor:
+    if like.nbytes == 0:
+        return torch.zeros(like.shape, dtype=like.dtype)
+    return torch.frombuffer(mmap(-1, like.nbytes), dtype=like.dtype).view(like.shape)  # pages nobody writes take no memory
+
+
+def cut_positions(root: nn.Module, graph: fx.Graph, cuts: Sequence[str]) -> list[tuple[int, str]]:
+    """Return the positions in the graph's nodes at which stages end, ascending, each with the path of its cut.
+
+    Args:
+        root: The model.
+        graph: Its flat graph.
+        cuts: Paths of modules: a stage ends after the last time each runs, or, of a ``Cut`` before it, ahead of the first, or
+            at a mark of its forward.
+
+    Raises:
+        ScheduleError: a cut module or mark does not run, or nothing runs before the first cut, between two or after the last.
+    """
+    names = {id(module): name for name, module in root.named_modules()}
+    nodes = list(graph.nodes)
+    found = sorted((_end(nodes, names[id(root.get_submodule(path))], path), path) for path in cuts)
+    at_mark = any(map(is_at_mark, cuts))
+    work = [index for index, node in enumerate(nodes) if node.op == "call_module" or (at_mark and _computes(node))]
+    _check_work_between(work, found)
+    return found
+
+
+def _end(nodes: Sequence[fx.Node], name: str, cut: str) -> int:
+    """Place of the last node before a cut at the module ``name``."""
+    where = where_of(cut)
+    if isinstance(where, int):
+        marks = [index for index, node in enumerate(nodes) if is_mark(node) and _place(node) == name]
+        if where < len(marks):
+            return marks[where]
+        many = f"{len(marks)} marks of this module's forward" if marks else "no mark of this module's forward"
+        message = f"the model runs into {many} on the example inputs, so there is no mark {where}"
+        raise ScheduleError(message, path=cut, primitive=MARKS)
+    runs = _runs(nodes, name)
+    if not runs:
+        message = (
+            "the model does not run this module on the example inputs, or on a micro-batch, as text alone runs no vision part; "
+            "cut behind a module that all of them run"
+        )
+        raise ScheduleError(message, path=cut, primitive=NAME)
+    return runs[-1] if where == "after" else runs[0] - 1
+
+
+def _runs(nodes: Sequence[fx.Node], name: str) -> list[int]:
+    """Places of the nodes that a module, or one inside it, runs."""
+    skipped = ("placeholder", "get_attr", "output")
+    return [index for index, node in enumerate(nodes) if node.op not in skipped and _is_inside(_place(node), name)]
+
+
+def _place(node: fx.Node) -> str:
+    """Path of the module that the node calls, or whose forward has it."""
+    return str(node.target if node.op == "call_module" else node.meta.get("module", ""))
+
+
+def _is_inside(path: str, name: str) -> bool:
+    return path == name or path.startswith(f"{name}.")
+
+
+def opened_by(cuts: Iterable[str]) -> set[str]:
+    """Paths of the modules that a trace for these cuts goes into: those around them, and those cut at a mark."""
+    parents = {path[:end] for path in cuts for end, letter in enumerate(path) if letter == "."}
+    return parents | {path for path in cuts if is_at_mark(path)}
+
+
+def _leaf(cuts: Sequence[str], apart: Collection[str], tables: set[str] | None) -> Callable[[str, nn.Module], bool]:
+    """Return a test of which modules stay whole. Paths of opened tables go into ``tables``; with None they stay whole."""
+    parents = opened_by(cuts)
+    ends = set(cuts) - parents
+
+    def leaf(path: str, module: nn.Module) -> bool:
+        if path in parents or (is_custom(module) and any(_is_inside(path, name) for name in apart)):
+            return False
+        if path in ends or tables is None or not is_table(module):
+            return True
+        tables.add(path)
+        return False
+
+    return leaf
+
+
+def is_table(module: nn.Module) -> bool:
+    """Return whether a module is traced into without a cut in it: a model's own, without parameters."""
+    return is_custom(module) and next(module.parameters(), None) is None
+
+
+def is_custom(module: nn.Module) -> bool:
+    """Return whether a model brings the module itself, rather than torch."""
+    return not type(module).__module__.startswith("torch.nn.")
+
+
+def _computes(node: fx.Node) -> bool:
+    return node.op in ("call_function", "call_method") and not is_mark(node) and not is_region_node(node)
+
+
+def _check_work_between(work: Sequence[int], cuts: Sequence[tuple[int, str]]) -> None:
+    begins = [-1, *(position for position, _ in cuts)]
+    ends = [*(position for position, _ in cuts), float("inf")]
+    for number, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+        if not any(begin < index <= end for index in work):
+            where = cuts[max(number - 1, 0)][1]
+            what = f"nothing runs between it and {cuts[number][1]!r}" if 0 < number < len(cuts) else "nothing runs after it"
+            name = MARKS if is_at_mark(where) else NAME
+            raise ScheduleError(f"{what if number else 'nothing runs before it'}; remove this cut", path=where, primitive=name)

@@ -1,0 +1,91 @@
+"""``pipe_split()``: a mark in a model's own forward, where a stage can end."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import handle_torch_function, has_torch_function
+
+from ._torch_private import pipe_split_calls
+
+_watchers: list[Callable[[], None]] = []
+
+
+def pipe_split() -> None:
+    """Mark a place in a forward where a pipeline stage can end: ``sch.cut_at_marks()`` cuts there. Else it does nothing.
+
+    Example:
+        def forward(self, x):
+            x = self.encode(x)
+            pipe_split()
+            return self.decode(x)
+    """
+    mark()
+
+
+def mark() -> torch.Tensor:
+    """What tracing records for a mark: a call that gives an empty tensor, which nobody uses."""
+    if has_torch_function((None,)):  # a torch function mode is on, the tracer's for one
+        recorded: torch.Tensor = handle_torch_function(mark, (None,))
+        return recorded
+    for watcher in _watchers:
+        watcher()
+    return torch.empty(0)
+
+
+def is_mark(node: fx.Node) -> bool:
+    """Whether a node is a recorded mark."""
+    return node.target is mark
+
+
+@contextmanager
+def marked() -> Iterator[None]:
+    """Record the marks of ``torch.distributed.pipelining.pipe_split`` too."""
+    with pipe_split_calls(mark):
+        yield
+
+
+class Marks:
+    """Who runs into marks while a model runs; a context.
+
+    Args:
+        root: The model.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self.found: list[str] = []
+        """Path of the module in whose forward each mark is, in the order of the last run."""
+        self._paths = {id(module): path for path, module in root.named_modules()}
+        self._running: list[nn.Module] = []
+
+    def __enter__(self) -> Marks:
+        with ExitStack() as stack:
+            stack.callback(register_module_forward_pre_hook(self._begin).remove)
+            stack.callback(register_module_forward_hook(self._end, always_call=True).remove)
+            _watchers.append(self._seen)
+            stack.callback(_watchers.remove, self._seen)
+            self._close = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._close.close()
+
+    def _begin(self, module: nn.Module, _: Any) -> None:
+        if module is self.root:
+            self.found.clear()  # tracing may run it several times
+            self._running.clear()
+        self._running.append(module)
+
+    def _end(self, *_: Any) -> None:
+        self._running.pop()
+
+    def _seen(self) -> None:
+        known = (self._paths[id(module)] for module in reversed(self._running) if id(module) in self._paths)
+        self.found += itertools.islice(known, 1)

@@ -1,0 +1,15 @@
+"""Checks of a schedule at ``build`` and in the first run of the model, for schedules written by hand.
+
+What enters is a schedule, or the running forward. What leaves is nothing, or a ``BuildError`` on all ranks that names
+the module and the missing or wrong sync. After the first runs no hook of these checks is left. ``check=False`` turns
+them off. The room imports its sub-rooms, ``splitting``, ``syncs``, ``rules``, ``communication`` and ``slapo_core``;
+no other room imports it.
+
+``build_check`` verifies what can be told of syncs without running. ``first_run_check`` then looks at every torch
+function of the first forward after ``build``, of the first one with gradients and of the first in training. Code that
+reads a shard outside its module is refused. A submodule that is called alone is checked too, but does not count as
+that first forward. Reentrant checkpoints run as non-reentrant ones meanwhile, so that their forward has gradients to
+track (``reentrant_checkpoints``). ``partial_gradients`` tracks which gradients are partial, from the syncs and
+sharded modules on: a whole parameter that meets such a value needs ``sync("grad", "all_reduce")``. ``size_errors``
+names the module where sizes do not fit.
+"""

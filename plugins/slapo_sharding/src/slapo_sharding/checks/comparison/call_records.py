@@ -1,0 +1,87 @@
+"""Records of the torch functions that a module calls, to find the line where two runs of it part."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+
+from slapo_core.distributed.agreement import gather
+from slapo_tracing.nodes._torch_private import in_function_transform
+from slapo_tracing.nodes.torch_calls import is_metadata, model_source, name_of
+
+from ...communication.collectives import Group
+from ..value_tracking.tracked_value import tensors_in
+
+_NEAR = 1e-3
+
+
+class Record(NamedTuple):
+    """One tensor that a function returned.
+
+    Args:
+        name: Of the function.
+        line: Of the code that called it.
+        shape: Of the tensor.
+        power: Sum of the squares of its numbers.
+    """
+
+    name: str
+    line: str
+    shape: tuple[int, ...]
+    power: float
+
+
+class CallRecords:
+    """List of what torch functions returned in a run, in order."""
+
+    def __init__(self) -> None:
+        self.made: list[Record] = []
+
+    def __call__(self, func: Any, result: Any) -> None:
+        """Add what a function returned, or what a layer is given."""
+        name = name_of(func)
+        if is_metadata(func, name) or in_function_transform():
+            return
+        line = model_source() or "an unknown line"
+        for x in tensors_in(result):
+            power = float(x.detach().abs().to(torch.float64).nan_to_num(0, 0, 0).square().sum())
+            self.made.append(Record(name, line, tuple(x.shape), power))
+
+
+def first_difference(parts: CallRecords, whole: CallRecords, group: Group) -> str:
+    """Return the line of the first tensor that is not a part of the one on whole values. Collective over the group.
+
+    Args:
+        parts: The run on this rank's parts.
+        whole: The run on whole values.
+        group: The ranks that have parts.
+    """
+    gathered: list[list[Record]] = gather(parts.made, None, group)
+    everywhere = [list(made) for made in zip(*gathered, strict=False)]
+    line = "an unknown line"
+    for made, expected in zip_longest(everywhere, whole.made):
+        if made is None or expected is None:
+            return line
+        line = str(made[0].line)
+        if any((each.name, each.line) != (expected.name, expected.line) for each in made):
+            return line
+        total = sum(each.power for each in made)
+        if made[0].shape == expected.shape:
+            total /= len(made)
+            alike = all(_near(each.power, expected.power) for each in made)
+        else:
+            alike = _is_part(made[0].shape, expected.shape, len(made))
+        if not alike or not _near(total, expected.power):
+            return line
+    return line
+
+
+def _near(one: float, other: float) -> bool:
+    return abs(one - other) <= _NEAR * max(abs(one), abs(other))
+
+
+def _is_part(shape: tuple[int, ...], whole: tuple[int, ...], ranks: int) -> bool:
+    pairs = list(zip(shape, whole, strict=False))
+    return len(shape) == len(whole) and all(size == of or size * ranks == of for size, of in pairs)

@@ -1,0 +1,271 @@
+"""Comparison of a module on this rank's parts with the same module on whole values, once, at the first run.
+
+The dry run of a derived plan knows all sizes, and torch's rules know most operations. What these do not see of a schedule by
+hand is seen here, whatever its cause: sizes that code reads off a sharded value, one element taken out of it, a value that goes
+through Python, NumPy or an operator without a rule. The innermost module whose inputs are whole and that returns what is whole
+runs twice more, without gradients and dropout: once as it did, and once on whole values (see ``whole_forward``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+from torch.utils import _pytree as pytree
+
+from slapo_core.distributed.agreement import gather
+from slapo_core.reporting.logger import get_logger
+from slapo_tracing.nodes.nested_values import Snapshot
+from slapo_tracing.recording.sandbox import OtherRandomNumbers
+
+from ...communication import collectives
+from ...communication._torch_private import no_modes
+from ...communication.collectives import Group
+from ...rules.sharding_rule import split_of
+from ...splitting.attention_heads import is_shown
+from ...syncs.sync_hooks import REDUCING, syncs_of
+from ..value_tracking.op_rules import SAME
+from ..value_tracking.tracked_value import Followed
+from .call_records import CallRecords, first_difference
+from .module_rerun import Rerun, reason_against
+
+_CUTTING = ("scatter", "reduce_scatter", "all_to_all")
+_GATHERING = ("all_gather", "function")
+_EQUAL, _UNKNOWN, _DIFFERENT = range(3)
+_FEW = 1 / 8
+"""Share of the whole numbers and truth values that may differ, as rounding may choose another one."""
+
+
+_UNLIKE = (
+    "from here on it computes something else than the unmodified module does, which has all of the values: code takes the size "
+    "or an element of a part for that of the whole; tensor_parallel() without plan= divides sizes that code takes from whole "
+    "values; or gather the output of the layers before, sync('fwd_post', 'all_gather', axis=-1), with what follows whole"
+)
+_SUMMED_TWICE = (
+    "sync('fwd_post') adds up what is the same on every rank already: it was reduced or gathered inside, or is made of what is "
+    "whole; sync it once"
+)
+
+
+class Call:
+    """Record of a call, to be repeated.
+
+    Args:
+        module: The module.
+        args: What it is given; tensors are copied, as the call may change them.
+        kwargs: The same.
+
+    Attributes:
+        is_multiple: True if its results are those on whole values as often as there are ranks.
+    """
+
+    is_multiple = False
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.module = module
+        self.given = pytree.tree_map_only(torch.Tensor, lambda x: x.detach().clone(), (args, kwargs))
+        self.originals = [*_tensors((args, kwargs))]
+        seen: set[int] = set()
+        state = [vars(each) for each in module.modules()]
+        self._before = [Snapshot(each, seen) for each in (*state, self.given)]
+        self._random = OtherRandomNumbers()
+
+    def is_alike(self, group: Group) -> bool:
+        """Return whether it is the same call on all ranks, as far as some sums tell. Collective over the group."""
+        with torch.no_grad(), no_modes():
+            sums = [
+                (tuple(x.shape), x.dtype, float(x.double().nan_to_num().sum())) for x in _tensors(self.given) if _is_real(x)
+            ]
+        return len(set(gather(repr(sums), None, group))) == 1
+
+    def rerun(self, rerun: Rerun) -> list[torch.Tensor]:
+        """Repeat the call; return the tensors of its result. The module is left as it is."""
+        seen: set[int] = set()
+        after = [Snapshot(value, seen) for value in (*(vars(each) for each in self.module.modules()), self.given)]
+        random = OtherRandomNumbers()
+        try:
+            for snapshot in self._before:
+                snapshot.restore()
+            self._random.put_back()
+            args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, self.given)
+            return list(_tensors(rerun.run(self.module, args, kwargs)))
+        finally:
+            for snapshot in after:
+                snapshot.restore()
+            random.put_back()
+
+
+class WholeComparison:
+    """Comparison of the modules of a running forward.
+
+    Args:
+        roots: The models whose schedules are built.
+        told: A context in which modules that are called are given to another object than the first run.
+        call: ``nn.Module.__call__``.
+    """
+
+    def __init__(
+        self, roots: Iterable[nn.Module], told: Callable[[Rerun], AbstractContextManager[None]], call: Callable[..., Any]
+    ) -> None:
+        self.roots = set(roots)
+        self.inside = {module for root in self.roots for module in root.modules()}
+        self.told, self.call = told, call
+        self.covered: set[nn.Module] = set()
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+        """A module is called; return the record of the call, if it may have to be repeated."""
+        if module not in self.inside or split_of(module) is not None or not self._uncovered(module):
+            return None
+        return Call(module, args, kwargs)
+
+    def leave(self, call: Call, output: Any, known: Any, around: Iterable[nn.Module]) -> tuple[str, str] | None:
+        """A module has returned.
+
+        Args:
+            call: Record of the call.
+            output: Its result.
+            known: Layout of each tensor that is not the same on every rank.
+            around: The modules that are still running.
+
+        Returns:
+            The line and what is wrong there, if anything is.
+        """
+        module, layers = call.module, self._uncovered(call.module)
+        results, is_root = [known.get(x, SAME) for x in _tensors(output)], call.module in self.roots
+        if not layers or not results or any(x in known for x in call.originals):
+            return None
+        if not is_root and (any(each is not SAME for each in results) or any(map(_reduces, around))):
+            return None
+        if (reason := reason_against([*module.modules()])) is not None:
+            _skip(call, reason)
+            return None
+        group = next(group for each in layers if (group := _group(each)) is not None)
+        if not call.is_alike(group):
+            _skip(call, "the ranks are given other values")
+            return None
+        verdict = self._verdict(call, results, len(layers), group)
+        verdict = int(collectives.largest(torch.tensor([verdict], device=_device(module)), group))
+        if verdict == _UNKNOWN:
+            _skip(call, "its results cannot be compared")
+            return None
+        self.covered |= layers
+        return None if verdict == _EQUAL else self._explained(call, group)
+
+    def _uncovered(self, module: nn.Module) -> set[nn.Module]:
+        """Return the modules inside that return parts, which neither a trace nor a comparison has covered."""
+        return {each for each in module.modules() if _returns_parts(each) and each not in self.covered and not is_shown(each)}
+
+    def _verdict(self, call: Call, results: Sequence[Any], num_layers: int, group: Group) -> int:
+        """Return how the call compares, as far as this rank knows."""
+        found, has_drawn = [], False
+        for is_whole in (False, True):
+            rerun = Rerun(self.call, is_whole)
+            try:
+                with self.told(rerun):
+                    found.append(call.rerun(rerun))
+            except Exception as err:  # code may fail on whole values, where a user has set sizes before there was a schedule
+                get_logger().debug("%s cannot be repeated: %s", type(call.module).__name__, err)
+                return _UNKNOWN
+            has_drawn |= rerun.has_drawn
+        parts, whole = found
+        if not len(parts) == len(whole) == len(results):
+            return _UNKNOWN
+        near = _tolerance(call.module, [*parts, *whole]) * sqrt(num_layers)
+        owns = [_own(x, known, group) for x, known in zip(whole, results, strict=True)]
+        pairs = [(part, x) for part, x in zip(parts, owns, strict=True) if x is not None and part.shape == x.shape]
+        if not pairs:
+            return _UNKNOWN
+        call.is_multiple = all(_near(part, x * collectives.num_ranks(group), near) for part, x in pairs)
+        if all(_near(part, x, near) for part, x in pairs):
+            return _EQUAL if len(pairs) == len(parts) or call.module in self.roots else _UNKNOWN
+        return _UNKNOWN if has_drawn else _DIFFERENT
+
+    def _explained(self, call: Call, group: Group) -> tuple[str, str]:
+        """Repeat the call once more to find the line; return it, and what is wrong there."""
+        parts, whole = CallRecords(), CallRecords()
+        for records in (parts, whole):
+            rerun = Rerun(self.call, records is whole, records)
+            with self.told(rerun):
+                call.rerun(rerun)
+        line = first_difference(parts, whole, group)
+        return line, _SUMMED_TWICE if call.is_multiple and _reduces(call.module) else _UNLIKE
+
+
+def _is_real(x: torch.Tensor) -> bool:
+    return x.layout is torch.strided and not x.is_complex() and not x.is_nested
+
+
+def _returns_parts(module: nn.Module) -> bool:
+    applied = split_of(module)
+    if applied is not None and applied.cut.output == "sharded" and not applied.gathered:
+        return not any(sync.op in _GATHERING for sync in syncs_of(module, "fwd_post"))
+    return any(sync.op in _CUTTING for sync in syncs_of(module) if sync.mode in ("fwd_pre", "fwd_post"))
+
+
+def _reduces(module: nn.Module) -> bool:
+    return split_of(module) is None and any(sync.op in REDUCING for sync in syncs_of(module, "fwd_post"))
+
+
+def _group(module: nn.Module) -> Group:
+    applied = split_of(module)
+    return applied.spec.group if applied is not None else next(sync.group for sync in syncs_of(module))
+
+
+def _device(module: nn.Module) -> torch.device:
+    return next((x.device for x in module.parameters()), torch.device("cpu"))
+
+
+def _skip(call: Call, reason: str) -> None:
+    get_logger().debug("%s is not compared with its run on whole values: %s", type(call.module).__name__, reason)
+
+
+def _own(whole: torch.Tensor, known: Any, group: Group) -> torch.Tensor | None:
+    """Return what this rank should have of a result; None where that is not known."""
+    if not isinstance(known, Followed):
+        return whole
+    if known.is_part_of_sum or group is None or not isinstance(known.layout.placement, Shard):
+        return None
+    dim, ranks = known.layout.dim, known.layout.ranks
+    sizes = [size * ranks for size in known.layout.blocks] or [whole.shape[dim]]
+    if sum(sizes) != whole.shape[dim] or any(size % ranks for size in sizes):
+        return None
+    return torch.cat([block.chunk(ranks, dim)[group.rank()] for block in torch.split(whole, sizes, dim)], dim)
+
+
+def _tolerance(module: nn.Module, results: Iterable[torch.Tensor]) -> float:
+    """Return how far results may be apart by the rounding of the coarsest numbers, relative to their size."""
+    device = _device(module).type
+    kinds = {x.dtype for x in (*module.parameters(), *results) if x.is_floating_point()}
+    if torch.is_autocast_enabled(device):
+        kinds.add(torch.get_autocast_dtype(device))
+    eps = max((torch.finfo(kind).eps for kind in kinds), default=0.0)
+    if device == "cuda" and torch.backends.cuda.matmul.allow_tf32:
+        eps = max(eps, 2.0**-10)
+    return max(1e-4, 4 * eps)
+
+
+def _near(part: torch.Tensor, whole: torch.Tensor, near: float) -> bool:
+    """Return whether two results are the same but for rounding."""
+    if not (whole.is_floating_point() or whole.is_complex()):
+        return bool((part != whole).float().mean() <= _FEW) if whole.numel() else True
+    kind = torch.complex128 if whole.is_complex() else torch.float64
+    one, other = part.to(kind).nan_to_num(), whole.to(kind).nan_to_num()
+    apart, size = (one - other).abs(), other.abs()
+    if not whole.numel() or not bool(apart.any()):
+        return True
+    return bool(apart.square().mean().sqrt() <= near * size.square().mean().sqrt() and apart.max() <= 8 * near * size.max())
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of arguments or results, those in dataclasses as well."""
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])

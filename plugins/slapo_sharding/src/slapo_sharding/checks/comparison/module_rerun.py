@@ -1,0 +1,227 @@
+"""Second forwards of a module whose layers are split: on this rank's parts once more, and on whole values.
+
+    parts:  x -- column layer -- this rank's part ------------------ row layer -- sum -- y
+    whole:  x -- column layer -- gather -- all of it -- this rank's part -- row layer -- sum -- y
+
+On whole values every layer computes its part as before, but what comes out of it is gathered, and what goes into it is cut, at
+the layer itself. Between the layers the code then sees what it sees in the unmodified model: whatever it reads, takes out,
+counts or draws. Syncs do nothing, and attributes count what they counted. No weight is gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from slapo_core.distributed.random import rng_state, set_rng_state
+from slapo_core.modules.parameters import ShardSpec
+from slapo_tracing.nodes.torch_calls import name_of
+
+from ...communication import collectives
+from ...communication._torch_private import no_modes
+from ...communication.collectives import Group
+from ...planning.execution.layer_backends import DoneInside
+from ...rules.sharding_rule import AppliedCut, split_of
+from ...syncs.sync_hooks import Sync, map_input, map_output, syncs_of
+from . import original_sizes
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_KNOWN = ("torch.", "deepspeed", "megatron", "slapo_")
+_DROPOUTS = frozenset(
+    "dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout alpha_dropout_ feature_alpha_dropout feature_dropout".split()
+)
+
+
+class NotComparable(Exception):
+    """A module cannot be run on whole values; the reason is for the log."""
+
+
+class Rerun(TorchFunctionMode):
+    """Runs a module again: without gradients, dropout and hooks of the user's, and leaves the random state as it was.
+
+    Args:
+        call: ``nn.Module.__call__``.
+        is_whole: Run on whole values.
+        note: Called with each torch function that code between the layers calls and its result, and with
+            what a layer is given.
+    """
+
+    def __init__(
+        self, call: Callable[..., Any], is_whole: bool, note: Callable[[Any, Any], None] = lambda func, result: None
+    ) -> None:
+        super().__init__()
+        self.call, self.is_whole, self.note = call, is_whole, note
+        self.in_layer = 0
+        self.has_drawn = False
+
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the module.
+
+        Raises:
+            NotComparable: the ranks communicate in its own code.
+        """
+        inside, before = list(module.modules()), rng_state()
+        group = next((applied.spec.group for each in inside if (applied := split_of(each)) is not None), None)
+        try:
+            with ExitStack() as stack:
+                for context in (torch.no_grad(), no_modes(), _without_hooks(inside, self.is_whole), _copied_buffers(inside)):
+                    stack.enter_context(context)
+                if self.is_whole:
+                    stack.enter_context(original_sizes.restored(inside))
+                    stack.enter_context(_Communication(self, group))
+                stack.enter_context(self)
+                return self.inside(module, args, kwargs)
+        finally:
+            after = rng_state()
+            self.has_drawn = not (_same(before.devices, after.devices) and before.tracked.keys() == after.tracked.keys())
+            self.has_drawn |= not all(_same(states, after.tracked[name]) for name, states in before.tracked.items())
+            set_rng_state(before)
+
+    def inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module that is called in the forward."""
+        applied = split_of(module)
+        if applied is None:
+            return self.call(module, *args, **kwargs)
+        self.note(self.call, (args, kwargs))
+        self.in_layer += 1
+        try:
+            if not self.is_whole:
+                return self.call(module, *args, **kwargs)
+            if applied.cut.input == "sharded":
+                args, kwargs = map_input(lambda x: _cut(x, applied), args, kwargs)
+            return _made_whole(module, applied, args, kwargs, self.call(module, *args, **kwargs))
+        finally:
+            self.in_layer -= 1
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.in_layer and name_of(func) in _DROPOUTS and args:
+            return args[0]
+        if func is F.scaled_dot_product_attention:
+            args, kwargs = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, {**kwargs, **_no_dropout(kwargs)}
+        result = func(*args, **kwargs)
+        if not self.in_layer:
+            self.note(func, result)
+        return result
+
+
+def _no_dropout(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
+
+
+class _Communication(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses collectives of the group in code between the layers, which would be of whole values."""
+
+    def __init__(self, rerun: Rerun, group: Group) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rerun, self.group = rerun, group
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.rerun.in_layer and "c10d" in func.namespace and self._is_of_group([*args, *(kwargs or {}).values()]):
+            raise NotComparable(f"its code calls {func} itself")
+        return func(*args, **(kwargs or {}))
+
+    def _is_of_group(self, given: list[Any]) -> bool:
+        unboxed = [torch.distributed.ProcessGroup.unbox(each) for each in given if isinstance(each, torch.ScriptObject)]
+        names = [each for each in given if isinstance(each, str)]
+        return self.group is None or self.group in unboxed or self.group.group_name in names
+
+
+def _cut(x: torch.Tensor, applied: AppliedCut) -> torch.Tensor:
+    return _line(applied, x, x.shape[applied.cut.dim]).local(x)
+
+
+def _made_whole(module: nn.Module, applied: AppliedCut, args: Any, kwargs: Any, output: Any) -> Any:
+    """Return what a layer returned as the unmodified one does."""
+    if applied.cut.output == "sharded":
+        return map_output(lambda x: _gathered(x, applied), output)
+    if any(isinstance(sync, DoneInside) and sync.mode == "fwd_post" for sync in module._forward_hooks.values()):
+        return output
+    return Sync("fwd_post", "all_reduce", group=applied.spec.group)(module, args, kwargs, output)
+
+
+def _gathered(x: torch.Tensor, applied: AppliedCut) -> torch.Tensor:
+    spec, dim = applied.spec, applied.cut.dim % x.dim()
+    is_known = x.shape[dim] == spec.sizes[spec.rank] and not applied.cut.parts
+    whole = spec.full_shape[spec.dim] if is_known else x.shape[dim] * spec.num_shards
+    missing = (max(spec.sizes) - x.shape[dim]) if is_known else 0
+    padded = torch.cat([x, x.new_zeros(*x.shape[:dim], missing, *x.shape[dim + 1 :])], dim) if missing else x
+    shards = collectives.all_gather(padded.contiguous().unsqueeze(0), 0, spec.group)
+    return _line(applied, x, whole).assemble(shards)
+
+
+def _line(applied: AppliedCut, x: torch.Tensor, whole: int) -> ShardSpec:
+    """Return how a value is cut along its sharded dimension: as the weight, or in equal parts."""
+    spec, dim = applied.spec, applied.cut.dim % x.dim()
+    shape = (*x.shape[:dim], whole, *x.shape[dim + 1 :])
+    if whole == spec.full_shape[spec.dim] and not applied.cut.parts:
+        return replace(spec, dim=dim, full_shape=shape)
+    return replace(spec, dim=dim, full_shape=shape, blocks=(whole,), dealt=None)
+
+
+@contextmanager
+def _without_hooks(modules: list[nn.Module], is_whole: bool) -> Iterator[None]:
+    """Take off the hooks of the user's, and, on whole values, the syncs."""
+    kept = [(module.__dict__, name, module.__dict__[name]) for module in modules for name in _HOOKS]
+    try:
+        for table, name, hooks in kept:
+            if hooks:
+                table[name] = type(hooks)((key, hook) for key, hook in hooks.items() if _stays(hook, is_whole))
+        yield
+    finally:
+        for table, name, hooks in kept:
+            table[name] = hooks
+
+
+def _stays(hook: Any, is_whole: bool) -> bool:
+    if isinstance(hook, Sync):
+        return not is_whole or isinstance(hook, DoneInside)
+    hook = getattr(hook, "func", hook)
+    hook = getattr(hook, "__func__", hook)
+    return str(getattr(hook, "__module__", "")).startswith(_KNOWN)
+
+
+@contextmanager
+def _copied_buffers(modules: list[nn.Module]) -> Iterator[None]:
+    """Let the modules hold copies of their buffers, which a forward may change in place."""
+    copies: dict[torch.Tensor, torch.Tensor] = {}
+    kept = [(module._buffers, dict(module._buffers)) for module in modules if module._buffers]
+    try:
+        for table, buffers in kept:
+            for name, buffer in buffers.items():
+                if buffer is not None and not is_lazy(buffer):
+                    table[name] = copies[buffer] = copies[buffer] if buffer in copies else buffer.detach().clone()
+        yield
+    finally:
+        for table, buffers in kept:
+            table.clear()
+            table.update(buffers)
+
+
+def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(state, other[device]) for device, state in one.items())
+
+
+def reason_against(modules: list[nn.Module]) -> str | None:
+    """Return why modules cannot be run on whole values; None where nothing is known against it."""
+    from ...planning.local_sizes.local_forward import LocalForward  # noqa: PLC0415  (it imports the tracer)
+
+    for module in modules:
+        if isinstance(module, torch.fx.GraphModule):
+            return "it runs from a graph"
+        if isinstance(module.__dict__.get("forward"), LocalForward):
+            return "it counts parts itself"
+        if any(sync.op == "function" for sync in syncs_of(module)):
+            return "a sync is a function"
+        if any(hasattr(parameter, "ds_id") for parameter in module._parameters.values()):
+            return "an engine holds its parameters"
+    return None

@@ -1,0 +1,83 @@
+"""Sizes that modules keep in attributes, as they were before a schedule or its user let them count a rank's part.
+
+A shard step lets ``num_heads`` count this rank's heads, and a user sets ``sch["attn"].mod.heads //= 2``. To run a module on
+whole values once more, these attributes have to be what they were when the schedule was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from slapo_core.interfaces.hookspecs import hookimpl
+
+from ...rules.sharding_rule import split_of
+from ...splitting.aliased_tensors import note_shared_memory
+
+if TYPE_CHECKING:
+    from slapo_core.schedules.schedule import Schedule
+
+_whole: Any = WeakIdKeyDictionary()
+"""Module to its attributes of sizes, and those of its config."""
+
+
+@hookimpl
+def slapo_after_create(schedule: Schedule) -> None:
+    """Record the sizes of the unmodified model, and which of its tensors share memory."""
+    note_shared_memory(schedule.mod)
+    for module in schedule.mod.modules():
+        if module not in _whole:
+            _whole[module] = [(in_config, dict(_sizes(holder))) for in_config, holder in _holders(module)]
+
+
+@contextmanager
+def restored(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let modules count whole sizes in the block; layers that are split go on to count their parts."""
+    changed: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for module in modules:
+            for holder, name, value in _divided(module) if split_of(module) is None else ():
+                changed.append((holder, name, holder[name]))
+                holder[name] = value
+        yield
+    finally:
+        for holder, name, value in reversed(changed):
+            holder[name] = value
+
+
+def _divided(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Yield the attributes whose sizes were multiples of what they are now: table, name and former value."""
+    now = dict(_holders(module))
+    for in_config, sizes in _whole.get(module, ()):
+        table = vars(now[in_config]) if in_config in now else {}
+        for name, value in sizes.items():
+            if _is_multiple(value, table.get(name)):
+                yield table, name, value
+
+
+def _holders(module: nn.Module) -> Iterator[tuple[bool, Any]]:
+    yield False, module
+    if hasattr(config := module.__dict__.get("config"), "__dict__"):
+        yield True, config
+
+
+def _sizes(holder: Any) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(holder).items():
+        if type(value) is int:
+            yield name, value
+        elif type(value) in (list, tuple) and value and all(type(each) is int for each in value):
+            yield name, type(value)(value)
+
+
+def _is_multiple(whole: Any, now: Any) -> bool:
+    """Return whether a size, or one of several, was divided, and none changed in another way."""
+    if type(whole) is not type(now):
+        return False
+    pairs = [(whole, now)] if isinstance(whole, int) else list(zip(whole, now, strict=False))
+    if not isinstance(whole, int) and len(whole) != len(now):
+        return False
+    return whole != now and all(one == other or (0 < other < one and one % other == 0) for one, other in pairs)

@@ -1,0 +1,343 @@
+"""Code outside of a sharded module takes the part it reads, or is given, for the whole: found at the first run.
+
+``watch`` is called when a schedule is built. The first forward of that model, or of whatever contains a part of it (an engine,
+a stage, a wrapper), then runs with every torch function looked at; so does the first with gradients, and the first in training,
+if that is a later one.
+After them nothing is left in the way of a call; a model that only infers is awaited as long as it lives. A recompute in a
+backward runs code that was looked at in the forward.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import partial
+from traceback import walk_stack
+from typing import Any
+from weakref import WeakSet, ref
+
+import torch
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from slapo_core.modules.forward_wrapping import is_taken_apart
+from slapo_core.modules.parameters import facts, is_part
+from slapo_core.reporting.errors import BuildError
+from slapo_tracing.nodes.torch_calls import SHAPES, is_metadata, name_of
+
+from ..communication._torch_autograd import no_functions, watched_functions
+from ..rules.sharding_rule import holds, is_kept_for_inside, split_of
+from ..splitting import weight_digests
+from ..syncs.sync_hooks import REDUCING, map_output, syncs_of
+from ..syncs.sync_order import OFF
+from . import size_errors
+from .comparison.module_comparison import WholeComparison
+from .comparison.module_rerun import Rerun
+from .local_numel import COUNTS, PartCount, asks_slapo
+from .partial_gradients import OwnGradients
+from .reentrant_checkpoints import with_graph
+from .value_tracking.sharded_values import ShardedValues, is_of_hook, is_ours
+from .value_tracking.tracked_value import makes_new, tensors_in
+
+_HARMLESS = frozenset(("untyped_storage", "data_ptr"))
+_ASKS = frozenset(("requires_grad_", "requires_grad"))
+_TYPES = frozenset(("to", "type_as"))
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_MODES = ((True, True), (True, False), (False, True), (False, False))
+
+
+class _Build:
+    """The sharded modules of one build, and in which modes, with gradients and in training or not, it has yet to run.
+
+    A part of the model that is called alone is looked at, and then all of the model is once more.
+
+    Args:
+        root: The model.
+        owners: Its sharded modules.
+    """
+
+    def __init__(self, root: nn.Module, owners: Iterable[nn.Module]) -> None:
+        self.root, self.owners = ref(root), WeakSet(owners)
+        self.inside = WeakSet(module for module in root.modules() if module is not root)
+        self.unseen = set(_MODES)
+        self.alone: dict[tuple[bool, bool], WeakSet[nn.Module]] = {mode: WeakSet() for mode in _MODES}
+
+    def awaits(self, module: nn.Module) -> bool:
+        mode = _mode(module)
+        if mode not in self.unseen or module in self.alone[mode]:
+            return False
+        return any(inside in self.owners for inside in module.modules())
+
+    def is_first(self, module: nn.Module) -> bool:
+        return len(self.unseen) == len(_MODES) and module not in self.inside
+
+    def seen(self, module: nn.Module) -> None:
+        """It has run; what runs with gradients and in training holds without these, too."""
+        is_graded, is_training = _mode(module)
+        seen = {mode for mode in self.unseen if mode[0] <= is_graded and mode[1] <= is_training}
+        if module not in self.inside:
+            self.unseen -= seen
+        for mode in seen if module in self.inside else ():
+            self.alone[mode].update(module.modules())
+
+
+def _mode(module: nn.Module) -> tuple[bool, bool]:
+    """Return whether gradients are recorded, and whether the module is in training."""
+    return torch.is_grad_enabled(), module.training
+
+
+_waiting: list[_Build] = []
+_reads: ContextVar[_Reads | Rerun | None] = ContextVar("reads", default=None)
+_plain_call: Callable[..., Any] = nn.Module.__call__
+
+
+def watch(root: nn.Module, owners: Iterable[nn.Module]) -> None:
+    """Look at the first run of the model that has these sharded modules.
+
+    The run raises ``BuildError`` where code outside of them uses one of their sharded tensors for more than its type, device
+    and the like, or needs all of a value of which each rank has a part (see ``sharded_values``). As all ranks run the same
+    code, all of them raise it.
+    """
+    build = _Build(root, owners)
+    if not build.owners:
+        return
+    global _plain_call
+    if nn.Module.__call__ is not _call:
+        _plain_call = nn.Module.__call__
+        nn.Module.__call__ = _call  # type: ignore[method-assign]
+    _waiting.append(build)
+
+
+def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling() or nn.Module.__call__ is not _call:  # what is being traced is not run yet
+        return _plain_call(module, *args, **kwargs)
+    reads = _reads.get()
+    if reads is not None:
+        return reads.inside(module, args, kwargs)
+    builds = [build for build in _waiting if build.awaits(module)]
+    if not builds:
+        if not all(build.owners for build in _waiting):
+            _leave()
+        return _plain_call(module, *args, **kwargs)
+    is_whole = any(module not in build.inside for build in builds)
+    if any(build.is_first(module) for build in builds):
+        weight_digests.check(module)
+    comparison = WholeComparison([root for build in builds if (root := build.root()) is not None], _told, _plain_call)
+    reads = _Reads(module, is_whole, comparison)
+    with _eager(), with_graph(), reads, watched_functions(reads.applied):
+        token = _reads.set(reads)
+        try:
+            result = reads.inside(module, args, kwargs)
+        except size_errors.OF_SIZES as err:
+            if (explained := reads.explained(err)) is None:
+                raise
+            raise explained from err
+        finally:
+            _reads.reset(token)
+    for build in builds:
+        build.seen(module)
+    _leave()
+    return result
+
+
+@contextmanager
+def _told(rerun: Rerun) -> Iterator[None]:
+    """Give the modules that are called in the block to a rerun, and let the first run look away."""
+    reads = _reads.get()
+    assert isinstance(reads, _Reads)
+    token, reads.paused = _reads.set(rerun), True
+    try:
+        yield
+    finally:
+        _reads.reset(token)
+        reads.paused = False
+
+
+def _leave() -> None:
+    _waiting[:] = [build for build in _waiting if build.unseen and build.owners]
+    if not _waiting and nn.Module.__call__ is _call:
+        nn.Module.__call__ = _plain_call  # type: ignore[method-assign]
+
+
+def _eager() -> Any:
+    """Run compiled code uncompiled in the block; importing the compiler, where nobody has, would cost a second."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+class _Reads(TorchFunctionMode):
+    """Knows which modules run; refuses to use a sharded tensor that the innermost does not hold, and to mix sharded values."""
+
+    def __init__(self, model: nn.Module, is_whole: bool, comparison: WholeComparison) -> None:
+        super().__init__()
+        self.comparison, self.paused = comparison, False
+        self.is_whole = is_whole
+        """True if the whole model runs, False if a part of it runs alone."""
+        self.running: list[nn.Module] = []
+        self.values = ShardedValues(self._mixed, *weight_digests.sharers(model))
+        self.gradients = OwnGradients(lambda why: BuildError(f"{self._named(self.running[-1])} at {_source()}: {why}; {OFF}"))
+        self.failed: tuple[Exception, str] | None = None
+        self.columns: list[nn.Module] = []
+        """Modules that returned parts, in the order in which they ran."""
+
+    def inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module; what runs inside of one that trials have shown to be right is not looked at by itself."""
+        if self.running and (applied := split_of(self.running[-1])) is not None and applied.cut.shown:
+            return _plain_call(module, *args, **kwargs)
+        self.running.append(module)
+        handles = [*self.gradients.enter(module), *self.values.given(module), *self._before_sums(module)]
+        try:
+            with no_functions():
+                self.values.enter(module, args, kwargs)
+                call = self.comparison.enter(module, args, kwargs)
+            result = _plain_call(module, *args, **kwargs)
+            with no_functions():
+                if (applied := split_of(module)) is not None and applied.cut.output == "sharded" and not applied.gathered:
+                    self.columns.append(module)
+                self.values.leave(module, result, last=len(self.running) == 1, is_whole=self.is_whole)
+                self.gradients.leave(module, result)
+            if call is not None and (wrong := self.comparison.leave(call, result, self.values.known, self.running[:-1])):
+                line, reason = wrong
+                raise BuildError(f"{self._named(module)} at {line}: {reason}; {OFF}")
+            with no_functions():
+                if self.is_whole and len(self.running) == 1:
+                    result = self.gradients.returned(result)
+        except size_errors.OF_SIZES as err:
+            self._note(module, args, kwargs, err)
+            raise
+        finally:
+            self.running.pop()
+            for handle in handles:
+                handle.remove()
+        return result
+
+    def _before_sums(self, module: nn.Module) -> list[RemovableHandle]:
+        """Look at what a sync of a module that is whole itself adds up."""
+        op = next((sync.op for sync in syncs_of(module, "fwd_post")), None)
+        if op not in REDUCING or split_of(module) is not None:
+            return []
+
+        def check(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            map_output(lambda x: self.gradients.check_sum(op, self.values.reduce(x)), output)
+
+        return [module.register_forward_hook(check, prepend=True)]
+
+    def applied(self, function: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Look at what an autograd function of the model's own has made of sharded values."""
+        if not self.paused and not is_ours() and not is_of_hook() and split_of(self.running[-1]) is None:
+            with no_functions():
+                self.values.applied(function, args, result)
+
+    def explained(self, err: Exception) -> BuildError | None:
+        """Return what to raise instead: an error that names the innermost module, where sizes did not fit."""
+        return BuildError(self.failed[1]) if self.failed is not None and self.failed[0] is err else None
+
+    def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], err: Exception) -> None:
+        """Code around may catch the error, so it passes as it is until it leaves the model."""
+        if self.failed is None or self.failed[0] is not err:
+            inside = {*module.modules()}
+            column = next((each for each in reversed(self.columns) if each in inside), None)
+            reason = size_errors.reason(module, args, kwargs, err, None if column is None else self._path(column))
+            self.failed = None if reason is None else (err, f"{self._named(module)}: {reason}; {OFF}")
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        tensors = [*tensors_in(args), *tensors_in(kwargs)]
+        owner = None
+        for tensor in tensors[:1] if name_of(func) in _TYPES else tensors:
+            if is_part(tensor) and not self._is_own(tensor) and not _is_harmless(func):
+                owner = self._traced_owner(tensor)
+                if owner is None:
+                    message = self._message(func, tensor)
+                    if name_of(func) not in COUNTS:
+                        raise BuildError(message)
+                    count = func(*args, **kwargs)
+                    return count if asks_slapo() else PartCount(count, partial(self._refuse, message))
+        for number in (*args, *kwargs.values()):
+            if isinstance(number, PartCount):
+                number.refuse()
+        if owner is not None:
+            return self.values.call_of(owner, func, args, kwargs)
+        if split_of(self.running[-1]) is not None:
+            return self.values.call(func, args, kwargs, tensors, self.running)
+        gradient = self.gradients.call(func, tensors, is_ours)
+        result = self.values.call(func, args, kwargs, tensors, self.running)
+        made = args[0] if result is None and args else result
+        is_leaf = isinstance(made, torch.Tensor) and made.requires_grad and made.is_leaf
+        if name_of(func) in _ASKS and is_leaf and not is_part(made):
+            self.gradients.start(made, is_whole=made not in self.values.known)
+        if not (isinstance(gradient, BuildError) and self.values.are_mixed(made)):  # the values are wrong before it
+            self.gradients.note(made, gradient, tensors)
+        return result
+
+    def _is_own(self, tensor: torch.Tensor) -> bool:
+        reader = self.running[-1]
+        return holds(reader, tensor) and not is_kept_for_inside(reader, tensor)
+
+    def _traced_owner(self, tensor: torch.Tensor) -> nn.Module | None:
+        """The module that holds a tensor, where its forward is in the graph that runs and alone uses the tensor there."""
+        graphs = [module for module in reversed(self.running) if isinstance(module, fx.GraphModule)]
+        inside: list[tuple[fx.Graph, str, nn.Module]] = [(g.graph, *named) for g in graphs for named in g.named_modules()]
+        return next(
+            (
+                module
+                for graph, path, module in inside
+                if is_taken_apart(module) and holds(module, tensor) and _is_alone(graph, path)
+            ),
+            None,
+        )
+
+    def _refuse(self, message: str) -> None:
+        """Refuse to compute with a number of a part, as long as this run lasts."""
+        if _reads.get() is self:
+            raise BuildError(message)
+
+    def _path(self, module: nn.Module) -> str:
+        path = next((path for path, other in self.running[0].named_modules() if other is module), "")
+        return re.sub(r"^(module(\.|$))+", "", path)  # engines and wrappers of torch call the model so
+
+    def _named(self, module: nn.Module) -> str:
+        path = self._path(module)
+        return f"{type(module).__name__} {path!r}" if path else f"the model, {type(module).__name__},"
+
+    def _mixed(self, owner: nn.Module | None, why: str, remedy: str) -> BuildError:
+        reader = self.running[-1]
+        what = "all have the same value" if owner is None else f"each rank has a part of the output of {self._path(owner)!r}"
+        reason = f"{why}, and {what}"
+        return BuildError(f"{self._named(reader)} at {_source()}: {reason}; {remedy}; {OFF}")
+
+    def _message(self, func: Any, tensor: torch.Tensor) -> str:
+        reader = self.running[-1]
+        name = " = ".join(facts(tensor).names) or f"a parameter of shape {tuple(tensor.shape)}"
+        return (
+            f"{self._named(reader)} uses {name!r} in {name_of(func)} at {_source()}, but this rank "
+            "has only its part of it, which its own module alone can use; call that module instead, or leave the parameter "
+            f"whole; {OFF}"
+        )
+
+
+def _is_alone(graph: fx.Graph, path: str) -> bool:
+    """Return whether a graph uses the tensors of the module at a path in its forward alone, or in rewrites of that."""
+    held = (node for node in graph.find_nodes(op="get_attr") if str(node.target).rpartition(".")[0] == path)
+    return all(user.meta.get("is_rewrite") or user.meta.get("module") == path for node in held for user in node.users)
+
+
+def _is_harmless(func: Any) -> bool:
+    """Return whether the answer is the same for a part as for the whole, or tells nothing of values."""
+    name = name_of(func)
+    if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+        return True  # ZeRO gathers a parameter when somebody looks at it
+    return name in _HARMLESS | _ASKS or makes_new(name) or (is_metadata(func, name) and name not in SHAPES)
+
+
+def _source() -> str:
+    """Return the line of the model's own code that runs now: engines and checks around it may look at what it calls, too."""
+    frames = ((frame, f"{frame.f_code.co_filename}:{line}") for frame, line in walk_stack(sys._getframe(1)))
+    theirs = (line for frame, line in frames if not str(frame.f_globals.get("__name__")).startswith("slapo_"))
+    return next((line for line in theirs if not line.startswith((_TORCH, "<"))), "an unknown line")

@@ -1,0 +1,74 @@
+"""What to say where a size does not fit at the first run: torch's error names no module, and may come from a sync."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from slapo_tracing.nodes.torch_calls import model_source
+
+from ..rules.sharding_rule import AppliedCut, split_of
+from ..syncs.sync_hooks import first_input, syncs_of
+
+OF_SIZES = (RuntimeError, ValueError, IndexError, AssertionError)
+"""Errors of torch, and of Python code, where a size is not the one expected."""
+
+_GROUPED = "multiple of 16 bytes"
+
+
+def reason(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], err: Exception, part_of: str | None) -> str | None:
+    """Why the innermost module that failed did; None where it is not for its sizes.
+
+    Args:
+        module: The module.
+        args: What it was called with, before its own syncs.
+        kwargs: The same.
+        err: What torch raised, or the module's code.
+        part_of: Path of the split layer inside the module that ran last; None where none did.
+    """
+    applied, x = split_of(module), first_input(args, kwargs)
+    own = [f"sync({sync.mode!r}, {sync.op!r})" for sync in syncs_of(module, "fwd_pre")]
+    line = str(err).partition("\n")[0]
+    if applied is not None and _GROUPED in line:
+        return _too_narrow(module, applied)
+    if part_of is not None and applied is None and _may_be_of_sizes(err, line):
+        return _unfit(err, line, part_of)
+    if not isinstance(err, RuntimeError) or not any(word in line for word in ("shape", "size", "dimension")) or x is None:
+        return None
+    shape = x.shape
+    if applied is not None and applied.cut.input == "sharded" and not own:
+        dim = applied.cut.dim
+        if -len(shape) <= dim < len(shape) and shape[dim] == applied.spec.full_shape[applied.spec.dim]:
+            return (
+                f"it is split along its input and is given all {shape[dim]} of it; needs sync('fwd_pre', 'scatter', axis={dim})"
+            )
+    after = f", which {' and '.join(own)} then changes" if own else ""
+    return f"it fails, {line}, given {list(shape)}{after}; look whether syncs there and before gather or scatter twice"
+
+
+def _may_be_of_sizes(err: Exception, line: str) -> bool:
+    """Return whether an error may come from a size: one that code raises with other words of its own does not."""
+    if isinstance(err, RuntimeError) or not line:
+        return True
+    return any(word in line for word in ("unpack", "shape", "size", "dimension", "index out of range"))
+
+
+def _unfit(err: Exception, line: str, part_of: str) -> str:
+    """Code that takes sizes from whole values, of which tensor_parallel() without a plan makes parts."""
+    what = line if isinstance(err, RuntimeError) else f"{type(err).__name__}: {line}".rstrip(": ")
+    return (
+        f"it fails at {model_source(err)}, {what}, where each rank has a part of the output of {part_of!r}; tensor_parallel() "
+        "without plan= divides sizes that code takes from whole values; or gather the output there, "
+        "sync('fwd_post', 'all_gather', axis=-1), with what follows whole"
+    )
+
+
+def _too_narrow(module: nn.Module, applied: AppliedCut) -> str:
+    """Torch multiplies stacks of experts whose rows are aligned only."""
+    whole, ranks = applied.spec.blocks[0], applied.spec.num_shards
+    size = whole // ranks * next(module.parameters()).element_size()
+    return (
+        f"each rank has {whole // ranks} of an expert's {whole} numbers, {size} bytes, and "
+        f"torch's grouped_mm takes a {_GROUPED}; use fewer ranks, or set_experts_implementation('batched_mm') of the model"
+    )

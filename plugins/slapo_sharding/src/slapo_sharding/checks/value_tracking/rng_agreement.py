@@ -1,0 +1,44 @@
+"""Random numbers that were drawn: equal on all ranks they are not those of parts, and not equal not those of one value."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from slapo_core.distributed.random import rng_state
+
+from ...communication import collectives
+from ...communication._torch_autograd import no_functions
+from ...communication._torch_private import no_modes
+from ...communication.collectives import Group
+
+
+class Draw:
+    """The states of the generators before a function runs that may draw. In a forked region ranks differ as they are to."""
+
+    def __init__(self) -> None:
+        is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        state = None if is_captured else rng_state()
+        self.before = {} if state is None or state.forks else state.devices
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether the generators have moved on."""
+        return bool(self._drawn_from())
+
+    def _drawn_from(self) -> list[torch.Tensor]:
+        if not self.before:
+            return []
+        with no_functions(), no_modes(), torch.no_grad():
+            after = rng_state().devices
+            return [state for device, state in self.before.items() if not torch.equal(after[device], state)]
+
+    def is_alike(self, group: Group, device: torch.device) -> bool:
+        """Whether what has drawn has drawn from the same state on every rank of the group, which all ask each other."""
+        with no_functions(), no_modes(), torch.no_grad():
+            states = b"".join(state.numpy().tobytes() for state in self._drawn_from())
+            digest = hashlib.blake2b(states, digest_size=7).digest()
+            own = torch.tensor([int.from_bytes(digest, "big")], device=device)
+            everywhere = collectives.all_gather(own, 0, group)
+            return bool((everywhere == own).all())

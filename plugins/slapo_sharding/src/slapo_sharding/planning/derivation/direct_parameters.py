@@ -1,0 +1,121 @@
+"""Parameters that forwards use themselves, in products and einsums: the ways in which each may be split."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+
+import torch
+from torch import fx, nn
+
+from slapo_tracing.nodes.graph_functions import expect
+from slapo_tracing.nodes.torch_calls import function_name
+
+from ..dry_run.fused_sizes import fused_sizes
+from ..dry_run.layout_adaptation import dim_cut
+from ..dry_run.layouts import Layouts
+from ..dry_run.split_specs import ParameterSplit
+
+_PRODUCTS = frozenset("matmul mm bmm linear einsum addmm baddbmm tensordot".split())
+_MOST_BETWEEN = 4
+"""Operations that only rearrange a parameter before a product uses it."""
+
+
+def direct_parameters(traced: fx.GraphModule, without: Collection[str]) -> dict[str, list[ParameterSplit]]:
+    """Return the splits to try for each parameter that a product in some forward is given.
+
+    A dimension that the product sums over, with a whole value on its other side, fits nowhere: the next one is tried then.
+
+    Args:
+        traced: The flat graph of a model.
+        without: Names of parameters that are not split, and paths of modules whose own are split by rules or not at all.
+    """
+    found: dict[str, list[ParameterSplit]] = {}
+    for node, name, tensor in _alone(traced):
+        if name not in found and not {name, name.rpartition(".")[0]} & {*without} and tensor.dim() > 1 and _has_product(node):
+            found[name] = [ParameterSplit(dim) for dim, size in enumerate(tensor.shape) if size > 1]
+    return {name: splits for name, splits in found.items() if splits}
+
+
+def _alone(traced: fx.GraphModule) -> Iterator[tuple[fx.Node, str, nn.Parameter]]:
+    """Yield the uses of floating-point parameters that one module holds under one name."""
+    held = [
+        (module, name, each) for module in traced.modules() for name, each in module._parameters.items() if each is not None
+    ]
+    number = Counter(id(each) for _, _, each in held)
+    for node in traced.graph.find_nodes(op="get_attr"):
+        path, _, own = str(node.target).rpartition(".")
+        tensor = traced.get_submodule(path)._parameters.get(own)
+        if tensor is not None and number[id(tensor)] == 1 and tensor.is_floating_point() and "val" in node.meta:
+            yield node, str(node.target), tensor
+
+
+def _has_product(node: fx.Node) -> bool:
+    """Return whether a product uses a parameter, or what only rearranges it."""
+    for _ in range(_MOST_BETWEEN):
+        users = [user for user in node.users if user.target is not expect]
+        if any(function_name(user) in _PRODUCTS for user in users):
+            return True
+        alone = [user for user in users if user.op.startswith("call") and user.all_input_nodes == [node]]
+        if not alone or not isinstance(alone[0].meta.get("val"), torch.Tensor):
+            return False
+        node = alone[0]
+    return False
+
+
+def fused_splits(layouts: Layouts, name: str) -> dict[str, ParameterSplit]:
+    """Return splits of a fused projection and its bias, by the parts that the model takes out; empty where it takes none.
+
+    Args:
+        layouts: The dry run in which the parameter is split as one.
+        name: Of the parameter.
+    """
+    split = layouts.parameters[name]
+    uses = [node for node in layouts.local if node not in layouts.weights and layouts.sources.get(node) == frozenset((name,))]
+    products = [node for node in uses if any(other in layouts.weights for other in node.all_input_nodes)]
+    biases: set[str] = set()
+    ends: list[fx.Node] = []
+    for node in products:
+        biases |= _biases(node)
+        users = [user for user in node.users if user.target is not expect]
+        added = _biases(users[0]) if len(users) == 1 and function_name(users[0]) in ("add", "iadd", "add_") else set()
+        ends.append(users[0] if added else node)
+        biases |= added
+    whole = [tuple(node.meta["val"].shape) for node in products]
+    dims = {
+        dim - len(shape)
+        for node, shape in zip(products, whole, strict=True)
+        for dim, size in enumerate(shape)
+        if layouts.local[node][dim] != size
+    }
+    if len(dims) != 1 or split.blocks:
+        return {}
+    (dim,) = dims
+    blocks = fused_sizes(ends, dim)
+    if len(blocks) < 2 or (biases and dim != -1):
+        return {}
+    return {name: ParameterSplit(split.dim, blocks), **{bias: ParameterSplit(0, blocks) for bias in biases}}
+
+
+def _biases(node: fx.Node) -> set[str]:
+    """Return the names of vectors among the arguments of a node."""
+    given = [other for other in node.all_input_nodes if other.op == "get_attr"]
+    return {
+        str(other.target) for other in given if isinstance(other.meta.get("val"), torch.Tensor) and other.meta["val"].dim() == 1
+    }
+
+
+def cut_parameters(layouts: Layouts, traced: fx.GraphModule) -> dict[str, ParameterSplit]:
+    """Return whole parameters that are cut wherever they are used, in modules of which other parameters are split.
+
+    Args:
+        layouts: The dry run.
+        traced: The flat graph.
+    """
+    found: dict[str, set[int | None]] = {}
+    for node, name, _ in _alone(traced):
+        if name not in layouts.parameters and name.rpartition(".")[0] in layouts.holders:
+            dims = {dim_cut(layouts, user, node) for user in node.users if user.target is not expect}
+            found[name] = found.get(name, set()) | dims
+    only = {name: next(iter(dims)) for name, dims in found.items() if len(dims) == 1}
+    return {name: ParameterSplit(dim) for name, dim in only.items() if dim is not None}

@@ -1,0 +1,94 @@
+"""Heavy products of whole values, which every rank computes beside layers that are split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from itertools import chain
+
+import torch
+from torch import fx, nn
+
+from slapo_core.modules.parameters import is_part, shard_spec
+from slapo_tracing.nodes.torch_calls import function_name
+
+from ...splitting.module_paths import ancestors, kind
+from ..dry_run.layouts import Layouts
+from ..dry_run.node_values import parameters_of
+
+PRODUCTS = frozenset("linear bilinear matmul mm bmm addmm baddbmm einsum tensordot conv1d conv2d conv3d".split())
+"""Names of functions that multiply matrices."""
+_LEAST = 1 / 8
+"""Share of the work of the heaviest product from which those of a module count: not routers, and adapters of a low rank."""
+
+
+def whole_products(model: nn.Module, layouts: Layouts, split: Collection[str]) -> dict[str, str]:
+    """Return the modules whose heavy products are of whole values, one for all alike, and the line of the first of each.
+
+    Where a repeated module has several such products and nothing in it is split, it stands for all.
+
+    Args:
+        model: The model that the graph is of.
+        layouts: The dry run.
+        split: Paths of the modules in which something is split.
+    """
+    work = {node: _work(node, model) for node in layouts.graph.nodes}
+    places = {node: path for node, amount in work.items() if amount and (path := _place(node, model)) is not None}
+    least = _LEAST * max(work.values(), default=0.0)
+    found: dict[str, list[fx.Node]] = {}
+    for node, path in places.items():
+        if not _is_sharded(node, layouts):
+            found.setdefault(_outermost(path, split), []).append(node)
+    named = dict[str, str]()
+    for owner, nodes in found.items():
+        if sum(work[node] for node in nodes) >= least:
+            named[owner if len(nodes) > 1 else places[nodes[0]]] = str(nodes[0].meta.get("source"))
+    return {path: named[path] for path in {kind(path): path for path in reversed(named)}.values()}
+
+
+def _work(node: fx.Node, model: nn.Module) -> float:
+    """Return about how many numbers a node multiplies with each other; 0 for what is no product of matrices."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not value.dim():
+        return 0.0
+    if node.op == "call_module":
+        module = model.get_submodule(str(node.target))
+        own = chain(module.parameters(), module.buffers())
+        is_conv = isinstance(module, nn.modules.conv._ConvNd)
+        weights = sum(math.prod(_whole_shape(each)[0 if is_conv else -2 :]) for each in own if each.dim() > 1)
+        return 0.0 if isinstance(module, nn.Embedding) else weights * value.numel() / value.shape[-1]
+    given = [other for other in node.all_input_nodes if isinstance(other.meta.get("val"), torch.Tensor)]
+    is_product = function_name(node) in PRODUCTS or (function_name(node) == "apply" and any(map(_is_matrix, given)))
+    if not is_product or len(given) < 2:
+        return 0.0
+    sizes = sorted(other.meta["val"].numel() for other in given)
+    return math.sqrt(value.numel() * sizes[-1] * sizes[-2])  # m k n, of matrices m x k and k x n
+
+
+def _whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    spec = shard_spec(tensor)
+    return tuple(tensor.shape) if spec is None else spec.full_shape
+
+
+def _is_matrix(node: fx.Node) -> bool:
+    """Return whether a value is a tensor of the model's own, of several dimensions."""
+    return node.op == "get_attr" and node.meta["val"].dim() > 1
+
+
+def _is_sharded(node: fx.Node, layouts: Layouts) -> bool:
+    return any(value in layouts.sources or value in layouts.local for value in (node, *node.all_input_nodes))
+
+
+def _place(node: fx.Node, model: nn.Module) -> str | None:
+    """Return the path of the layer or module that multiplies, or the name of its own parameter if it is split in part."""
+    path = str(node.target if node.op == "call_module" else node.meta.get("module", ""))
+    if not any(map(is_part, model.get_submodule(path).parameters())):
+        return path
+    names = chain.from_iterable(map(parameters_of, node.all_input_nodes))
+    return next(names, None) if node.op != "call_module" else None
+
+
+def _outermost(path: str, split: Collection[str]) -> str:
+    """Return the outermost repeated module around a path, or it itself, in which nothing is split; no element of a list."""
+    outer = (each for each in ancestors(path) if kind(each) != each and not each.rpartition(".")[2].isdigit())
+    return ([path] + [each for each in outer if each not in split])[-1]

@@ -1,0 +1,148 @@
+"""Embeddings and heads whose vocabulary is split over the ranks: those that a model names, or its graph shows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx, nn
+
+from slapo_tracing.nodes.torch_calls import function_name
+
+from ...communication.shard_ranges import share
+from ...rules.rulebook import Rulebook
+from ..dry_run.layouts import Layouts
+from .replicated_matmuls import PRODUCTS
+
+
+def vocabulary(model: nn.Module, num_shards: int, rules: Rulebook) -> list[tuple[str, str]]:
+    """Return paths and styles of the embedding and the head, where the vocabulary can be split: no rule is against it.
+
+    What is tied to them is split along, or all of it stays whole. Without a head the embedding stays whole: its weight may
+    serve as one.
+    """
+    named = dict(model.named_modules())
+    found = [module for module in vocabulary_modules(model) if any(module is other for other in named.values())]
+    if len(found) < 2:
+        return []
+    steps: dict[str, str] = {}
+    for module in found:
+        tied = _tied(named, module)
+        if all(_splits(other, num_shards, rules) for other in tied.values()):
+            steps.update((path, _style(other)) for path, other in tied.items())
+    return list(steps.items())
+
+
+def vocabulary_in(layouts: Layouts, model: nn.Module, num_shards: int, rules: Rulebook) -> dict[str, str]:
+    """Return paths and styles of embeddings and heads that a model names by no method: they are known by their graph.
+
+    An embedding of ids and a layer with a row for each of them, from whose result no other weight computes anything, are those
+    of a vocabulary. Both are given and return whole values, and nothing but their calls uses their weights.
+
+    Args:
+        layouts: The dry run of a plan that leaves them whole.
+        model: The model that the graph is of.
+        num_shards: Number of ranks.
+        rules: Rules of layers.
+    """
+    named, calls = dict(model.named_modules()), dict[str, list[fx.Node]]()
+    for node in layouts.graph.find_nodes(op="call_module"):
+        if node.target not in layouts.splits:
+            calls.setdefault(str(node.target), []).append(node)
+    read = {str(node.target).rpartition(".")[0] for node in layouts.graph.find_nodes(op="get_attr")}
+    whole = [
+        path for path, nodes in calls.items() if _has_rows(named[path]) and all(_is_whole(each, layouts) for each in nodes)
+    ]
+    tables = [path for path in whole if isinstance(named[path], nn.Embedding)]
+    heads = [
+        path
+        for path in whole
+        if rules.is_layer(named[path], "sharded") and not any(_feeds_product(each, model) for each in calls[path])
+    ]
+    sizes = set.intersection(*({len(named[path].weight) for path in paths} for paths in (tables, heads)))
+    steps: dict[str, str] = {}
+    for path in (path for path in (*tables, *heads) if len(named[path].weight) in sizes):
+        tied = _tied(named, named[path])
+        used_by_calls = calls.keys() >= tied.keys() and read.isdisjoint(tied)
+        if used_by_calls and all(_splits(each, num_shards, rules) for each in tied.values()):
+            steps.update((other, _style(module)) for other, module in tied.items())
+    return steps
+
+
+def _style(module: nn.Module) -> str:
+    """Return the style of an embedding or a head: both are given and return whole values."""
+    return "embedding_rowwise" if isinstance(module, nn.Embedding) else "colwise_gather_output"
+
+
+def _has_rows(module: nn.Module) -> bool:
+    """Return whether a module has a matrix with more rows than columns, as one with a row for each id has."""
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.dim() == 2 and weight.shape[0] > weight.shape[1]
+
+
+def _is_whole(node: fx.Node, layouts: Layouts) -> bool:
+    """Return whether each rank has all of a layer's result, and all of its gradient."""
+    return node not in layouts.local and node not in layouts.parts and node not in layouts.copies
+
+
+def _feeds_product(node: fx.Node, model: nn.Module) -> bool:
+    """Return whether a layer or a product of matrices computes something from a value."""
+    seen, new = set[fx.Node](), [node]
+    while new:
+        users = {user for user in new.pop().users if user not in seen}
+        for user in users:
+            is_layer = user.op == "call_module" and any(True for _ in model.get_submodule(str(user.target)).parameters())
+            if is_layer or function_name(user) in PRODUCTS:
+                return True
+        seen |= users
+        new += users
+    return False
+
+
+def tied_or_vocabulary(model: nn.Module, num_shards: int, rules: Rulebook) -> set[nn.Module]:
+    """Return the modules that a derived plan leaves alone.
+
+    A layer that holds a parameter of another module cannot be split alone, and the vocabulary is split by ``vocabulary``.
+    """
+    named = dict(model.named_modules())
+    holders = Counter(held for module in named.values() for held in _held(module))
+    tied = {module for module in named.values() if any(holders[held] > 1 for held in _held(module))}
+    return tied | {named[path] for path, _ in vocabulary(model, num_shards, rules)}
+
+
+def _tied(named: Mapping[str, nn.Module], module: nn.Module) -> dict[str, nn.Module]:
+    """The modules that hold a parameter of this one, or one of theirs, by path."""
+    tied: dict[str, nn.Module] = {}
+    held = _held(module)
+    while more := {path: other for path, other in named.items() if path not in tied and _held(other) & held}:
+        tied |= more
+        held = held.union(*map(_held, more.values()))
+    return tied
+
+
+def _held(module: nn.Module) -> set[int]:
+    return {id(tensor) for tensor in module._parameters.values() if tensor is not None}
+
+
+def _splits(module: nn.Module, num_shards: int, rules: Rulebook) -> bool:
+    try:
+        cut = rules.cut(module, "weight", 0)
+    except LookupError:
+        return False
+    size = module.get_parameter("weight").shape[0]
+    start, stop = share(size, num_shards, num_shards - 1)
+    return size % num_shards == 0 or (cut.uneven and start < stop)
+
+
+def vocabulary_modules(model: Any) -> list[nn.Module]:
+    """Return the embedding and the head, as far as the model names them."""
+    found = []
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            module = getattr(model, name, lambda: None)()
+        except NotImplementedError:  # a Transformers model without words
+            continue
+        if isinstance(module, nn.Module):
+            found.append(module)
+    return found

@@ -1,0 +1,143 @@
+"""Functions on sharded values that no rule of torch describes: autograd functions of a model's own, and some operators.
+
+Of the former a dry run on DTensors sees the forward alone, and there the sizes of all ranks. Random numbers show the rest: each
+rank's part of the arguments and of the gradient has to give its part of the results and gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils import _pytree as pytree
+
+from ...communication._torch_autograd import no_functions
+from ...communication._torch_private import no_modes
+
+MIXES = "the operation needs all of a value that is sharded, or of its gradient"
+
+
+def is_autograd_function(target: Any) -> bool:
+    """Return whether a call's target is ``apply`` of an autograd function."""
+    owner = getattr(target, "__self__", None)
+    return isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
+
+
+def check_parts(target: Any, args: Any, kwargs: Any, results: Any, ranks: int) -> None:
+    """Run an autograd function on random numbers, whole and in parts, forward and backward.
+
+    Args:
+        target: ``apply`` of the function.
+        args: Positional arguments; sharded ones as DTensors.
+        kwargs: The others.
+        results: Results of the dry run, sharded ones as DTensors.
+        ranks: Number of ranks.
+
+    Raises:
+        ValueError: the parts give something else than the parts of what the whole gives, or it does not run.
+    """
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    dims = [_dim(leaf) for leaf in leaves]
+    generator = torch.Generator().manual_seed(0)
+    whole = [_drawn(leaf, generator) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    outputs = [_dim(each) for each in pytree.tree_leaves(results) if isinstance(each, torch.Tensor)]
+    try:
+        expected, gradients, wanted = _run(target, whole, spec, None, generator)
+        ways = [_part(wanted, outputs, rank, ranks) for rank in range(ranks)]
+        found = [_run(target, _part(whole, dims, rank, ranks), spec, ways[rank], generator)[:2] for rank in range(ranks)]
+    except Exception as err:  # whatever a stranger's function does on random numbers
+        raise ValueError(f"{MIXES}: it does not run on random numbers") from err
+    for number, value in enumerate(expected):
+        if not all(_same(_cut(value, outputs[number], rank, ranks), each[0][number]) for rank, each in enumerate(found)):
+            raise ValueError(MIXES)
+    for number, gradient in enumerate(gradients):
+        own = [each[1][number] for each in found]
+        summed = own if dims[number] is not None else [sum(each for each in own if each is not None)] * ranks
+        if gradient is None and any(each is not None for each in own):
+            raise ValueError(MIXES)
+        if gradient is not None and not all(
+            _same(_cut(gradient, dims[number], rank, ranks), each) for rank, each in enumerate(summed)
+        ):
+            raise ValueError(MIXES)
+
+
+def by_trial(node: fx.Node, args: Any, kwargs: Any, mesh: DeviceMesh) -> DTensor:
+    """Return the result of an operator that DTensor has no rule for, if each rank's part of it follows from the rank's parts.
+
+    Reflected padding, windows of a sequence and distances are such operators.
+
+    Raises:
+        RuntimeError: it does not, or the operator draws random numbers, writes in place or gives several tensors.
+    """
+    target: Any = node.target
+    run = target if node.op == "call_function" else lambda x, *others, **named: getattr(x, target)(*others, **named)
+    dims = {_dim(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)}
+    own, named = pytree.tree_map_only(DTensor, DTensor.to_local, (args, kwargs))
+    local = run(*own, **named)
+    if None in dims or node.meta.get("mutates") or node.meta.get("draws") or not isinstance(local, torch.Tensor):
+        raise RuntimeError("DTensor has no rule")
+    whole = node.meta["val"].shape
+    for dim in (dim for dim, size in enumerate(whole) if size == local.shape[dim] * mesh.size()):
+        result = DTensor.from_local(local, mesh, [Shard(dim)], run_check=False)
+        with suppress(ValueError):
+            check_parts(run, args, kwargs, result, mesh.size())
+            return result
+    raise RuntimeError("DTensor has no rule")
+
+
+def _dim(leaf: Any) -> int | None:
+    if not isinstance(leaf, DTensor):
+        return None
+    placement = leaf.placements[0]
+    return placement.dim if isinstance(placement, Shard) else None
+
+
+def _drawn(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
+        kind = torch.complex64 if leaf.dtype.is_complex else torch.float32
+        return torch.randn(tuple(leaf.shape), dtype=kind, generator=generator, device="cpu").to(leaf.dtype)
+    return (torch.rand(tuple(leaf.shape), generator=generator, device="cpu") < 0.5).to(leaf.dtype)
+
+
+def _cut(value: Any, dim: int | None, rank: int, ranks: int) -> Any:
+    return value if dim is None or value is None else value.chunk(ranks, dim)[rank].contiguous()
+
+
+def _part(values: Sequence[Any], dims: Sequence[int | None], rank: int, ranks: int) -> list[Any]:
+    return [_cut(value, dim, rank, ranks) for value, dim in zip(values, dims, strict=True)]
+
+
+def _run(target: Any, leaves: Sequence[Any], spec: Any, wanted: Sequence[Any] | None, generator: torch.Generator) -> Any:
+    """Return the results, the gradient of each argument or None, and the gradients of the results that it started from."""
+    given = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    with torch.enable_grad(), no_functions(), no_modes(), torch.device("cpu"):
+        for leaf in given:
+            if isinstance(leaf, torch.Tensor) and (leaf.dtype.is_floating_point or leaf.dtype.is_complex):
+                leaf.requires_grad_()
+        tracked = [leaf.view_as(leaf) if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf for leaf in given]
+        args, kwargs = pytree.tree_unflatten(tracked, spec)
+        results = [each for each in pytree.tree_leaves(target(*args, **kwargs)) if isinstance(each, torch.Tensor)]
+        if wanted is None:
+            wanted = [_drawn(each, generator) if each.requires_grad else None for each in results]
+        sources = {place: leaf for place, leaf in enumerate(given) if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
+        ends = [(each, grad) for each, grad in zip(results, wanted, strict=True) if grad is not None and each.requires_grad]
+        found = (
+            torch.autograd.grad([each for each, _ in ends], [*sources.values()], [grad for _, grad in ends], allow_unused=True)
+            if ends and sources
+            else [None] * len(sources)
+        )
+    of = dict(zip(sources, found, strict=True))
+    return [each.detach() for each in results], [of.get(place) for place in range(len(given))], wanted
+
+
+def _same(expected: torch.Tensor, found: Any) -> bool:
+    if not isinstance(found, torch.Tensor) or found.shape != expected.shape:
+        return False
+    tolerance = 1e-4 if expected.dtype in (torch.float32, torch.float64, torch.complex64) else 2e-2
+    scale = float(expected.abs().max()) if expected.numel() else 0.0
+    return torch.allclose(found.to(expected.dtype), expected, rtol=tolerance, atol=tolerance * scale, equal_nan=True)

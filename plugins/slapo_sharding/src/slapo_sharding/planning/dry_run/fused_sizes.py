@@ -1,0 +1,157 @@
+"""Sizes of the parts that a model takes out of a fused projection's output, read from the graph."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.node import map_arg
+
+from slapo_tracing.nodes.graph_functions import expect
+from slapo_tracing.nodes.torch_calls import function_name
+
+from .split_specs import Split
+
+SPLITS = ("split", "chunk", "tensor_split")
+ADDS = ("add", "iadd", "add_")
+VIEWS = ("view", "reshape", "unflatten")
+_MOVES = ("unsqueeze", "transpose", "permute", "movedim", "contiguous")
+
+
+def other_split(split: Split, calls: list[fx.Node], dim: int) -> Split | None:
+    """Return the next way to split a layer whose output does not fit split like this: in parts, the smaller ones in copies.
+
+    Args:
+        split: How it is split.
+        calls: The nodes that call the layer.
+        dim: Dimension of the outputs that is split.
+    """
+    blocks = split.blocks or fused_sizes(calls, dim)
+    if not split.blocks:
+        return Split("sharded", blocks) if blocks else None
+    largest = max((blocks[place] for place in split.copied), default=0)
+    *smaller, _ = sorted({size for size in blocks if size > largest})
+    return replace(split, copied=tuple(place for place, size in enumerate(blocks) if size <= smaller[0])) if smaller else None
+
+
+def fused_sizes(calls: list[fx.Node], dim: int = -1) -> tuple[int, ...]:
+    """Return the sizes of the parts that the model takes out of outputs along ``dim``; empty when it uses these as one."""
+    found = {_parts(call, dim % call.meta["val"].dim()) for call in calls}
+    return found.pop() if len(found) == 1 else ()
+
+
+def _parts(call: fx.Node, dim: int) -> tuple[int, ...]:
+    value, users = call.meta["val"], [user for user in call.users if user.target is not expect]
+    if all(user.target is operator.getitem for user in users):
+        return _tiles([index_bounds(user.args[1], value, dim) for user in users], value.shape[dim])
+    users = [user for user in users if function_name(user) != "size"]
+    if len(users) != 1:
+        return ()
+    (user,) = users
+    name = "glu" if _calls_glu(user) else function_name(user)
+    if name in SPLITS:
+        parts = sorted(user.users, key=lambda part: int(part.args[1]))  # type: ignore[arg-type]
+        whole = sum(part.meta["val"].shape[dim] for part in parts) == value.shape[dim]
+        return tuple(size for part in parts for size in _halves(part, dim)) if whole and len(parts) > 1 else ()
+    if name == "glu" and user.meta["val"].shape[dim] * 2 == value.shape[dim]:
+        return (value.shape[dim] // 2,) * 2
+    if name in VIEWS and user.meta["val"].dim() > value.dim():
+        return _in_view(user, value, dim)
+    if name in _MOVES and isinstance(user.meta.get("val"), torch.Tensor):
+        return _parts(user, _moved(user, call, dim))
+    return _parts(user, dim) if keeps_shape(user, call) or adds_alike(user) else ()
+
+
+def _moved(node: fx.Node, given: fx.Node, dim: int) -> int:
+    """Return where a node puts a dimension: its stride, which no other one has, shows it."""
+    if function_name(node) == "contiguous":
+        return dim
+    shape = given.meta["val"].shape
+    strides = [2 * sum(shape) ** (place + 1) for place in range(len(shape))]
+    marked = torch.empty_strided(shape, strides, device="meta")
+    args, kwargs = map_arg((node.args, node.kwargs), lambda other: marked if other is given else other.meta["val"])
+    function: Any = getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target
+    return int(function(*args, **kwargs).stride().index(strides[dim]))
+
+
+def _tiles(bounds: list[tuple[int, int] | None], size: int) -> tuple[int, ...]:
+    ordered = sorted({bound for bound in bounds if bound is not None})
+    tiles = [0, *(stop for _, stop in ordered)] == [*(start for start, _ in ordered), size]
+    return tuple(stop - start for start, stop in ordered) if tiles and None not in bounds else ()
+
+
+def _in_view(view: fx.Node, value: torch.Tensor, dim: int) -> tuple[int, ...]:
+    """Return the sizes of parts that are a dimension of a view, or are taken out of it as so many heads each."""
+    shape, width, before = view.meta["val"].shape, value.shape[dim], value.shape[:dim].numel()
+    place = next((place for place in (dim, *range(len(shape))) if shape[:place].numel() == before), None)
+    number = 1 if place is None else shape[place]  # a view may join or divide the dimensions before it
+    if place is None or not 1 < number < width or width % number:
+        return ()
+    heads = _parts(view, place)
+    if any(size > 1 for size in heads):
+        return tuple(size * width // number for size in heads)
+    return (width // number,) * number
+
+
+def _halves(part: fx.Node, dim: int) -> tuple[int, ...]:
+    """Return the size of a part, or of its halves where the model takes these apart: keys and values, or a gate."""
+    users = [user for user in part.users if user.target is not expect]
+    is_split = len(users) == 1 and (function_name(users[0]) in (*SPLITS, "glu") or _calls_glu(users[0]))
+    found = _parts(part, dim) if is_split else ()
+    return found if len(found) == 2 else (part.meta["val"].shape[dim],)
+
+
+def keeps_shape(node: fx.Node, given: fx.Node) -> bool:
+    """Return whether a node gives a value of the shape of the only one that it is given, as an activation does."""
+    one, other = node.meta.get("val"), given.meta.get("val")
+    is_alone = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and node.all_input_nodes == [given]
+    return is_alone and one.shape == other.shape  # type: ignore[union-attr]
+
+
+def adds_alike(node: fx.Node) -> bool:
+    """Return whether a node adds values of one shape, as an adapter's output to that of its layer."""
+    shapes = {
+        other.meta["val"].shape for other in (node, *node.all_input_nodes) if isinstance(other.meta.get("val"), torch.Tensor)
+    }
+    return function_name(node) in ADDS and len(node.all_input_nodes) > 1 and len(shapes) == 1
+
+
+def moves(node: fx.Node) -> bool:
+    """Return whether a node puts dimensions in another order, or adds one."""
+    return function_name(node) in _MOVES
+
+
+def _calls_glu(node: fx.Node) -> bool:
+    root = node.graph.owning_module
+    return node.op == "call_module" and root is not None and isinstance(root.get_submodule(str(node.target)), nn.GLU)
+
+
+def index_bounds(index: Any, value: torch.Tensor, dim: int = -1) -> tuple[int, int] | None:
+    """Return start and stop along ``dim``, when ``value[index]`` cuts that one and leaves the others whole."""
+    whole = slice(None)
+    items = index_items(index, value.dim())
+    dim %= value.dim()
+    if items is None or any(item != whole for place, item in enumerate(items) if place != dim):
+        return None
+    cut, size = items[dim], value.shape[dim]
+    if isinstance(cut, slice):
+        start, stop, step = cut.indices(size)
+        return (start, stop) if step == 1 and stop > start else None
+    picked = [each % size for each in (cut if isinstance(cut, list) else [cut])]
+    return (picked[0], picked[-1] + 1) if picked == [*range(picked[0], picked[-1] + 1)] else None
+
+
+def index_items(index: Any, dims: int) -> list[Any] | None:
+    """Return one item of an index for each dimension; None where it has others than slices, integers and lists of these."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    numbers = (each for item in items for each in (item if isinstance(item, list) else [item]))
+    if not all(isinstance(each, slice | int) or each is Ellipsis for each in numbers) or True in items or False in items:
+        return None
+    if Ellipsis in items:
+        at = items.index(Ellipsis)
+        items[at : at + 1] = [slice(None)] * (dims - len(items) + 1)
+    items += [slice(None)] * (dims - len(items))
+    return items if len(items) == dims else None

@@ -1,0 +1,194 @@
+"""Parallel branches of a forward, such as attention heads in a list: ranks can run some of them each, instead of a part of all.
+
+The results of branches are put together by ``torch.cat`` or ``torch.stack``. A branch is what is computed for its result alone;
+the tensors that it alone uses need to be on one rank only. So the result put together is sharded along its dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from slapo_tracing.nodes.torch_calls import function_name
+
+from ...splitting.module_paths import kind
+from .node_values import gives_tensors, has_gradient
+from .split_specs import ParameterSplit
+
+_JOINTS = ("cat", "concat", "concatenate", "stack")
+
+
+@dataclass(frozen=True, eq=False)
+class Branches:
+    """Branches whose results are put together.
+
+    Args:
+        joint: The node that puts them together.
+        dim: Dimension of its result along which they lie.
+        nodes: Nodes of each branch.
+        parameters: Names of the parameters that each branch alone uses.
+        entries: Nodes outside that give branches several tensors each, as ``chunk`` does.
+        shared: Names of the parameters of modules that all branches call.
+    """
+
+    joint: fx.Node
+    dim: int
+    nodes: tuple[frozenset[fx.Node], ...]
+    parameters: tuple[frozenset[str], ...]
+    entries: frozenset[fx.Node]
+    shared: dict[fx.Node, list[str]]
+
+    def owner(self, index: int, ranks: int) -> int:
+        """Return the rank that runs a branch."""
+        return index * ranks // len(self.nodes)
+
+    def splits(self, ranks: int) -> dict[str, ParameterSplit]:
+        """Return the parameters, each with the rank that holds it."""
+        owners = ((names, self.owner(index, ranks)) for index, names in enumerate(self.parameters))
+        return {name: ParameterSplit(0, owner=owner) for names, owner in owners for name in names}
+
+    @cached_property
+    def inside(self) -> frozenset[fx.Node]:
+        """All nodes of the branches, and their entries."""
+        return frozenset[fx.Node]().union(self.entries, *self.nodes)
+
+    def given(self, node: fx.Node) -> Iterator[fx.Node]:
+        """Yield the values from outside that a node of a branch uses."""
+        return (other for other in node.all_input_nodes if other not in self.inside)
+
+
+def find_branches(graph: fx.Graph, root: nn.Module, ranks: int, without: Collection[str] = ()) -> list[Branches]:
+    """Return the branches that can be dealt out to ranks, in equal numbers.
+
+    Args:
+        graph: A flat graph.
+        root: The module that it is of.
+        ranks: Number of ranks.
+        without: Paths of modules and names of parameters that stay whole.
+    """
+    finder = _Finder(graph, root, without)
+    joints = [node for node in graph.nodes if node.op == "call_function" and function_name(node) in _JOINTS]
+    found = [finder.branches(node, ranks) for node in joints]
+    return [each for each in found if each is not None]
+
+
+class _Finder:
+    def __init__(self, graph: fx.Graph, root: nn.Module, without: Collection[str]) -> None:
+        self._graph, self._root, self._without = graph, root, without
+        self._memories: dict[Any, set[fx.Node]] = {}
+        self._uses: dict[int, set[fx.Node]] = {}
+        self._names: dict[fx.Node, list[str]] = {}
+        named = dict(root.named_parameters(remove_duplicate=False))
+        for node in graph.nodes:
+            self._memories.setdefault(node.meta.get("memory"), set()).add(node)
+            target = str(node.target)
+            if node.op == "get_attr":
+                self._names[node] = [target] if target in named else []
+            elif node.op == "call_module":
+                own = root.get_submodule(target).named_parameters(remove_duplicate=False)
+                self._names[node] = [f"{target}.{name}" for name, _ in own]
+            for name in self._names.get(node, ()):
+                self._uses.setdefault(id(named[name]), set()).add(node)
+        self._named = named
+
+    def branches(self, joint: fx.Node, ranks: int) -> Branches | None:
+        """Return the branches of a node that puts values together; None where it has none that can be dealt out."""
+        given, dim = _arguments(joint)
+        if len(given) < ranks or len(given) % ranks or len({*given}) < len(given):
+            return None
+        if any(list(other.users) != [joint] for other in given) or len({other.meta["val"].shape for other in given}) > 1:
+            return None
+        nodes = self._closures(given)
+        entries = self._entries(nodes)
+        found = self._tensors(nodes)
+        if found is None:
+            return None
+        own, shared = found
+        branches = Branches(joint, dim, nodes, own, entries, shared)
+        are_alike = own[0] and all(set(map(kind, names)) == set(map(kind, own[0])) for names in own)
+        return branches if are_alike and self._can_be_left_out(branches) else None
+
+    def _closures(self, results: list[fx.Node]) -> tuple[frozenset[fx.Node], ...]:
+        """Return the nodes that are there for one result alone; those without users are there for what they look at."""
+        branch_of = dict(zip(results, range(len(results)), strict=True))
+        changed = True
+        while changed:
+            changed = False
+            for node in reversed(self._graph.nodes):
+                if node in branch_of or node.op in ("placeholder", "output"):
+                    continue
+                beside = node.users or [other for other in node.all_input_nodes if other in branch_of]
+                numbers = {branch_of.get(other, -1) for other in beside}
+                if len(numbers) == 1 and -1 not in numbers:
+                    branch_of[node], changed = numbers.pop(), True
+        return tuple(frozenset(node for node, number in branch_of.items() if number == index) for index in range(len(results)))
+
+    def _entries(self, nodes: tuple[frozenset[fx.Node], ...]) -> frozenset[fx.Node]:
+        inside = frozenset[fx.Node]().union(*nodes)
+        lists = {other for node in inside for other in node.all_input_nodes if other not in inside and gives_tensors(other)}
+        return frozenset(node for node in lists if inside.issuperset(node.users))
+
+    def _tensors(
+        self, nodes: tuple[frozenset[fx.Node], ...]
+    ) -> tuple[tuple[frozenset[str], ...], dict[fx.Node, list[str]]] | None:
+        """Return the parameters of each branch, and those that all branches share; None where one is neither."""
+        own, shared = [], dict[fx.Node, list[str]]()
+        inside = frozenset[fx.Node]().union(*nodes)
+        for each in nodes:
+            names = {name: node for node in each for name in self._names.get(node, ())}
+            if any(self._stays_whole(name) for name in names):
+                return None
+            alone = {name for name in names if self._uses[id(self._named[name])] <= each}
+            if any(not self._named[name].dim() for name in alone):
+                return None
+            own.append(frozenset(alone))
+            for name in names.keys() - alone:
+                uses = self._uses[id(self._named[name])]
+                if any(uses.isdisjoint(other) for other in nodes) or not uses <= inside:
+                    return None
+                if names[name].op == "call_module":
+                    shared.setdefault(names[name], []).append(name)
+        return tuple(own), shared
+
+    def _stays_whole(self, name: str) -> bool:
+        return name in self._without or any(name.startswith(f"{path}.") for path in self._without)
+
+    def _can_be_left_out(self, branches: Branches) -> bool:
+        """Return whether nothing is missed where a branch does not run: no writes, and gradients that all ranks add to."""
+        for node in branches.inside:
+            if node.op == "call_module" and any(True for _ in self._root.get_submodule(str(node.target)).buffers()):
+                return False
+            for place in node.meta.get("mutates") or ():
+                written = self._memories[node.all_input_nodes[place].meta.get("memory")]
+                if any(other not in branches.inside or other.op == "get_attr" for other in written):
+                    return False
+            if any(gives_tensors(other) for other in branches.given(node)):
+                return False
+        uses = [{other for node in each for other in self._outside(node, branches)} for each in branches.nodes]
+        return all(other in each for other in set[fx.Node]().union(*uses) for each in uses)
+
+    def _outside(self, node: fx.Node, branches: Branches) -> Iterable[fx.Node]:
+        """Yield the values with gradients from outside that a node uses, or that an entry takes apart for it."""
+        for other in node.all_input_nodes:
+            if other in branches.entries:
+                yield from self._outside(other, branches)
+            elif other not in branches.inside and has_gradient(other):
+                yield other
+
+
+def _arguments(joint: fx.Node) -> tuple[list[fx.Node], int]:
+    """Return the values that a node puts together, and along which dimension of its result; none where it is no such node."""
+    values: Any = joint.args[0] if joint.args else joint.kwargs.get("tensors", ())
+    dim = joint.args[1] if len(joint.args) > 1 else joint.kwargs.get("dim", joint.kwargs.get("axis", 0))
+    result = joint.meta.get("val")
+    is_plain = isinstance(values, list | tuple) and all(
+        isinstance(each, fx.Node) and isinstance(each.meta.get("val"), torch.Tensor) for each in values
+    )
+    if not is_plain or not isinstance(result, torch.Tensor) or not isinstance(dim, int):
+        return [], 0
+    return [*values], dim % result.dim()

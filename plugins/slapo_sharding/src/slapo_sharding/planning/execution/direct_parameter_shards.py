@@ -1,0 +1,45 @@
+"""Parameters that a module's forward uses itself, in ``x @ self.w`` say, and that are split as those of layers are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from slapo_core.modules.parameters import ShardSpec
+from slapo_core.schedules.schedule import Schedule
+from slapo_training.gradient_hooks import carry_hooks
+
+from ...rules.sharding_rule import AppliedCut, Cut, record_cut
+from ...splitting import persistent_hooks
+from ...splitting.shard_step import local_tensor
+from ..dry_run.split_specs import ParameterSplit
+
+
+def split_parameters(schedule: Schedule, splits: Mapping[str, ParameterSplit]) -> None:
+    """Split parameters of a module that runs from a graph, which reduces what they give on this rank, or deal them out.
+
+    The module is recorded as split, whatever is: whole values go in and come out, and those inside were looked at.
+
+    Args:
+        schedule: Of the module.
+        splits: Path of each parameter below the module to how it is split.
+    """
+    size, rank = schedule.world_size, schedule.rank
+    spec = ShardSpec(0, (size,), rank, size, (size,), schedule.group)
+    for path, split in splits.items():
+        below, _, name = path.rpartition(".")
+        handle = schedule[below] if below else schedule
+        tensor: nn.Parameter = handle.mod._parameters[name]  # type: ignore[assignment]
+        shape = tuple(tensor.shape)
+        dealt = None
+        if split.owner is not None:
+            dealt = tuple(((0, shape[split.dim] if each == split.owner else 0),) for each in range(size))
+        spec = ShardSpec(split.dim, shape, rank, size, split.blocks or (shape[split.dim],), schedule.group, dealt=dealt)
+        schedule.touch(handle.mod)
+        handle.set_parameter(name, new := local_tensor(tensor, spec))
+        carry_hooks(new, tensor, spec, handle.places_of(new, (handle.mod, name)))
+        persistent_hooks.keep_facts(handle.mod)
+    schedule.touch(schedule.mod)
+    cut = Cut({path: split.dim for path, split in splits.items()}, "whole", "whole")
+    record_cut(schedule.mod, AppliedCut(cut, spec, asked=tuple(splits)))

@@ -1,0 +1,63 @@
+"""Dropout under tensor parallelism: masks of its own on each rank where values are sharded, equal ones elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from slapo_core.reporting.errors import ScheduleError
+from slapo_core.schedules.schedule import Schedule
+
+from ...splitting import attention_heads
+
+_INSIDE = ("attn_dropout", "attention_dropout")
+_OUTSIDE = ("resid_dropout", "resid_pdrop")
+_RATES = ("attention_dropout", "attn_dropout", "dropout", "activation_dropout", "hidden_dropout")
+
+
+def fork_dropouts(schedule: Schedule, paths: Iterable[str]) -> None:
+    """Fork the random numbers of the attention modules around the split modules at ``paths``.
+
+    Raises:
+        ScheduleError: a dropout of which nothing says whether it sees sharded or replicated values.
+    """
+    owners = {path.rpartition(".")[0]: None for path in sorted(paths)}
+    for path in owners:
+        handle = schedule[path] if path else schedule
+        names = set(handle.mod._modules)
+        if any(attention_heads.makes_heads(handle.mod, name) for name in names):
+            _fork_attention(handle)
+        elif not {"c_fc", "c_proj", "dropout"} <= names:  # GPT-2's comes after the output projection
+            _refuse(handle, [*_active(handle.mod), *_rates(handle.mod)])
+
+
+def _fork_attention(handle: Schedule) -> None:
+    active = _active(handle.mod)
+    _refuse(handle, [name for name in active if name not in (*_INSIDE, *_OUTSIDE)])
+    if not _rates(handle.mod) and not any(name in _INSIDE for name in active):
+        return
+    handle.fork_rng()
+    for name in active:
+        if name in _OUTSIDE:
+            handle[name].fork_rng(outside=True)
+
+
+def _active(module: nn.Module) -> list[str]:
+    """Names of the dropout layers directly in a module that drop something."""
+    kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.AlphaDropout)
+    return [name for name, child in module.named_children() if isinstance(child, kinds) and child.p > 0]
+
+
+def _rates(module: nn.Module) -> list[str]:
+    """Names of the rates that a module passes to a dropout function."""
+    return [name for name in _RATES if isinstance(rate := module.__dict__.get(name), float) and rate > 0]
+
+
+def _refuse(handle: Schedule, names: list[str]) -> None:
+    if names:
+        raise ScheduleError(
+            f"{names[0]!r} may see sharded or replicated values; set it to 0, or shard by hand with fork_rng",
+            path=handle.path,
+            primitive="tensor_parallel",
+        )

@@ -1,0 +1,106 @@
+"""Operations of a traced graph that draw random numbers: masks on sharded values differ between ranks, others agree."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.func import functional_call
+from torch.fx.node import map_arg
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from slapo_tracing.nodes.mode_regions import is_region_node
+
+from ..dry_run.layouts import Layouts
+from ..dry_run.node_values import as_meta
+from ..local_sizes.adapted_modules import is_inside
+
+
+class MixedDraws(ValueError):
+    """Error of a module whose forward draws random numbers for sharded and for whole values.
+
+    Args:
+        message: One sentence.
+        node: A node that draws for a sharded value.
+    """
+
+    def __init__(self, message: str, node: fx.Node) -> None:
+        super().__init__(message)
+        self.node = node
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether anything that runs inside draws."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.drew = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        self.drew |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def draws(module: nn.Module, node: fx.Node) -> bool:
+    """Return whether a node draws random numbers, tried on tensors without data."""
+    if not node.op.startswith("call") or is_region_node(node):
+        return False
+    inputs = [other.meta.get("val") for other in node.all_input_nodes]
+    if not all(isinstance(value, torch.Tensor) for value in inputs):
+        return False
+    values = {other: as_meta(other.meta["val"]) for other in node.all_input_nodes}
+    args: Any = map_arg(node.args, values.__getitem__)
+    kwargs: Any = map_arg(node.kwargs, values.__getitem__)
+    # an operation that cannot run without data has drawn before it failed, or does not draw
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), _Watch() as watch, suppress(Exception):
+        _run(module, node, args, kwargs)
+    return bool(watch.drew)
+
+
+def _run(module: nn.Module, node: fx.Node, args: Any, kwargs: Any) -> None:
+    if node.op == "call_module":
+        called = module.get_submodule(str(node.target))
+        state = {name: as_meta(value) for name, value in [*called.named_parameters(), *called.named_buffers()]}
+        functional_call(called, state, args, kwargs)
+    elif node.op == "call_method":
+        getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    else:
+        node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def forks(layouts: Layouts, graphs: Collection[str] = ()) -> Iterator[tuple[str, bool]]:
+    """Paths of the modules whose random numbers have to be forked, and of those inside them that have to stay outside.
+
+    Args:
+        layouts: The dry run of the whole model's flat graph.
+        graphs: Paths of modules that run from graphs, in which those inside are not called, but for layers and the like.
+
+    Yields:
+        Path, and whether it stays outside.
+
+    Raises:
+        MixedDraws: the forward of one module draws for sharded and for whole values; says where.
+    """
+    # the tracer marks all that may draw, attention with a rate of 0 too; only these are tried
+    drawing = [node for node in layouts.graph.nodes if node.meta.get("draws", True) and draws(layouts.traced, node)]
+    inside = {_place(node, graphs): node for node in drawing if _is_sharded(layouts, node)}
+    outside = {_place(node, graphs): node for node in drawing if not _is_sharded(layouts, node)}
+    if both := sorted(inside.keys() & outside.keys()):
+        where = outside[both[0]].meta.get("source")
+        raise MixedDraws(f"{both[0]!r} draws random numbers for sharded and for whole values ({where})", inside[both[0]])
+    yield from ((path, False) for path in inside)
+    yield from ((path, True) for path in outside if any(path.startswith(f"{fork}.") or not fork for fork in inside))
+
+
+def _place(node: fx.Node, graphs: Collection[str]) -> str:
+    if node.op == "call_module":
+        return str(node.target)
+    path = str(node.meta.get("module", ""))
+    return next((each for each in graphs if is_inside(path, each)), path)
+
+
+def _is_sharded(layouts: Layouts, node: fx.Node) -> bool:
+    return node in layouts.branch_of or any(other in layouts.local for other in node.all_input_nodes)

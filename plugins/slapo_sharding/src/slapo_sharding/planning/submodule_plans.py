@@ -1,0 +1,49 @@
+"""Parts of a module whose own forward cannot be a graph: each is split by a plan of its own, with whole values between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import nn
+
+from slapo_core.modules.forward_wrapping import is_opaque
+from slapo_core.modules.parameters import is_part
+from slapo_core.reporting.errors import ScheduleError, TraceError
+from slapo_core.reporting.logger import get_logger
+from slapo_core.schedules.schedule import Schedule
+from slapo_tracing.tracers.selection import is_container
+
+from .derivation.flat_graphs import layer_paths
+
+_LEAST = 2
+"""Layers of a part: one makes values of which each rank has a part, and another one takes these in."""
+
+
+def split_parts(schedule: Schedule, split: Callable[[Schedule], None]) -> bool:
+    """Split the parts of a module; return whether anything of it is split then.
+
+    Args:
+        schedule: Of the module.
+        split: Derives the plan of a part and takes its steps.
+    """
+    for path in list(_parts(schedule.mod)):
+        part = schedule[path]
+        if len(layer_paths(part)) >= _LEAST and not is_opaque(part.mod) and not _is_split(part.mod):
+            try:
+                split(part)
+            except (ScheduleError, TraceError) as err:
+                get_logger().debug("tensor_parallel: %r stays whole: %s", part.path, err)
+    return _is_split(schedule.mod)
+
+
+def _parts(module: nn.Module) -> Iterator[str]:
+    """Yield the paths of a module's children, of containers those of their elements."""
+    for name, child in module.named_children():
+        if is_container(child):
+            yield from (f"{name}.{path}" for path in _parts(child))
+        else:
+            yield name
+
+
+def _is_split(module: nn.Module) -> bool:
+    return any(map(is_part, module.parameters()))

@@ -1,0 +1,82 @@
+"""Rules for the stacked experts of Transformers: the weights of all experts in one, split along each expert's inner width.
+
+Every rank computes its part of every expert. The output is partial then, and so are the gradients of all inputs: of the
+hidden states, and of the routing weights, which each rank has multiplied with its partial outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from .sharding_rule import Cut, ShardingRule, applied_cut, forward_with, standing_in
+
+_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
+_WIDTHS = ("intermediate_dim", "intermediate_size")
+
+
+def _is(transposed: bool, packed: bool) -> Callable[[nn.Module], bool]:
+    """Experts say themselves how their weights lie; ``packed``: gate before up, rather than one of each in turn."""
+
+    def matches(module: nn.Module) -> bool:
+        known = vars(module)
+        if not all(isinstance(known.get(flag), bool) for flag in _FLAGS) or "down_proj" not in module._parameters:
+            return False
+        is_packed: bool = known["has_gate"] and known["is_concatenated"]
+        return known["is_transposed"] is transposed and is_packed is packed
+
+    return matches
+
+
+def with_shared_bias(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Forward of experts with a bias behind the reduction: the first rank's outputs have it, its gradient is whole on all."""
+    applied = applied_cut(module)
+    bias = module._parameters.get("down_proj_bias")
+    if applied is None or bias is None or applied.spec.rank == 0:
+        return type(module).forward(module, *args, **kwargs)
+    return forward_with(module, {"down_proj_bias": bias - bias.detach()}, *args, **kwargs)
+
+
+def _refuse(module: Any, cut: Cut) -> str | None:
+    if unknown := {name for name, _ in module.named_parameters()} - cut.dims.keys() - {"down_proj_bias"}:
+        return f"what the experts do with {min(unknown)!r} is not known; leave them whole"
+    if module.has_post_expert_norm:
+        return "the norm behind each expert needs its whole output; leave the experts whole"
+    if getattr(module, "_is_expert_parallel", False):
+        return "the experts themselves are dealt out to the ranks; leave them whole"
+    width, name = module.down_proj.shape[cut.dims["down_proj"]], "gate_up_proj" if module.has_gate else "up_proj"
+    if module.get_parameter(name).shape[cut.dims[name]] != width * (2 if module.has_gate else 1):
+        return f"{name!r} and 'down_proj' do not fit together; leave the experts whole"
+    return None if _is_local(module, cut, width) else "the experts' gate mixes their inner width; leave them whole"
+
+
+def _is_local(module: Any, cut: Cut, width: int) -> bool:
+    """Whether what lies between the projections does to a part what it does to the whole: tried on numbers."""
+    ranks = next((ranks for ranks in range(2, width + 1) if width % ranks == 0), 1)
+    local = standing_in(module, {name: vars(module)[name] // ranks for name in _WIDTHS if name in vars(module)})
+    between = type(module)._apply_gate if module.has_gate else (lambda of, x: of.act_fn(x))
+    size = width * (2 if module.has_gate else 1)
+    x = torch.sin(torch.arange(3.0 * size)).view(3, -1, size) * 4
+    parts = x.view(3, 1, cut.parts["gate_up_proj"] if module.has_gate else 1, ranks, -1)
+    with torch.no_grad():
+        whole = between(module, x)
+        return all(
+            torch.allclose(between(local, parts[..., rank, :].flatten(-2)), piece)
+            for rank, piece in enumerate(whole.chunk(ranks, -1))
+        )
+
+
+def _rules() -> Iterator[ShardingRule]:
+    for transposed in (False, True):
+        for packed in (True, False):
+            inner, outer = (2, 1) if transposed else (1, 2)
+            dims = {"gate_up_proj": inner, "up_proj": inner, "gate_up_proj_bias": 1, "up_proj_bias": 1, "down_proj": outer}
+            parts = {"gate_up_proj": 2, "gate_up_proj_bias": 2} if packed else {"gate_up_proj": 1}
+            cut = Cut(dims, "replicated", "partial", _WIDTHS, with_shared_bias, fusable=False, parts=parts)
+            yield ShardingRule("stack of experts", _is(transposed, packed), (cut,), _refuse)
+
+
+RULES = tuple(_rules())

@@ -1,0 +1,160 @@
+"""Layers whose tensors are computed from others, by ``torch.nn.utils.parametrize`` or hooks: norms, masks, an own function.
+
+Such a layer is split as its class is, by the tensors its weight is computed from, where each part of the weight follows from
+the same part of all of them: of an elementwise function in both ways, of weight norm along the outputs, of a spectral norm in
+none. Which it is, a trial on random numbers tells; of torch's own hooks it is known, see ``computing_hooks``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from ..communication._torch_autograd import versions_kept
+from .parametrization_hooks import computing_hooks, follows, sources_of
+from .sharding_rule import Cut, ShardingRule, holder_of
+
+_LIST = "parametrizations"
+_CASES = ((True, 1.0), (True, 1e-2), (True, 1e2), (False, 1.0))
+"""Modes and sizes of the random numbers: a bound on a norm of the whole shows on one side of it alone."""
+
+
+def computed_by(module: nn.Module) -> str | None:
+    """Return which tensors of a module are computed, and by what, as a sentence starts; None where none is.
+
+    Example:
+        >>> computed_by(torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2)))
+        "'weight' is computed by _WeightNorm"
+    """
+    found = {name: [type(each).__name__ for each in functions.children()] for name, functions in _functions(module).items()}
+    found.update({name: [type(hook).__name__] for name, hook in computing_hooks(module).items()})
+    return " and ".join(f"{name!r} is computed by {', '.join(names)}" for name, names in found.items()) or None
+
+
+def sources(module: nn.Module, name: str) -> tuple[str, ...]:
+    """Return the names of the parameters that a tensor is computed from, counted from the module; of any other, its own."""
+    holder, own = holder_of(module, name)
+    if (hook := computing_hooks(holder).get(own)) is not None:
+        return sources_of(hook, name)
+    functions, below = _functions(holder).get(own), name.removesuffix(own)
+    return (name,) if functions is None else tuple(f"{below}{_LIST}.{own}.{source}" for source in functions._parameters)
+
+
+def adapted(rule: ShardingRule, module: nn.Module, ranks: int) -> ShardingRule:
+    """Return the rule for a module of the kind whose tensors may be computed: without the cuts that would be wrong."""
+    held = {*module._parameters, *module._buffers}
+    if {name for cut in rule.cuts for name in cut.dims} <= held and not parametrize.is_parametrized(module):
+        return rule
+    known = _adapted.setdefault(module, {})
+    if (rule.kind, ranks) not in known:
+        cuts = [_adapted_cut(module, cut, ranks) for cut in rule.cuts]
+        known[rule.kind, ranks] = replace(rule, cuts=tuple(cut for cut in cuts if cut is not None))
+    return known[rule.kind, ranks]
+
+
+_adapted: WeakKeyDictionary[nn.Module, dict[tuple[str, int], ShardingRule]] = WeakKeyDictionary()
+
+
+def _functions(module: nn.Module) -> Mapping[str, nn.Module]:
+    """Return what computes the module's tensors, by their names."""
+    return dict(module.get_submodule(_LIST).named_children()) if parametrize.is_parametrized(module) else {}
+
+
+def _adapted_cut(module: nn.Module, cut: Cut, ranks: int) -> Cut | None:
+    split = {name: found for name in cut.dims if (found := _computing(module, name)) is not None}
+    if not split:
+        return cut
+    if any("." in name and not isinstance(found, nn.Module) for name, found in split.items()):
+        return None  # hooks of a layer inside do not run where its weight alone is used
+    if not all(_follows(found, cut.dims[name], ranks * cut.parts.get(name, 1)) for name, found in split.items()):
+        return None
+    return replace(
+        cut,
+        dims={source: dim for name, dim in cut.dims.items() for source in sources(module, name)},
+        parts={source: number for name, number in cut.parts.items() for source in sources(module, name)},
+        shown=True,
+    )
+
+
+def _computing(module: nn.Module, name: str) -> Any:
+    """Return what computes a tensor of the module or of one inside of it; a cut may name some that the module lacks."""
+    below, _, own = name.rpartition(".")
+    try:
+        holder = module.get_submodule(below)
+    except AttributeError:
+        return None
+    return computing_hooks(holder).get(own) or _functions(holder).get(own)
+
+
+def _follows(functions: Any, dim: int, pieces: int) -> bool:
+    """Return whether each piece along a dimension, and its gradients, follow from the same piece of all sources."""
+    if not isinstance(functions, nn.Module):
+        return follows(functions, dim)
+    try:
+        own = copy.deepcopy(functions).cpu().double()
+        shapes = {name: parameter.shape for name, parameter in own.named_parameters(recurse=False)}
+        if [*shapes] != [name for name, _ in own.named_parameters()]:  # the functions learn, too
+            return False
+        return all(_follows_once(own.train(training), shapes, dim, scale, pieces) for training, scale in _CASES)
+    except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):  # it takes no part, or has no numbers yet
+        return False
+
+
+def _follows_once(functions: nn.Module, shapes: Mapping[str, torch.Size], dim: int, scale: float, pieces: int) -> bool:
+    from torch.func import functional_call  # noqa: PLC0415  it imports torch.distributed.tensor
+
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(shape: torch.Size) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    given = {name: (numbers(shape) * scale).requires_grad_() for name, shape in shapes.items()}
+    used = copy.deepcopy(functions)
+    whole = functional_call(used, given)
+    if any(not torch.equal(*each) for each in zip(used.buffers(), functions.buffers(), strict=True)):  # it keeps statistics
+        return False
+    weights = numbers(whole.shape)
+    wanted = torch.autograd.grad(whole, [*given.values()], weights)
+    sizes = {whole.shape[dim], *(shape[dim] for shape in shapes.values())}
+    if len(sizes) > 1:
+        return False
+    pieces = min(pieces, *sizes)
+    for number in {0, 1, pieces - 1}:
+        parts = {name: _piece(tensor.detach(), dim, pieces, number).clone().requires_grad_() for name, tensor in given.items()}
+        part = functional_call(copy.deepcopy(functions), parts)
+        if not torch.allclose(part, _piece(whole, dim, pieces, number)):
+            return False
+        found = torch.autograd.grad(part, [*parts.values()], _piece(weights, dim, pieces, number))
+        pairs = zip(found, wanted, strict=True)
+        if not all(torch.allclose(one, _piece(other, dim, pieces, number)) for one, other in pairs):
+            return False
+    return True
+
+
+def _piece(tensor: torch.Tensor, dim: int, pieces: int, number: int) -> torch.Tensor:
+    return tensor.tensor_split(pieces, dim)[number]
+
+
+@contextmanager
+def registrations() -> Iterator[list[nn.Module]]:
+    """Give the modules of which a forward parametrises a tensor while it runs, as PEFT's for ``target_parameters`` does."""
+    plain, found = parametrize.register_parametrization, list[nn.Module]()
+
+    def register(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        found.append(module)
+        with versions_kept(tuple(module.parameters())):  # it sets them to what they are
+            return plain(module, *args, **kwargs)
+
+    parametrize.register_parametrization = register
+    try:
+        yield found
+    finally:
+        parametrize.register_parametrization = plain

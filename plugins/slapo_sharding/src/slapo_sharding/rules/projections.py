@@ -1,0 +1,107 @@
+"""Sharding rule for projections of any class: layers whose parts are shown to follow from parts of their tensors.
+
+Such a layer takes one value of ``[..., in_features]`` and returns one of ``[..., out_features]``: an adapter that multiplies by
+parameters of its own, a Linear with a norm of its weight's rows, quantised storage with scales. Trials on random numbers find
+which tensors are split; see ``projection_trial``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+from collections.abc import Hashable
+from contextlib import redirect_stdout
+from typing import Any
+
+import torch
+from torch import nn
+
+from .parametrization_hooks import computing_hooks
+from .projection_probe import NAMES, Trial
+from .sharding_rule import Cut, ShardingRule, applied_cut, computes_as
+
+KIND = "projection"
+_PLAIN = (int, float, bool, str, type(None), tuple, list, dict, torch.Size)
+_known: dict[Hashable, tuple[Cut, ...]] = {}
+
+
+def projection_rule(module: nn.Module, ranks: int) -> ShardingRule | None:
+    """Return the rule for a module that is a projection, over so many ranks; None for any other.
+
+    A module that only calls layers is none: these are split for themselves.
+    """
+    applied = applied_cut(module)
+    if applied is not None:
+        return ShardingRule(KIND, lambda each: each is module, (applied.cut,)) if applied.cut.shown else None
+    sizes = _sizes(module)
+    if sizes is None or _has_hooks(module) or not _takes_one_value(module):
+        return None
+    key = ranks, _signature(module)
+    if key not in _known:
+        _known[key] = _cuts(module, ranks, *sizes)
+    return ShardingRule(KIND, lambda each: each is module, _known[key]) if _known[key] else None
+
+
+def is_projection(module: nn.Module) -> bool:
+    """Return whether a module says how wide its input and output are, and has tensors for it that are its own."""
+    held = [*module._parameters.values(), *module._buffers.values()]
+    return _own_sizes(module) is not None and any(each is not None and each.dim() > 1 for each in held)
+
+
+def _cuts(module: nn.Module, ranks: int, inputs: int, outputs: int) -> tuple[Cut, ...]:
+    try:
+        with torch.random.fork_rng(devices=[]), redirect_stdout(io.StringIO()):
+            trial = Trial(module, ranks, inputs, outputs)
+            is_projection = trial.is_needed() and (_own_sizes(module) is not None or not trial.mixes_rows())
+            return tuple(trial.cuts()) if is_projection else ()
+    except Exception:  # whatever a stranger's forward does on random numbers
+        return ()
+
+
+def _sizes(module: nn.Module) -> tuple[int, int] | None:
+    """Return the widths of the input and the output: the module's own, or those of the largest layer inside of it."""
+    own = _own_sizes(module)
+    if own is not None:
+        return own
+    if not type(module).__module__.startswith("torch."):
+        found = [sizes for each in module.children() if (sizes := _own_sizes(each)) is not None]
+        return max(found, key=lambda sizes: sizes[0] * sizes[1], default=None)
+    return None
+
+
+def _own_sizes(module: nn.Module) -> tuple[int, int] | None:
+    inputs, outputs = (
+        next((value for name in names if type(value := getattr(module, name, None)) is int), None) for names in NAMES
+    )
+    return None if inputs is None or outputs is None else (inputs, outputs)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Return whether any code but forwards runs with the module; what hooks of torch compute has a rule of its own."""
+    tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(
+        "forward" in each.__dict__ or computing_hooks(each) or any(each.__dict__[table] for table in tables)
+        for each in module.modules()
+    )
+
+
+def _takes_one_value(module: nn.Module) -> bool:
+    if computes_as(module, nn.Linear, nn.Bilinear, nn.Identity) and "parametrizations" not in module._modules:
+        return False
+    try:
+        inspect.signature(type(module).forward).bind(module, None)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _signature(module: nn.Module) -> Hashable:
+    """Return what modules share that have the same cuts: classes, shapes and settings."""
+    state = [(name, tuple(each.shape), each.dtype) for name, each in (*module.named_parameters(), *module.named_buffers())]
+    settings = [(name, type(each), repr(_settings(each))) for name, each in module.named_modules()]
+    return tuple(state), tuple(settings)
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    own = nn.Module().__dict__.keys()
+    return {name: value for name, value in vars(module).items() if name not in own and isinstance(value, _PLAIN)}

@@ -1,0 +1,70 @@
+"""``register_shard_method``: sharding rules of this process, by decorator; plugins use the hook ``slapo_shard_rules``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
+
+from torch import nn
+
+from slapo_core.registration.registry import default_registry
+
+from .rulebook import add_rule
+from .sharding_rule import Cut, ShardingRule, computes_as
+
+
+class ShardMethod:
+    """Base class of the ways to split modules of a class; a subclass is registered by ``register_shard_method``.
+
+    Attributes:
+        cuts: The ways to split such a module.
+    """
+
+    cuts: ClassVar[tuple[Cut, ...]] = ()
+
+    @staticmethod
+    def refuse(module: nn.Module, cut: Cut) -> str | None:
+        """Say why a cut of this module would be wrong, or None."""
+        return None
+
+
+Method = TypeVar("Method", bound=type[ShardMethod])
+
+
+def register_shard_method(module_cls: type[nn.Module] | None) -> Callable[[Method], Method]:
+    """Return a class decorator that lets ``shard`` split modules of a class in this process.
+
+    It comes before the rules of plugins. Registering a class once more replaces its method. Subclasses count that keep the
+    class's forward.
+
+    Args:
+        module_cls: A class of modules; None, for one that could not be imported, registers nothing.
+
+    Raises:
+        PluginError: what is decorated does not say how such modules are split.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> class Scale(nn.Module):
+        ...     def __init__(self, width):
+        ...         super().__init__()
+        ...         self.width, self.weight = width, nn.Parameter(torch.ones(width))
+        ...     def forward(self, x):
+        ...         return x.view(-1, self.width) * self.weight
+        >>> @register_shard_method(Scale)
+        ... class ShardScale(ShardMethod):
+        ...     cuts = (Cut({"weight": 0}, "sharded", "sharded", ("width",)),)
+    """
+
+    def register(method: Method) -> Method:
+        if module_cls is not None:
+            rule: Any = method
+            if isinstance(method, type) and issubclass(method, ShardMethod):
+                rule = ShardingRule(
+                    module_cls.__name__, lambda module: computes_as(module, module_cls), method.cuts, method.refuse
+                )
+            add_rule(default_registry(), module_cls, rule, f"{method.__module__}.{method.__qualname__}")
+        return method
+
+    return register

@@ -1,0 +1,306 @@
+"""Work out a shard step before anything changes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from slapo_core.modules.forward_wrapping import forward_wrappers
+from slapo_core.modules.parameters import ShardSpec, shard_spec
+from slapo_core.reporting.errors import ScheduleError
+from slapo_core.schedules.schedule import Schedule
+
+from ..communication import shard_ranges
+from ..rules.parametrizations import sources
+from ..rules.rulebook import rules_of
+from ..rules.sharding_rule import AppliedCut, Cut, applied_cut, holder_of, tensor_of
+from ..syncs.sync_hooks import sums_gradient
+from . import attention_heads
+from .shard_step import ShardStep, has_late_bias, needs_forward, user_code
+
+Blocks = int | Sequence[int] | None
+
+
+class Sharder:
+    """Plans one call of ``shard``; changes nothing."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        name: str | Sequence[str],
+        axis: int,
+        blocks: Blocks,
+        *,
+        copied: Sequence[int] = (),
+        gathered: bool = False,
+        uneven: bool = False,
+    ) -> None:
+        self.schedule = schedule
+        self.module, self.child = schedule.mod, schedule.name
+        self.owner = parent.mod if (parent := schedule.parent) is not None else None
+        names = (name,) if isinstance(name, str) or not isinstance(name, Iterable) else tuple(name)
+        self.names = tuple(each for name in names for each in (sources(self.module, name) if isinstance(name, str) else [name]))
+        self.axis = axis
+        self.blocks, self.copied = blocks, copied
+        self.gathered = gathered
+        self.uneven = uneven
+        self.heads: tuple[shard_ranges.Ranges, ...] | None = None
+        self.rank, self.size = schedule.rank, max(schedule.world_size, 1)
+        self.group = schedule.group if self.size > 1 else None
+
+    def plan(self) -> ShardStep:
+        """The step, or a ``ScheduleError`` that says why not."""
+        if self.rank < 0:
+            raise self._error("this process is not in the schedule's group; create the schedule with a group it is in")
+        if self.group is None and (processes := _not_joined()) > 1:
+            raise self._error(
+                f"this is one of {processes} processes, WORLD_SIZE says, that do not know of each other; "
+                "call torch.distributed.init_process_group() before create_schedule()"
+            )
+        first, dim = self._first()
+        cut = self._cut(self.module, first, dim)
+        if extra := [name for name in self.names if name not in cut.dims]:
+            raise self._error(f"{extra[0]!r} stays whole when {first!r} is split along {dim}; shard {first!r} alone")
+        applied = applied_cut(self.module)
+        if applied is not None:
+            return ShardStep(self.module, self._follow(applied, cut, first))
+        sizes = self._sizes(cut, first, dim)
+        if self.copied:
+            self._copy_blocks(cut, sizes)
+        owner = None if self.copied else self._counting(cut, sizes)
+        spec = self._spec(self.module, cut, first, self._held(first), sizes)
+        late = self.size > 1 and has_late_bias(self.module, cut)
+        step = ShardStep(self.module, AppliedCut(cut, spec, late, self.names, self.gathered))
+        self._spread(step, cut, first, sizes)
+        if summed := next((name for _, name, tensor, _ in step.pieces if self.size > 1 and sums_gradient(tensor)), None):
+            raise self._error(
+                f"the gradient of {summed!r} is summed over the ranks, which would add up those of different parts; "
+                "leave sync('grad', 'all_reduce') out"
+            )
+        step.owner = owner
+        return step
+
+    def _first(self) -> tuple[str, int]:
+        """The parameter the axis is meant for, the one with most dimensions, and the axis counted from 0."""
+        if not self.names:
+            raise self._error("no parameter is named; give one, e.g. 'weight'")
+        for name in self.names:
+            if not isinstance(name, str):
+                raise self._error(f"{name!r} is not the name of a parameter; give one, e.g. 'weight'")
+            if tensor_of(self.module, name) is None:
+                known = [
+                    name
+                    for name in (*self.module._parameters, *self.module._buffers)
+                    if tensor_of(self.module, name) is not None
+                ]
+                raise self._error(f"no parameter {name!r}; available: {', '.join(known) or 'none'}")
+        first = max(self.names, key=lambda name: self._held(name).dim())
+        rank = self._held(first).dim()
+        if not _is_whole(self.axis) or not -rank <= self.axis < rank:
+            raise self._error(f"axis {self.axis!r} is out of range for {first!r} with {rank} dimensions")
+        return first, self.axis % rank
+
+    def _cut(self, module: nn.Module, name: str, dim: int) -> Cut:
+        try:
+            return rules_of(self.schedule).cut(module, name, dim)
+        except LookupError as err:
+            raise self._error(f"{self._label(module, name)} {err.args[0]}") from err
+
+    def _follow(self, applied: AppliedCut, cut: Cut, first: str) -> AppliedCut:
+        """Naming what an earlier step cut along changes only the record, if it is the same cut."""
+        spec = shard_spec(self._held(first))
+        again = sorted({*applied.asked} & {*self.names})
+        if again or applied.cut is not cut or spec is None:
+            was = f"along {spec.dim}" if spec else f"together with {', '.join(map(repr, applied.cut.dims))}"
+            raise self._error(f"{(again or [first])[0]!r} is already sharded, {was}; shard a parameter once")
+        if self.blocks is not None and self._given_blocks(first, spec.full_shape[spec.dim]) != spec.blocks:
+            raise self._error(f"{first!r} is tied to a parameter sharded with blocks {spec.blocks}; give the same")
+        return dataclasses.replace(applied, asked=applied.asked + self.names, gathered=applied.gathered or self.gathered)
+
+    def _sizes(self, cut: Cut, first: str, dim: int) -> tuple[int, ...]:
+        known = shard_spec(self._held(first))
+        if known is not None and self.blocks is None:
+            return known.blocks
+        width = (known.full_shape if known is not None else self._held(first).shape)[dim]
+        if cut.parts and self.blocks is not None:
+            raise self._error(f"the blocks of a {type(self.module).__name__} are known from its rule; leave out blocks")
+        if cut.parts:
+            return self._parts(cut, first, width)
+        if self.blocks is not None:
+            sizes = self._given_blocks(first, width)
+            if len(sizes) > 1 and not cut.fusable:
+                raise self._error(f"{first!r} cannot be split along {dim} in blocks; leave out blocks")
+            return (width,) if self.gathered else sizes
+        fusable = cut.output == "sharded" and cut.fusable and not self.gathered and self.size > 1
+        found = attention_heads.fused_blocks(self.owner, self.child, width) if fusable else (width,)
+        if found is None:
+            raise self._error(
+                f"{self.child!r} is a fused projection, which a plain split may mix up; "
+                f"give blocks=[sizes along dim {dim}], or blocks=1 where a plain split is right"
+            )
+        return found
+
+    def _parts(self, cut: Cut, name: str, width: int) -> tuple[int, ...]:
+        number = cut.parts.get(name, 1)
+        if width % number:
+            raise self._error(f"{name!r} has size {width} along {cut.dims[name]}, which is not {number} equal blocks")
+        return (width // number,) * number
+
+    def _given_blocks(self, first: str, width: int) -> tuple[int, ...]:
+        if isinstance(self.blocks, (bool, str)) or not isinstance(self.blocks, (int, Iterable)):
+            raise self._error(f"blocks is {self.blocks!r}; give how many equal ones, or their sizes")
+        if isinstance(self.blocks, int):
+            if self.blocks < 1 or width % self.blocks:
+                raise self._error(f"{first!r} has size {width}, which is not {self.blocks} equal blocks; give their sizes")
+            return (width // self.blocks,) * self.blocks
+        sizes = tuple(self.blocks)
+        if not all(_is_whole(size) and size > 0 for size in sizes) or sum(sizes) != width:
+            raise self._error(f"blocks {sizes} do not add up to the size {width} of {first!r}")
+        return sizes
+
+    def _spread(self, step: ShardStep, cut: Cut, first: str, sizes: tuple[int, ...]) -> None:
+        """Follow ties from module to module; every tensor is cut once, every module that holds one is recorded."""
+        waiting, seen = [(self.module, cut)], set()
+        while waiting:
+            module, cut = waiting.pop()
+            earlier = applied_cut(module)
+            done = step.cuts.get(module) if earlier is None else earlier.cut
+            if done is not None:
+                if done is not cut:
+                    raise self._error(f"parameters of one {type(module).__name__} are tied along different dimensions")
+                continue
+            self._check_forward(module, cut)
+            step.cuts[module] = cut
+            for name, dim in cut.dims.items():
+                tensor = tensor_of(module, name)
+                if tensor is None or id(tensor) in seen:
+                    continue
+                seen.add(id(tensor))
+                self._check_holder(module, name)
+                is_first = module is self.module and name == first
+                spec = step.record.spec if is_first else self._spec(module, cut, name, tensor, sizes)
+                if shard_spec(tensor) is None:
+                    step.pieces.append((module, name, tensor, spec))
+                waiting += [(holder, self._cut(holder, other, dim)) for holder, other in self._others(tensor, module, name)]
+            self._check_attributes(module, cut, step.record.spec)
+
+    def _check_holder(self, module: nn.Module, name: str) -> None:
+        """Refuse a tensor in a module that others have inside as well: they would use this one's part."""
+        holder, inside = holder_of(module, name)[0], {*module.modules()}
+        outer = (other for other in self.schedule.root_module.modules() if other not in inside)
+        if holder is not module and any(holder in other.children() for other in outer):
+            what = f"is in a {type(holder).__name__} that other modules have inside as well"
+            raise self._error(f"{self._label(module, name)} {what}; leave the layer whole")
+
+    def _check_attributes(self, module: nn.Module, cut: Cut, spec: ShardSpec) -> None:
+        """Refuse counts beside the parameters' own sizes (groups, heads) that the ranks do not divide."""
+        for name in (*cut.attributes, *cut.divided):
+            if (value := getattr(module, name, 0)) % self.size and value != spec.full_shape[spec.dim]:
+                kind = type(module).__name__
+                raise self._error(f"{name} of the {kind} is {value}, not divisible by {self.size} ranks; use fewer ranks")
+
+    def _others(self, tensor: torch.Tensor, module: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
+        """The other holders, but for modules around that keep the tensor for a layer inside, as BERT's head does a bias."""
+        own = holder_of(module, name)
+        for holder, other in self.schedule.places_of(tensor, own):
+            is_around = holder is not module and rules_of(self.schedule).find(holder) is None and module in {*holder.modules()}
+            if (holder, other) != own and not is_around:
+                yield holder, other
+
+    def _spec(self, module: nn.Module, cut: Cut, name: str, tensor: torch.Tensor, sizes: tuple[int, ...]) -> ShardSpec:
+        """The spec of one tensor; one that a step has cut before must have the very same."""
+        dim, known = cut.dims[name], shard_spec(tensor)
+        shape = known.full_shape if known is not None else tuple(tensor.shape)
+        if len(sizes) == 1 or cut.parts:
+            sizes = self._parts(cut, name, shape[dim])
+        if sum(sizes) != shape[dim]:
+            what = f"dim {dim} of {self._label(module, name)} has size {shape[dim]}"
+            raise self._error(f"{what}, the blocks add up to {sum(sizes)}")
+        dealt = self.heads if self.heads is not None or known is None else known.dealt
+        if dealt is None and any(size % self.size for size in sizes):
+            dealt = shard_ranges.side_by_side(sizes, [shard_ranges.chunks(size, self.size) for size in sizes])
+            self._check_uneven(cut, f"dim {dim} of {self._label(module, name)} has size {shape[dim]}", sizes)
+        if dealt is not None and not cut.uneven:
+            what = f"a {type(module).__name__} has to have equal parts of {self._label(module, name)} on all ranks"
+            raise self._error(f"{what}; use fewer ranks")
+        spec = ShardSpec(dim, shape, self.rank, self.size, sizes, self.group, dealt=dealt)
+        if known is not None and known != spec:
+            was = f"already sharded along {known.dim} with blocks {known.blocks}"
+            raise self._error(f"{self._label(module, name)} is {was}; shard it the same way")
+        return spec
+
+    def _check_uneven(self, cut: Cut, what: str, sizes: tuple[int, ...]) -> None:
+        """Parts that are not equal have to be wanted, and a table that has nothing to look up is of no use."""
+        first = next(size for size in sizes if size % self.size)
+        what += f" with a block of {first}" if len(sizes) > 1 else ""
+        if not self.uneven or not cut.uneven:
+            hint = "pad it, give uneven=True" if cut.uneven else "pad it"
+            raise self._error(f"{what}, not divisible by {self.size} ranks; {hint} or use another axis")
+        start, stop = shard_ranges.share(first, self.size, self.size - 1)
+        if (cut.input, cut.output) == ("indices", "partial") and start == stop:
+            raise self._error(f"{what}, of which the last of {self.size} ranks would get nothing; use fewer ranks")
+
+    def _counting(self, cut: Cut, sizes: tuple[int, ...]) -> nn.Module | None:
+        """The attention module that has to count local heads from now on; sees to it that no head is split."""
+        owner = self.owner
+        if self.gathered or cut.output != "sharded" or not attention_heads.makes_heads(owner, self.child):
+            return None
+        assert owner is not None
+        try:
+            self.heads = attention_heads.deal(owner, self.child, sizes, self.size)
+        except LookupError as err:
+            raise self._error(f"{err.args[0]}; use fewer ranks, or gathered=True and an all_gather of the output") from err
+        return None if attention_heads.counts_local_heads(owner) else owner
+
+    def _copy_blocks(self, cut: Cut, sizes: tuple[int, ...]) -> None:
+        """See that blocks may be held whole by every rank, and deal out the others."""
+        if (cut.input, cut.output) != ("replicated", "sharded") or self.gathered:
+            raise self._error("copied is for a layer whose output stays sharded; leave it out")
+        if not isinstance(self.copied, Iterable) or not {*self.copied} < {*range(len(sizes))}:
+            raise self._error(f"copied is {self.copied!r}; give places of some of the {len(sizes)} blocks, counted from 0")
+        if bad := [size for place, size in enumerate(sizes) if place not in self.copied and size % self.size]:
+            raise self._error(f"a block has size {bad[0]}, not divisible by {self.size} ranks; use fewer ranks")
+        dealt = [
+            (((0, size),),) * self.size if place in self.copied else shard_ranges.chunks(size, self.size)
+            for place, size in enumerate(sizes)
+        ]
+        self.heads = shard_ranges.side_by_side(sizes, dealt)
+
+    def _check_forward(self, module: nn.Module, cut: Cut) -> None:
+        """A forward of our own goes to the innermost place, which must be free; what the user put there would see a part."""
+        if self.size > 1 and (own := user_code(module)):
+            where = "it" if module is self.module else f"the tied {type(module).__name__}"
+            raise self._error(
+                f"{where} has a {own} of its own that would see a part only; remove it or put it on a module around"
+            )
+        if self.size > 1 and needs_forward(module, cut) and ("forward" in module.__dict__ or forward_wrappers(module)):
+            raise self._error("the module's forward is wrapped already; shard it before what wraps it (checkpoint, fork_rng)")
+
+    def _held(self, name: str) -> torch.Tensor:
+        found = tensor_of(self.module, name)
+        assert found is not None
+        return found
+
+    def _label(self, module: nn.Module, name: str) -> str:
+        if module is self.module:
+            return repr(name)
+        path = next(path for path, other in self.schedule.root_module.named_modules() if other is module)
+        return f"{name!r} of the tied {path!r}"
+
+    def _error(self, message: str) -> ScheduleError:
+        return ScheduleError(message, path=self.schedule.path, primitive="shard")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _not_joined() -> int:
+    """Return how many processes a launcher started, this one among them, where they have not been joined yet."""
+    started = os.environ.get("WORLD_SIZE", "1")
+    return int(started) if started.isdecimal() and not dist.is_initialized() else 1

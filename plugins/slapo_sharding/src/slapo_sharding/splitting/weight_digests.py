@@ -1,0 +1,93 @@
+"""Comparison, at the first run, of some numbers of each weight: ranks must share out one model.
+
+Each process makes its own copy of the model, and one that was seeded with its rank makes another one. The shards would be of
+different models then, and what stays whole would differ from rank to rank, without an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from slapo_core.distributed.agreement import gather
+from slapo_core.modules.parameters import facts, is_part
+from slapo_core.reporting.errors import BuildError
+from slapo_tracing.nodes._torch_private import in_function_transform
+
+from ..communication._torch_autograd import no_functions
+from ..communication._torch_private import no_modes
+from ..communication.collectives import Group
+from ..rules.sharding_rule import split_of
+from ..syncs.sync_order import OFF
+
+_SAMPLES = 64
+_cut_from: Any = WeakIdKeyDictionary()
+"""Shard to its digest, and to that of the whole tensor that it was cut from."""
+
+
+def sharers(model: nn.Module) -> tuple[Group, torch.device]:
+    """The ranks that share out a model, None where nobody has a part, and where their parts are."""
+    for module in model.modules():
+        if (applied := split_of(module)) is not None:
+            return applied.spec.group, next(chain(module.parameters(), module.buffers())).device
+    return None, torch.device("cpu")
+
+
+def remember(shard: torch.Tensor, full: torch.Tensor) -> None:
+    """Note what a shard was just cut from."""
+    if not full.is_meta:
+        _cut_from[shard] = (_digest(shard), _digest(full))
+
+
+def check(model: nn.Module) -> None:
+    """Compare the weights of the ranks that share out a model. Collective over their group.
+
+    Those are left out that are on no device, that were written since they were split, or that an engine has taken over.
+
+    Raises:
+        BuildError: they differ; on every rank, with the first weight that does.
+    """
+    group, _ = sharers(model)
+    if group is None or in_function_transform() or dist.get_backend(group) == "fake":
+        return
+    with no_functions(), no_modes(), torch.no_grad():
+        digests = {name: digest for name, parameter in model.named_parameters() if (digest := _known(parameter))}
+        if len(set(gather(_hash(repr(digests).encode()), None, group))) == 1:
+            return
+        found = gather(digests, None, group)
+    shared = (name for name in digests if all(name in other for other in found))
+    different = next((name for name in shared if len({other[name] for other in found}) > 1), None)
+    if different is not None:
+        raise BuildError(
+            f"the ranks do not share out one model: {different!r} had other numbers on one of them before it was split; make "
+            f"the model with the same seed on every rank, or load the same weights before scheduling it; {OFF}"
+        )
+
+
+def _known(parameter: torch.Tensor) -> str:
+    """The digest of the whole tensor that this parameter is or was cut from; empty where it is not known."""
+    if parameter in _cut_from:
+        shard, full = _cut_from[parameter]
+        return str(full) if shard == _digest(parameter) else ""
+    if is_part(parameter) or not facts(parameter).names or type(parameter) is not nn.Parameter or parameter.is_meta:
+        return ""
+    return _digest(parameter)
+
+
+def _digest(x: torch.Tensor) -> str:
+    if not x.numel():
+        return ""
+    with no_functions(), no_modes(), torch.no_grad():
+        places = torch.linspace(0, x.numel() - 1, min(_SAMPLES, x.numel()), dtype=torch.float64, device=x.device).long()
+        some = x.detach()[torch.unravel_index(places, x.shape)] if x.dim() else x.detach().view(1)
+        return _hash(some.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=7).hexdigest()

@@ -1,0 +1,176 @@
+"""The loss of a causal language model from each rank's part of the logits, which then are gathered for nobody.
+
+Transformers' models call their ``loss_function`` with the logits and the labels. A module takes its place that computes what
+``ForCausalLMLoss`` does from the columns this rank has; the model's own code in between runs on parts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from slapo_core.modules.forward_wrapping import wrap_forward
+from slapo_core.modules.parameters import ShardSpec
+from slapo_core.reporting.errors import ScheduleError
+from slapo_core.schedules.schedule import Schedule
+
+from ..communication._torch_autograd import no_functions
+from ..communication.cross_entropy import parallel_cross_entropy
+from ..rules.sharding_rule import split_of
+from .sync_hooks import Sync
+
+_LOSS, _STYLE = "ForCausalLMLoss", "colwise_gather_output"
+
+
+def with_parts(schedule: Schedule, steps: dict[str, str]) -> dict[str, str]:
+    """The steps of a plan, the head's such that its output stays in parts.
+
+    Raises:
+        ScheduleError: the plan does not split the head, or the model computes another loss.
+    """
+    model: Any = schedule.mod
+    head = next((path for path, module in model.named_modules() if module is _head(model)), None)
+    if head is None or steps.get(head) != _STYLE:
+        raise _error(schedule, f"the plan does not split the model's head as {_STYLE!r}")
+    if (found := _loss_of(model)) != _LOSS:
+        raise _error(schedule, f"the model's loss is {found}, not {_LOSS}")
+    return {**steps, head: "colwise"}
+
+
+def put(schedule: Schedule) -> ParallelLoss | None:
+    """Let the model, whose head is split, compute its loss from parts; None where it is whole, on one rank."""
+    model: Any = schedule.mod
+    applied = split_of(_head(model))
+    if applied is None:
+        return None
+    loss = ParallelLoss(applied.spec)
+    type(model).loss_function.fset(model, loss)  # else it would be a child of that name
+    model.register_forward_hook(LossOrLogits())
+    return loss
+
+
+def _head(model: Any) -> Any:
+    return getattr(model, "get_output_embeddings", lambda: None)()
+
+
+def _loss_of(model: Any) -> str:
+    """What a model computes its loss by: the name of its ``loss_function``, where its forward calls that."""
+    called = getattr(getattr(inspect.unwrap(type(model).forward), "__code__", None), "co_names", ())
+    if not isinstance(getattr(type(model), "loss_function", None), property) or "loss_function" not in called:
+        return "computed in its forward"
+    return getattr(model.loss_function, "__name__", type(model.loss_function).__name__)
+
+
+def _error(schedule: Schedule, why: str) -> ScheduleError:
+    message = f"{why}, so its loss cannot be computed from parts of the logits; leave out parallel_loss"
+    return ScheduleError(message, path=schedule.path, primitive="tensor_parallel")
+
+
+@dataclass(frozen=True)
+class _Gather(Sync):
+    """A gather of parts that need not be equal.
+
+    Args:
+        size: Of the whole.
+    """
+
+    size: int | None = None
+
+    def run(self, x: torch.Tensor, uneven: int | None = None) -> torch.Tensor:
+        return super().run(x, self.size)
+
+
+class TokenLosses(nn.Module):
+    """The cross entropy of each token, by ``parallel_cross_entropy``; layers of an engine may take its place.
+
+    Args:
+        spec: How the weight of the head is split.
+    """
+
+    def __init__(self, spec: ShardSpec) -> None:
+        super().__init__()
+        self.spec = spec
+
+    def forward(self, logits: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
+        """``[tokens]`` in float32 of ``[tokens, columns]`` and ids out of the whole vocabulary; 0 where it is ignored."""
+        size = self.spec.full_shape[0] if self.spec.dealt is not None else None
+        return parallel_cross_entropy(
+            logits.float(), target, self.spec.group, ignore_index=ignore_index, reduction="none", vocab_size=size
+        )
+
+
+class ParallelLoss(nn.Module):
+    """What ``ForCausalLMLoss`` computes, from this rank's columns of the logits.
+
+    Args:
+        spec: How the weight of the head is split.
+    """
+
+    def __init__(self, spec: ShardSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.losses: nn.Module = TokenLosses(spec)
+        self.whole = nn.Identity()
+        gather = _Gather("fwd_post", "all_gather", -1, spec.group, size=self._size if spec.dealt is not None else None)
+        self.whole.register_forward_hook(gather, with_kwargs=True)
+        wrap_forward(self, _as_one)
+
+    @property
+    def _size(self) -> int:
+        return self.spec.full_shape[0]
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        vocab_size: int,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """The loss; ``nll_loss`` takes the mean, as of one class, so whoever counts the labels of a loss finds them there."""
+        if vocab_size != self._size:
+            raise ScheduleError(f"vocab_size is {vocab_size}, and the head has {self._size} rows; they have to be the same")
+        if shift_labels is None:
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        target = shift_labels.reshape(-1).to(logits.device)
+        if logits.shape[:-1].numel() != target.shape[0]:
+            raise ValueError(f"there are logits of {logits.shape[:-1].numel()} tokens and {target.shape[0]} labels")
+        with no_functions():  # the first run, which is looked at, would see a part used for the whole
+            losses: torch.Tensor = self.losses(logits.reshape(target.shape[0], logits.shape[-1]), target, ignore_index)
+        counted = torch.where(target == ignore_index, _IGNORED, 0)
+        reduction = "mean" if num_items_in_batch is None else "sum"
+        loss = F.nll_loss(-losses.unsqueeze(-1), counted, ignore_index=_IGNORED, reduction=reduction)
+        if num_items_in_batch is None:
+            return loss
+        items = num_items_in_batch
+        return loss / (items.to(loss.device) if isinstance(items, torch.Tensor) else items)
+
+
+_IGNORED = -100
+
+
+def _as_one(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Keeps the loss one step of a traced model, whose collectives a graph would lack."""
+    return call(*args, **kwargs)
+
+
+class LossOrLogits:
+    """A forward hook of the model: beside a loss it returns no logits, which are parts; without one they are gathered."""
+
+    traced = True
+
+    def __call__(self, module: Any, args: tuple[Any, ...], output: Any) -> Any:
+        whole = module.loss_function.whole
+        if isinstance(output, tuple):
+            has_loss = isinstance(output[0], torch.Tensor) and output[0].dim() == 0
+            return (output[0], None, *output[2:]) if has_loss else (whole(output[0]), *output[1:])
+        return dataclasses.replace(output, logits=whole(output.logits) if output.loss is None else None)

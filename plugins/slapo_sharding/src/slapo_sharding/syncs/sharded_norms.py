@@ -1,0 +1,106 @@
+"""Norms and variances along a dimension of which each rank has an equal part.
+
+Each sums its statistics over the ranks: forward one all-reduce for each of mean and mean of squares, backward as many. What is
+computed in a lower precision than float32 has its statistics in float32, as torch's own norms have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+from slapo_tracing.nodes.torch_calls import function_name
+
+from ..communication.collectives import Group, all_reduce, all_reduce_grad, num_ranks
+from ..rules.sharding_rule import computes_as
+
+
+def layer_norm(
+    group: Group,
+    x: torch.Tensor,
+    normalized_shape: Any,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """Return this rank's part of ``F.layer_norm`` over the last dimension; weight and bias are parts too."""
+    given = _precise(x)
+    centered = given - statistic(given.mean(-1, keepdim=True), group)
+    normed = centered * torch.rsqrt(statistic(centered.square().mean(-1, keepdim=True), group) + eps)
+    normed = normed if weight is None else normed * weight
+    return (normed if bias is None else normed + bias).to(_kept(F.layer_norm, x))
+
+
+def rms_norm(
+    group: Group, x: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
+    """Return this rank's part of ``F.rms_norm`` over the last dimension; the weight is a part too."""
+    given = _precise(x)
+    least = torch.finfo(x.dtype).eps if eps is None else eps
+    normed = given * torch.rsqrt(statistic(given.square().mean(-1, keepdim=True), group) + least)
+    return (normed if weight is None else normed * weight).to(_kept(F.rms_norm, x))
+
+
+def variance(
+    group: Group, x: torch.Tensor, dim: Any, unbiased: bool = True, keepdim: bool = False, *, correction: float | None = None
+) -> torch.Tensor:
+    """Return ``x.var`` along a dimension of which ranks have parts; the same on every rank."""
+    (along,) = (dim,) if isinstance(dim, int) else dim
+    number = x.size(along) * num_ranks(group)
+    mean = all_reduce_grad(mean_of(x.mean(along, keepdim=True), group), group)
+    found = mean_of((x - mean).square().mean(along, keepdim=keepdim), group)
+    return found * (number / (number - (int(unbiased) if correction is None else correction)))
+
+
+def deviation(group: Group, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Return ``x.std`` along a dimension of which ranks have parts; the same on every rank."""
+    return variance(group, x, *args, **kwargs).sqrt()
+
+
+def mean_of(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return the mean over the group of means over equal parts."""
+    return all_reduce(x, group) / num_ranks(group)
+
+
+def statistic(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return the mean over the group of a value that each rank then uses on its part."""
+    return all_reduce_grad(mean_of(x, group), group)
+
+
+def _precise(x: torch.Tensor) -> torch.Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _kept(norm: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.dtype:
+    """Return the dtype that torch's own norm gives, which autocast may choose."""
+    return norm(x.new_zeros(1, 1), (1,)).dtype if torch.is_autocast_enabled(x.device.type) else x.dtype
+
+
+_NORMS: dict[str, Callable[..., torch.Tensor]] = {"layer_norm": layer_norm, "rms_norm": rms_norm}
+_SPREADS: dict[str, Callable[..., torch.Tensor]] = {"var": variance, "std": deviation}
+_MODULES: dict[type[nn.Module], Callable[..., torch.Tensor]] = {nn.LayerNorm: layer_norm, nn.RMSNorm: rms_norm}
+
+
+def norm_of(module: nn.Module) -> Callable[..., torch.Tensor] | None:
+    """Return the norm of parts that takes the place of a module over the last dimension; None where there is none."""
+    kind = next((kind for kind in _MODULES if computes_as(module, kind)), None)
+    return None if kind is None or len(module.normalized_shape) != 1 else _MODULES[kind]  # type: ignore[arg-type]
+
+
+def norm_in(node: fx.Node) -> Callable[..., torch.Tensor] | None:
+    """Return the norm of parts that takes the place of a function over the last dimension; None where there is none."""
+    shape = node.args[1] if len(node.args) > 1 else node.kwargs.get("normalized_shape", ())
+    found = _NORMS.get(function_name(node))
+    return found if node.op == "call_function" and isinstance(shape, tuple | list) and len(shape) == 1 else None
+
+
+def spread_in(node: fx.Node) -> Callable[..., torch.Tensor] | None:
+    """Return the variance or deviation of parts that takes the place of a node; None where there is none."""
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    along = [dim] if isinstance(dim, int) and not isinstance(dim, bool) else dim
+    is_one = isinstance(along, tuple | list) and len(along) == 1
+    return _SPREADS.get(function_name(node)) if is_one and "out" not in node.kwargs else None

@@ -1,0 +1,33 @@
+"""The ids that a function gives a vocabulary-parallel embedding: of the whole vocabulary, or of this rank's rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..rules.sharding_rule import split_of
+
+
+def whole_vocabulary(module: nn.Module, given: tuple[Any, ...], found: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return what a function before the module made of its inputs, with ids of the whole vocabulary.
+
+    The classic function masks the ids of other ranks and counts its own from 0. The split embedding looks up ids of the whole
+    vocabulary, and gives zeros for those of other ranks.
+
+    Args:
+        module: Any module.
+        given: Its positional inputs.
+        found: What the function returned for them.
+    """
+    applied = split_of(module)
+    if applied is None or (applied.cut.input, applied.cut.output) != ("indices", "partial") or not (given and found):
+        return found
+    before, after = given[0], found[0]
+    if not (isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)) or before.shape != after.shape:
+        return found
+    ((start, stop),) = applied.spec.ranges()
+    owned = (before >= start) & (before < stop)
+    is_local = start > 0 and bool(owned.any()) and torch.equal(after[owned], before[owned] - start)
+    return (after + start, *found[1:]) if is_local else found

@@ -1,0 +1,81 @@
+"""State that modules keep beside tensors: ``get_extra_state`` and ``set_extra_state``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from slapo_core.reporting.errors import BuildError
+from slapo_tracing.graphs.traced_module import as_original
+from slapo_training.checkpoint.plain_data import check_plain
+from slapo_training.checkpoint.state_loading import StateLoading
+
+
+def packed(model: nn.Module) -> dict[str, Any]:
+    """The extra state of each module that has some, by its path.
+
+    Raises:
+        BuildError: it is more than plain data.
+    """
+    states = {path: module.get_extra_state() for path, module in _keepers(model).items()}
+    for path, state in states.items():
+        check_plain(state, f"the extra state of {path!r}")
+    return states
+
+
+def run(model: nn.Module, stages: nn.Module) -> set[str]:
+    """The paths of those of these modules that this rank's stages run."""
+    own = {id(module) for module in stages.modules()}
+    return {path for path in _keepers(model) if id(model.get_submodule(path)) in own}
+
+
+def merged(ranks: Sequence[tuple[Mapping[str, Any], set[str]]]) -> dict[str, Any]:
+    """The state of each module on the first rank that runs it.
+
+    Args:
+        ranks: ``packed`` and ``run`` of the ranks of one pipeline.
+    """
+    found: dict[str, Any] = {}
+    for is_run in (True, False):
+        for states, paths in ranks:
+            for path, state in states.items():
+                if not is_run or path in paths:
+                    found.setdefault(path, state)
+    return found
+
+
+def chosen(own: Mapping[str, Any], foreign: Collection[str], merged: Mapping[str, Any]) -> dict[str, Any]:
+    """What a rank goes on with on the same layout: what it had itself, but for what others ran.
+
+    Args:
+        own: What it had.
+        foreign: Of what it runs now, and others ran.
+        merged: What there is once.
+    """
+    return {path: state if path in foreign else own[path] for path, state in merged.items()}
+
+
+def check_same(model: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Refuse what was saved of other modules.
+
+    Raises:
+        BuildError: a module has extra state in the checkpoint or in the engine only.
+    """
+    if odd := sorted(set(saved) ^ set(_keepers(model))):
+        where = "engine" if odd[0] in saved else "checkpoint"
+        raise BuildError(f"the extra state of {odd[0]!r} is not in the {where}; load it into the model it was saved from")
+
+
+def put(model: nn.Module, saved: Mapping[str, Any], loading: StateLoading) -> None:
+    """Hand each module what it gave."""
+    for path, module in _keepers(model).items():
+        now = module.get_extra_state
+        loading.load(f"{path!r}", module.set_extra_state, saved[path], lambda now=now: copy.deepcopy(now()))  # type: ignore[misc]
+
+
+def _keepers(model: nn.Module) -> dict[str, nn.Module]:
+    modules = {path: as_original(module) for path, module in model.named_modules()}
+    return {path: module for path, module in modules.items() if type(module).get_extra_state is not nn.Module.get_extra_state}

@@ -1,0 +1,196 @@
+"""Load what ``checkpoint.py`` saves."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slapo_core.reporting.errors import BuildError
+from slapo_core.reporting.failure_reason import reason
+from slapo_training.checkpoint import folder, rng_state
+from slapo_training.checkpoint.folder import Checkpoint
+from slapo_training.checkpoint.state_loading import StateLoading
+from slapo_training.distributed.ranks import Ranks
+from slapo_training.engines.checkpoint_files import Position
+from slapo_training.model import named_tensors
+from slapo_training.model.pieces import Piece
+from slapo_training.optimizers.named_optimizers import named_optimizers
+from slapo_training.optimizers.whole_tensor_optimizer import WholeTensorOptimizer
+
+from . import extra_state, model_state, optimizer_loading, optimizer_state
+from .optimizer_state import key_of
+from .saver import COMMON, MODEL, TARGET, Trained, layout_of, place_of, ranges_of
+
+if TYPE_CHECKING:
+    from slapo_training.checkpoint.tensor_files import SavedTensors
+
+
+def load_checkpoint(path: str | os.PathLike[str], what: Trained) -> Position:
+    """Read this rank's part; nothing is changed before all ranks have found theirs to fit. Collective.
+
+    Returns:
+        Where training was.
+
+    Raises:
+        BuildError: on every rank: no complete checkpoint, a damaged one, other parameters or another optimizer.
+    """
+    ranks = Ranks.of(what.program)
+    groups = ranks.on_all(
+        lambda: {
+            path: optimizer_state.groups(each)
+            for path, each in named_optimizers(named_tensors.parameters(what.module), what.optimizer).items()
+        }
+    )
+    checkpoint = folder.opened(path, TARGET, ranks)
+    reading = _Reading(what, ranks, checkpoint)
+    with folder.reading(checkpoint):
+        folder.verify(checkpoint, ranks)
+        ranks.on_all(reading.open)
+        reading.check_names()
+        ranks.on_all(lambda: reading.check(groups))
+        ranks.on_all(reading.fetch)
+        averages = what.averages.read(checkpoint, ranks)
+    loading = StateLoading()
+    try:
+        ranks.on_all(lambda: reading.hand(loading))
+    except Exception:
+        loading.roll_back()
+        raise
+    ranks.on_all(reading.put)
+    what.averages.put(averages)
+    return Position(**reading.common["position"])
+
+
+class _Reading:
+    """What this rank reads of a checkpoint, step by step.
+
+    Args:
+        what: What is loaded.
+        ranks: All.
+        checkpoint: It.
+
+    Attributes:
+        common: What there is once.
+    """
+
+    def __init__(self, what: Trained, ranks: Ranks, checkpoint: Checkpoint) -> None:
+        self._what, self._ranks, self._data = what, ranks, checkpoint.data
+        self._is_same_layout = checkpoint.about["layout"] == layout_of(what.program)
+        self._pieces = model_state.pieces(what.module)
+        self.common: dict[str, Any] = {}
+        self._place: dict[str, Any] = {}
+        self._model: dict[str, torch.Tensor] = {}
+        self._progress: dict[str, Any] = {}
+        self._extra: dict[str, Any] = {}
+        self._taken: dict[str, optimizer_loading.Taken] = {}
+        self._states: dict[str, dict[tuple[str, Any], Piece]] = {}
+        self._saved: SavedTensors
+
+    def open(self) -> None:
+        """Read all but the tensors."""
+        from slapo_training.checkpoint.tensor_files import SavedTensors  # noqa: PLC0415  torch.distributed.checkpoint takes half a second  # noqa: PLC0415  torch.distributed.checkpoint takes half a second
+
+        self.common = _read(self._data / COMMON)
+        if self._is_same_layout:
+            self._place = _read(self._data / place_of(self._ranks))
+        try:
+            self._saved = SavedTensors(self._data)
+        except (OSError, UnpicklingError, EOFError) as err:
+            raise BuildError(f"'.metadata' of the checkpoint cannot be read: {reason(err)}; load another one") from err
+
+    def check_names(self) -> None:
+        """Refuse another model, by all that is different. Collective.
+
+        Raises:
+            BuildError: the same on every rank.
+        """
+        facts = self._saved.facts().items()
+        saved = {name.removeprefix(MODEL): fact for name, fact in facts if name.startswith(MODEL)}
+        everyone = self._ranks.gather((sorted(model_state.differences(self._pieces, saved)), [*self._pieces]))
+        held = {name for _, names in everyone for name in names}
+        faults = list(dict.fromkeys(fault for each, _ in everyone for fault in each))
+        for where, names in (("engine", saved.keys() - held), ("checkpoint", held - saved.keys())):
+            if names:
+                listed = ", ".join(map(repr, sorted(names)))
+                faults.insert(0, f"{listed} {'is' if len(names) == 1 else 'are'} not in the {where}")
+        if faults:
+            raise BuildError(f"{'; '.join(faults)}; load it into the model it was saved from")
+
+    def check(self, groups: list[dict[str, list[dict[str, Any]]]]) -> None:
+        """Choose what this rank takes.
+
+        Args:
+            groups: Of the optimizers of all ranks.
+
+        Raises:
+            BuildError: it does not fit.
+        """
+        program, module, optimizer, progress, _ = self._what
+        kept, now = self._place.get("ranges", {}), ranges_of(module)
+        optimizers = named_optimizers(named_tensors.parameters(module), optimizer)
+        place = self._place.get("optimizer") or {}
+        for path, each in optimizers.items():
+            own, saved = place.get(path), self.common["optimizer"].get(path)
+            parts = {} if own is None else own["parts"]
+            here = {name: part for name, part in parts.items() if name in now and kept[name] == now[name]}
+            everyone = [ranks.get(path, []) for ranks in groups]
+            own = own if kept == now else None
+            self._taken[path] = optimizer_loading.chosen(each, everyone, saved, own, here, progress.goes_by_order)
+        stages = self.common["progress"]
+        source = self._taken[""].source if self._taken else None
+        first = [] if source is None else [stages[source]]
+        self._progress = progress.chosen([*([self._place["progress"]] if kept == now else first), *stages])
+        progress.check_same(self._progress)
+        self._extra = self.common["extra"]
+        if self._is_same_layout:
+            foreign = (extra_state.run(program.module, module) & self.common["run"]) - self._place["run"]
+            self._extra = extra_state.chosen(self._place["extra"], foreign, self._extra)
+        extra_state.check_same(program.module, self._extra)
+        if self._is_same_layout:
+            rng_state.check(self._place["random"])
+        shapes = self._saved.facts()
+        self._states = {
+            path: optimizer_loading.wanted(each, self._taken[path], shapes, path) for path, each in optimizers.items()
+        }
+
+    def fetch(self) -> None:
+        """Read the tensors into new ones."""
+        empty = {name: torch.empty_like(piece.tensor, device="cpu") for name, piece in self._pieces.items()}
+        fresh = {MODEL + name: piece._replace(tensor=empty[name]) for name, piece in self._pieces.items()}
+        states = {key_of(*key, path): piece for path, own in self._states.items() for key, piece in own.items()}
+        self._saved.read({**fresh, **states})
+        kept, now = self._place.get("ranges", {}), ranges_of(self._what.module)
+        own = {name: each for name, each in self._place.get("buffers", {}).items() if kept[name] == now.get(name)}
+        self._model = {name: own.get(name, each) for name, each in empty.items()}
+
+    def hand(self, loading: StateLoading) -> None:
+        """Give others' code its states, while the tensors are as they were; it may raise."""
+        program, module, optimizer, progress, _ = self._what
+        extra_state.put(program.module, self._extra, loading)
+        for path, each in named_optimizers(named_tensors.parameters(module), optimizer).items():
+            optimizer_loading.put(each, self._taken[path], self._states[path], loading)
+        if isinstance(optimizer, WholeTensorOptimizer):
+            optimizer.take_options()
+        progress.put(self._progress, loading)
+
+    def put(self) -> None:
+        """Let the model have its tensors, and the generators their states."""
+        module = self._what.module
+        model_state.put({**named_tensors.parameters(module), **named_tensors.buffers(module)}, self._model)
+        if self._is_same_layout:
+            rng_state.put(self._place["random"])
+        else:
+            rng_state.derive(self.common["random"])
+
+
+def _read(file: Path) -> Any:
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, UnpicklingError) as err:
+        raise BuildError(
+            f"{os.fspath(file)!r} of the checkpoint is missing or broken: {reason(err)}; load another one"
+        ) from err

@@ -1,0 +1,134 @@
+"""The groups of the optimizers that a checkpoint is of, and those that it is loaded into, by the names of their parameters.
+
+A factory makes them of what a rank has, so that another layout has others. What they have in common is compared: two parameters
+that one rank had, and one rank has, share a group in both or in neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from slapo_core.reporting.errors import BuildError
+from slapo_training.checkpoint.plain_data import digest
+
+Groups = Sequence[Mapping[str, Any]]
+"""Of one rank: of each the names of its ``params``, and its ``options``."""
+
+SAME_LAYOUT = "load it on the same layout"
+_ANOTHER = "the checkpoint's optimizer has other parameter groups"
+
+
+class Chosen(NamedTuple):
+    """What of the saved groups is for this rank's.
+
+    Args:
+        options: Of each group.
+        source: Which of the ranks that saved them had as many with the same options, in the same order; None where none had.
+    """
+
+    options: list[dict[str, Any]]
+    source: int | None
+
+
+def groups_of(optimizer: torch.optim.Optimizer, names: Sequence[list[str]]) -> list[dict[str, Any]]:
+    """Its groups.
+
+    Args:
+        optimizer: This rank's.
+        names: Of each group the original names of its parameters.
+    """
+    return [
+        {"params": own, "options": {key: value for key, value in group.items() if key not in ("params", "param_names")}}
+        for group, own in zip(optimizer.param_groups, names, strict=True)
+    ]
+
+
+def check_names(own: Sequence[Groups], saved: Sequence[Groups]) -> None:
+    """Refuse an optimizer of other parameters.
+
+    Args:
+        own: Those of all ranks.
+        saved: Likewise.
+    """
+    here, there = ({name for groups in ranks for name in _places(groups)} for ranks in (own, saved))
+    for name in sorted(here ^ there):
+        whose = "the engine's" if name in there else "its own"
+        raise BuildError(f"{_ANOTHER}: {name!r} is in none of {whose}; build with the same parameters to train")
+
+
+def check_same(own: Groups, saved: Sequence[Groups]) -> None:
+    """Refuse an optimizer that parts parameters otherwise.
+
+    Args:
+        own: This rank's.
+        saved: Those of the ranks that saved them.
+    """
+    here = _places(own)
+    for there in map(_places, saved):
+        both = sorted(here.keys() & there.keys())
+        for of, to, words in ((here, there, ("several", "one")), (there, here, ("one", "several"))):
+            first: dict[int, str] = {}
+            for name in both:
+                other = first.setdefault(of[name], name)
+                if to[other] != to[name]:
+                    raise BuildError(
+                        f"{_ANOTHER}: {other!r} and {name!r} are in {words[0]} of these, and in {words[1]} here; build with "
+                        f"the same groups, or {SAME_LAYOUT}"
+                    )
+
+
+def chosen(own: Groups, saved: Sequence[Groups], goes_by_order: bool) -> Chosen:
+    """The saved options for this rank's groups, which ``check_names`` and ``check_same`` took.
+
+    Args:
+        own: This rank's.
+        saved: Those of the ranks that saved them.
+        goes_by_order: Whether there is a learning-rate schedule, whose state has lists of what belongs to each group.
+
+    Raises:
+        BuildError: ranks had different options for parameters of one group, or no rank had groups like these for the schedule.
+    """
+    by_name = {name: group["options"] for groups in reversed(saved) for group in groups for name in group["params"]}
+    wanted = [_common(group["params"], by_name) for group in own]
+    words = [None if options is None else _words(options) for options in wanted]
+
+    def fits(groups: Groups) -> bool:
+        pairs = zip(words, groups, strict=False)
+        return len(groups) == len(own) and all(word in (None, _words(group["options"])) for word, group in pairs)
+
+    source = next((number for number, groups in enumerate(saved) if fits(groups)), None)
+    if source is None and goes_by_order:
+        raise BuildError(
+            "the learning-rate schedule was saved for other parameter groups than this rank's, or for these in another order; "
+            f"build with the same groups in the same order, or {SAME_LAYOUT}"
+        )
+    left = own if source is None else saved[source]
+    return Chosen([dict(left[number]["options"]) if each is None else dict(each) for number, each in enumerate(wanted)], source)
+
+
+def _common(names: Sequence[str], by_name: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
+    """The saved options that parameters of one group share; None where there are no parameters."""
+    found = {id(by_name[name]): (name, by_name[name]) for name in reversed(names)}
+    if not found:
+        return None
+    (name, options), *others = reversed(found.values())
+    for other, its in others:
+        for key in sorted(options.keys() | its.keys()):
+            if key not in options or key not in its or digest(options[key]) != digest(its[key]):
+                raise BuildError(
+                    f"{name!r} and {other!r} are in one parameter group, and ranks that saved them had different {key!r} for "
+                    f"them; {SAME_LAYOUT}"
+                )
+    return options
+
+
+def _places(groups: Groups) -> dict[str, int]:
+    """Parameters by name, and the numbers of their groups."""
+    return {name: number for number, group in enumerate(groups) for name in group["params"]}
+
+
+def _words(options: Mapping[str, Any]) -> str:
+    return digest(sorted(options.items(), key=lambda item: item[0]))

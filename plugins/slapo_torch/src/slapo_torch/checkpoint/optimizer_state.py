@@ -1,0 +1,175 @@
+"""State of an optimizer in checkpoints: its ``state_dict`` by the original names of parameters.
+
+A tensor with a number for each element of a parameter lies where the parameter does. Single numbers, groups and what else there
+is are each rank's own on the same layout; for any other they are kept once, and whether ranks had different ones. What has
+another shape is kept once of a parameter that this rank has whole; of a part of one it fits the same parts only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from slapo_core.modules.parameters import is_part
+from slapo_core.reporting.errors import BuildError
+from slapo_training.checkpoint.plain_data import check_plain, digest
+from slapo_training.model.pieces import Piece
+from slapo_training.optimizers.named_optimizers import NamedOptimizer
+from slapo_training.optimizers.whole_tensors.whole_tensor import local_of
+
+from ..fsdp.replica_spec import replica_spec
+from .model_state import piece
+from .optimizer_groups import groups_of
+
+
+class State(NamedTuple):
+    """This rank's.
+
+    Args:
+        tensors: By the name of the parameter and the optimizer's own for it, where they lie.
+        own: Plain data that come back to this rank on the same layout.
+        once: What is kept once of each parameter, plain data.
+    """
+
+    tensors: dict[tuple[str, Any], Piece]
+    own: dict[str, Any]
+    once: dict[str, Any]
+
+
+def key_of(name: str, key: Any, path: str = "") -> str:
+    """Return the unique name of a state tensor in the checkpoint; ``path`` is that of its optimizer inside the rank's."""
+    return f"optimizer.{f'[{path!r}].' if path else ''}{key if isinstance(key, str) and key.isidentifier() else [key]}.{name}"
+
+
+def check(named: NamedOptimizer) -> None:
+    """Refuse to write what could not be read back.
+
+    Raises:
+        BuildError: its state has objects that would only come back by running what a file says, or tensors of other shapes than
+            the parameters have, where replicas share these out.
+    """
+    kind = type(named.optimizer).__name__
+    state, more = _named_state(named)
+    own = {name: {key: local_of(value) for key, value in each.items()} for name, each in state["parameters"].items()}
+    check_plain({**state, "parameters": own, "groups": groups(named), "more": more}, f"the state of {kind}")
+    for parameter, kept in named.optimizer.state.items():
+        if not isinstance(parameter, torch.Tensor):
+            if isinstance(parameter, int):
+                raise BuildError(f"{kind} keeps a state for {parameter!r}, which is a parameter's number in a checkpoint")
+            continue
+        whole = replica_spec(parameter) is None
+        odd = [key for key, value in kept.items() if not (whole or _is_one(value) or _is_per_element(value, parameter))]
+        if odd:
+            raise BuildError(
+                f"{odd[0]!r} in the state of {kind} is no number for each element of a parameter, and replicas have rows of "
+                "these; only data_parallel='ddp' saves it"
+            )
+
+
+def held(named: NamedOptimizer) -> State:
+    """Return the state to write of an optimizer that was checked."""
+    entries, more = _named_state(named)
+    known = named.known
+    tensors: dict[tuple[str, Any], Piece] = {}
+    numbers: dict[str, dict[Any, Any]] = {}
+    parts: dict[str, dict[Any, Any]] = {}
+    once: dict[str, Any] = {}
+    for name, state in entries["parameters"].items():
+        if name in named.elsewhere:  # marks that an optimizer made for each parameter at its start; its owner keeps the state
+            continue
+        own = once[name] = {"tensors": [], "values": {}, "parts": []}
+        for key, value in state.items():
+            if _is_per_element(value, known[name]):
+                own["tensors"].append(key)
+                tensors[name, key] = piece(named.local(name), local_of(value))
+            elif isinstance(value, torch.Tensor) and value.dim() == 0:  # pickled by the thousand, tensors would take their time
+                numbers.setdefault(name, {})[key] = value.item(), value.dtype
+            elif _is_one(value):
+                numbers.setdefault(name, {})[key] = value, None
+            elif is_part(known[name]):
+                own["parts"].append(key)
+                parts.setdefault(name, {})[key] = value
+            else:
+                own["values"][key] = local_of(value)
+    rest = {"numbers": numbers, "parts": parts, "foreign": entries["foreign"], "more": more}
+    return State(tensors, {"class": class_of(named.optimizer), "groups": groups(named), **rest}, once)
+
+
+def digests(own: Mapping[str, Any] | None) -> dict[str, dict[Any, str]]:
+    """Return digests of the state that ranks with the same parameters should have alike."""
+    if own is None:
+        return {}
+    options = [({key: digest(value) for key, value in each["options"].items()}, each["params"]) for each in own["groups"]]
+    found = {f" of {name!r}": {key: digest(value) for key, value in each.items()} for name, each in own["numbers"].items()}
+    found |= {f" of the group of {name!r}": words for words, names in options for name in names}
+    return {**found, "": {key: digest(value) for key, value in own["more"].items()}}
+
+
+def merged(
+    ranks: Sequence[tuple[Mapping[str, Any] | None, Mapping[str, Any]]],
+    owners: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]],
+    everyone: Sequence[Mapping[str, Mapping[Any, str]]],
+) -> dict[str, Any] | None:
+    """Return the state that is kept once, of the optimizers of all pipeline ranks.
+
+    Args:
+        ranks: ``State.own`` and ``State.once`` of each.
+        owners: ``State.own`` and ``State.once`` of other ranks that own whole tensors.
+        everyone: ``digests`` of these and all others.
+    """
+    found = [(own, once) for own, once in ranks if own is not None]
+    if not found:
+        return None
+    owns = [own for own, _ in found]
+    kept = [*found, *owners]
+    return {
+        "class": owns[0]["class"],
+        "groups": [[] if own is None else own["groups"] for own, _ in ranks],
+        "state": {name: each for _, once in reversed(kept) for name, each in once.items()},
+        "numbers": {name: each for own, _ in reversed(kept) for name, each in own["numbers"].items()},
+        "more": owns[0]["more"],
+        "foreign": any(own["foreign"] for own, _ in kept),
+        "differs": next(_different(everyone), ""),
+    }
+
+
+def _different(everyone: Sequence[Mapping[str, Mapping[Any, str]]]) -> Iterator[str]:
+    """Name the state of which ranks have different digests."""
+    unlike: list[Mapping[str, Mapping[Any, str]]] = []
+    seen: dict[tuple[str, Any], str] = {}
+    for each in everyone:
+        if each not in unlike:
+            unlike.append(each)
+            for whose, words in each.items():
+                yield from (f"{key!r}{whose}" for key, word in words.items() if seen.setdefault((whose, key), word) != word)
+
+
+def groups(named: NamedOptimizer) -> list[dict[str, Any]]:
+    """This rank's groups, by names."""
+    return groups_of(named.optimizer, named.names()[1])
+
+
+def _named_state(named: NamedOptimizer) -> tuple[dict[str, dict[Any, Any]], dict[str, Any]]:
+    """What is kept of ``parameters`` by name, and what is ``foreign`` to them; and what else is in the ``state_dict``."""
+    (names, _), written = named.names(), named.state_dict()
+    found: dict[str, dict[Any, Any]] = {"parameters": {}, "foreign": {}}
+    for key, value in written.pop("state").items():
+        whose = ("parameters", names[key]) if type(key) is int else ("foreign", key)
+        found[whose[0]][whose[1]] = value
+    written.pop("param_groups")
+    return found, written
+
+
+def _is_per_element(value: Any, parameter: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape
+
+
+def _is_one(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor | list | tuple | dict) or (isinstance(value, torch.Tensor) and value.dim() == 0)
+
+
+def class_of(optimizer: torch.optim.Optimizer) -> str:
+    """The full name of its class."""
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"

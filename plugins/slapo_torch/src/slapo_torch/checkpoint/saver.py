@@ -1,0 +1,218 @@
+"""Save an engine, to be loaded exactly on the same layout, and on any other so that the losses go on.
+
+In the folder of ``slapo_training.checkpoint.folder``: the files of ``torch.distributed.checkpoint`` have parameters, persistent
+buffers and what the optimizer keeps for each element of a parameter, all by original names; ``common.pt`` what there is once;
+``place-0.pt`` and so on, by ranks, what is each rank's own and comes back on the same layout alone: random states, a replica's
+buffers, modules' extra state.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from slapo_core.interfaces.program import Program
+from slapo_training.checkpoint import rng_state
+from slapo_training.checkpoint.async_save import Buffers, Saver, Saving
+from slapo_training.checkpoint.folder import Writing
+from slapo_training.checkpoint.plain_data import digest
+from slapo_training.distributed.ranks import Ranks
+from slapo_training.ema.average_list import AverageList
+from slapo_training.engines.checkpoint_files import Position, bytes_of
+from slapo_training.model import named_tensors
+from slapo_training.model.pieces import Piece
+from slapo_training.optimizers.named_optimizers import named_optimizers
+from slapo_training.optimizers.whole_tensor_optimizer import WholeTensorOptimizer
+
+from ..step.training_progress import Progress
+from . import extra_state, model_state, optimizer_state
+
+if TYPE_CHECKING:
+    from slapo_training.checkpoint.tensor_files import TensorFiles
+
+TARGET = "torch"
+COMMON = "common.pt"
+MODEL = "model."
+
+
+class Trained(NamedTuple):
+    """What of an engine is saved and loaded.
+
+    Args:
+        program: The program.
+        module: This rank's stages.
+        optimizer: This rank's, or None.
+        progress: Of what changes the weights.
+        averages: Of the weights.
+    """
+
+    program: Program
+    module: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    progress: Progress
+    averages: AverageList
+
+
+class TorchSaver(Saver):
+    """Writes checkpoints of one engine, one after the other."""
+
+    _files: TensorFiles | None = None
+
+    def save(self, path: str | os.PathLike[str], what: Trained, position: Position, waits: bool) -> Saving:
+        """Write a checkpoint. Collective; see ``Saver.write``.
+
+        Args:
+            path: The same folder on every rank.
+            what: What is saved.
+            position: Where training is.
+            waits: Whether to return when it is written, not when all that is to be written was copied.
+        """
+        return self.write(lambda ranks, copies: self._prepared(path, what, position, ranks, copies), waits)
+
+    def close(self) -> None:
+        """Wait, and give back what only a checkpoint in the background needs."""
+        self._files = None
+        super().close()
+
+    def _prepared(
+        self, path: str | os.PathLike[str], what: Trained, position: Position, ranks: Ranks, copies: Buffers | None
+    ) -> Callable[[Ranks], None]:
+        """What writes the checkpoint as the engine is now, given the ranks to meet. Collective."""
+        from slapo_training.checkpoint.tensor_files import TensorFiles  # noqa: PLC0415  torch.distributed.checkpoint takes half a second  # noqa: PLC0415  torch.distributed.checkpoint takes half a second
+
+        program, module = what.program, what.module
+        place: dict[str, Any] = {}
+        pieces: dict[str, Piece] = {}
+
+        def collect() -> _Announcement:
+            optimizers = named_optimizers(named_tensors.parameters(module), what.optimizer)
+            for each in optimizers.values():
+                optimizer_state.check(each)
+            states = {spot: optimizer_state.held(each) for spot, each in optimizers.items()}
+            parameters, buffers = named_tensors.parameters(module), named_tensors.buffers(module)
+            saved = parameters if program.axis_rank("dp") else {**parameters, **buffers}
+            pieces.update({MODEL + name: model_state.piece(tensor, tensor) for name, tensor in saved.items()})
+            for spot, state in states.items():
+                pieces.update({optimizer_state.key_of(*key, spot): piece for key, piece in state.tensors.items()})
+            extra = extra_state.packed(program.module)
+            run, progress = extra_state.run(program.module, module), what.progress.packed()
+            place.update(
+                buffers={name: tensor.detach() for name, tensor in buffers.items()},
+                ranges=ranges_of(module),
+                optimizer={spot: state.own for spot, state in states.items()},
+                progress=progress,
+                extra=extra,
+                run=run,
+                random=rng_state.packed(),
+            )
+            kept = {spot: (state.own, state.once) for spot, state in states.items()}
+            is_first = program.axis_rank("dp") == program.axis_rank("tp") == 0
+            is_owner = isinstance(what.optimizer, WholeTensorOptimizer) and not is_first
+            return _Announcement(
+                {"optimizer": kept, "progress": progress, "extra": (extra, run)} if is_first else None,
+                kept if is_owner else None,
+                digest(_digests(place["optimizer"])),
+                Writing.proposed(path, TARGET),
+                position.words(),
+                self._files is not None and self._files.fits(pieces),
+            )
+
+        everyone: list[_Announcement] = ranks.on_all(collect)
+        stages = [each.stage for each in everyone if each.stage is not None]
+        writing = Writing.agreed([each.writing for each in everyone], TARGET)
+        position.check_same(each.position for each in everyone)
+        owners = [each.owner for each in everyone if each.owner is not None]
+        digests = [_digests({path: own for path, (own, _) in each["optimizer"].items()}) for each in stages]
+        if {each.optimizer for each in everyone}.difference(map(digest, digests)):  # else the short digest is enough
+            digests = ranks.gather(_digests(place["optimizer"]))
+        files = {place_of(ranks): bytes_of(place)}
+        if ranks.place == 0:
+            files[COMMON] = bytes_of(
+                {
+                    "optimizer": _merged([own["optimizer"] for own in stages], owners, digests),
+                    "progress": [own["progress"] for own in stages],
+                    "extra": extra_state.merged([own["extra"] for own in stages]),
+                    "run": {path for own in stages for path in own["extra"][1]},
+                    "random": rng_state.digest_of(place["random"]),
+                    "position": position._asdict(),
+                }
+            )
+        if self._files is not None and all(each.fits for each in everyone):
+            self._files.renew(pieces, ranks, copies)
+        else:
+            self._files = TensorFiles(pieces, ranks, copies)
+        tensors = self._files
+        put_averages = what.averages.prepared(ranks, copies is not None)
+        about = {"layout": layout_of(program), **what.averages.about()}
+
+        def write(meeting: Ranks) -> None:
+            def put() -> None:
+                for name, content in files.items():
+                    (writing.data / name).write_bytes(content)
+
+            with writing.by(meeting) as meeting:
+                writing.begin(meeting)
+                meeting.on_all(put)
+                tensors.write(writing.data, meeting)
+                put_averages(writing.data, meeting)
+                writing.seal(about, meeting)
+
+        return write
+
+
+class _Announcement(NamedTuple):
+    """Facts that each rank gives to all before a checkpoint is written.
+
+    Args:
+        stage: Plain data of a pipeline rank, from its first replica and tensor-parallel rank; None from the others.
+        owner: State of whole tensors that one of these others owns, or None.
+        optimizer: Digest of the optimizers' state that ranks with the same parameters should have alike.
+        writing: See ``Writing.proposed``.
+        position: See ``Position.words``.
+        fits: Whether the plan of the last checkpoint fits this one.
+    """
+
+    stage: dict[str, Any] | None
+    owner: dict[str, Any] | None
+    optimizer: str
+    writing: tuple[str, str]
+    position: str
+    fits: bool
+
+
+def _digests(owns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return digests of the state that ranks should have alike, for each of a rank's optimizers by its path."""
+    return {path: optimizer_state.digests(own) for path, own in owns.items()}
+
+
+def _merged(
+    stages: Sequence[Mapping[str, Any]], owners: Sequence[Mapping[str, Any]], digests: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the state that is kept once, for each of the optimizers by its path."""
+    return {
+        path: optimizer_state.merged(
+            [each.get(path, (None, {})) for each in stages],
+            [each[path] for each in owners if path in each],
+            [each[path] for each in digests if path in each],
+        )
+        for path in dict.fromkeys(path for each in (*stages, *owners) for path in each)
+    }
+
+
+def ranges_of(module: nn.Module) -> dict[str, Any]:
+    """Return the places of this rank's pieces."""
+    return {name: (piece.full_shape, piece.ranges) for name, piece in model_state.pieces(module).items()}
+
+
+def layout_of(program: Program) -> dict[str, int]:
+    """Return the numbers of stages and ranks."""
+    return {"stages": len(program.stages), **{axis: program.axis_size(axis) for axis in ("pp", "dp", "tp")}}
+
+
+def place_of(ranks: Ranks) -> str:
+    """The file of what is this rank's own."""
+    return f"place-{ranks.place}.pt"

@@ -1,0 +1,263 @@
+"""Parameters, gradients and optimizer states sharded over the data-parallel axis, by torch's ``fully_shard`` (FSDP2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from slapo_core.interfaces.program import Program
+from slapo_core.modules.parameters import successor
+from slapo_core.reporting.errors import BuildError
+from slapo_core.reporting.logger import get_logger
+from slapo_training.distributed.ranks import new_group
+from slapo_training.model.state_rollback import StateSnapshot
+
+from ..gradients.reduction import average_gradients
+from .unit import REMEDY, Sharded, Unit
+from .unit_runtime import Walk
+from .wrap_policy import can_shard, deal, is_empty_somewhere, unit_paths
+
+_everyone: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+class ShardedReplicas:
+    """This rank's parameters, of which each replica keeps some rows.
+
+    In a step the parameters of a pipeline's stages are gathered, unit after unit, before the batch is looked at, and their
+    gradients reduced behind the last backward. A model in one piece gathers and reduces each unit as it runs. Whatever a
+    replica does with a batch, and whether it fails, all send the same messages.
+
+    Between steps the model has plain tensors, with specs that say which rows of which parts they are. Until ``begin`` it is as
+    it was, so that all ranks can first see that none ran out of memory, say.
+
+    Args:
+        program: The program; its mesh has an axis ``dp``.
+        module: This rank's stages.
+        patterns: ``Options.fsdp_units``.
+
+    Attributes:
+        walk: Gathers the units of a model in one piece; None where all are gathered for the whole step.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        module: nn.Module,
+        patterns: Sequence[str] | None = None,
+    ) -> None:
+        mesh = program.mesh
+        assert mesh is not None
+        self._group, self._device = mesh["dp"].get_group(), torch.device(mesh.device_type)
+        everyone = _ranks_of_parts(program)
+        dealt = deal(program.module, unit_paths(program.module, patterns), {id(each) for each in module.parameters()})
+        self._others = [p for parameters in dealt.values() for p in parameters if not can_shard(p)]
+        if number := sum(map(is_empty_somewhere, self._others)):
+            what = "data_parallel='fsdp' keeps %d parameters whole on each replica: a tensor-parallel rank holds all of each"
+            get_logger().warning(what, number)
+        self._units: list[Unit] = []
+        self._olds: dict[int, Sharded] = {}
+        for path, parameters in dealt.items():
+            if some := [parameter for parameter in parameters if can_shard(parameter)]:
+                self._units.append(unit := Unit(path, some, mesh, everyone))
+                self._olds |= {id(old): each for old, each in zip(some, unit.members, strict=True)}
+        self._program = program
+        self._own = [program.module, module, *(stage.module for stage in program.stages)]
+        self._trees = self._own
+        self._walked = [unit for unit in self._units if unit.path] if len(program.stages) == 1 else []
+        self._lasting = [unit for unit in self._units if unit not in self._walked]
+        self.walk: Walk | None = None
+        self._are_given, self._ordered = patterns is not None, set[bool]()
+        self._has_begun = self._is_running = False
+        self._guard: RemovableHandle | None = None
+
+    def begin(self, groups: Iterable[dict[str, Any]] = ()) -> None:
+        """Give the model its rows.
+
+        Args:
+            groups: Of an optimizer that has this rank's parameters, and gets what takes their places.
+        """
+        self._has_begun, olds, root = True, self._olds, self._program.module
+        self._find_places(self._own, olds)
+        self._put("local")
+        for group in groups:
+            found = [(parameter, olds.get(id(parameter))) for parameter in group["params"]]
+            group["params"] = [parameter if each is None else each.local for parameter, each in found]
+        self._olds = {}
+        if self._walked:
+            self.walk = Walk(root, self._walked, is_watched=self._program.axis_size("tp") > 1)
+        if len(self._program.stages) == 1:
+            self._guard = root.register_forward_pre_hook(self._check_running, prepend=True)
+
+    def _check_running(self, module: nn.Module, args: Any) -> None:
+        if not self._is_running:
+            raise BuildError(
+                "the model's parameters are sharded over replicas; run it by train_batch or eval_batch, with averaged weights "
+                "inside of slapo.ema(engine).applied()"
+            )
+
+    def __deepcopy__(self, memo: object) -> ShardedReplicas:
+        return self  # a copied model has rows as well, and is refused where the model is
+
+    def undo(self) -> None:
+        """Give the model whole parameters of its own, as it had before. Collective over the replicas once it has begun."""
+        for unit in self._units if self._has_begun else ():
+            unit.gather()
+            for each in unit.members:
+                each.local = cast(nn.Parameter, successor(each.gathered(), each.gathered().detach().clone()))
+            unit.free("local")
+        if self.walk is not None:
+            self.walk.close()
+        if self._guard is not None:
+            self._guard.remove()
+
+    @property
+    def members(self) -> list[Sharded]:
+        """All parameters that are sharded."""
+        return [each for unit in self._units for each in unit.members]
+
+    # ---- the model's tables
+
+    def follow(self, trees: Iterable[nn.Module]) -> None:
+        """Have these modules, and no others that came later, get the parameters as well as the model's own.
+
+        Those that are new had the gathered parameters when they were made.
+        """
+        known = {id(tree) for tree in self._trees}
+        kept = {id(tree): tree for tree in [*self._own, *trees]}
+        if known != kept.keys():
+            self._find_places([*kept.values()], {})
+        if kept.keys() - known:
+            self._put("whole")
+
+    def _find_places(self, trees: list[nn.Module], olds: dict[int, Sharded]) -> None:
+        forms = {id(form): each for each in self.members for form in (each.local, each.freed, each.whole) if form is not None}
+        forms |= olds
+        units = {id(each): unit for unit in self._units for each in unit.members}
+        for unit in self._units:
+            unit.places = []
+        self._trees = trees
+        for module in {id(module): module for tree in trees for module in tree.modules()}.values():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and (each := forms.get(id(parameter))) is not None:
+                    units[id(each)].places.append((module, name, each))
+
+    def _put(self, form: str) -> None:
+        for unit in self._units:
+            unit.put(form)
+
+    # ---- a step
+
+    def run(self, work: Callable[[], torch.Tensor], training: bool) -> torch.Tensor:
+        """Gather, and run what has the gathered parameters. Collective over the replicas.
+
+        Where the model does not run units that nobody has named in their order, which the first run shows, that one starts over
+        with all of them gathered.
+
+        Args:
+            work: What runs the model; raises the same error on all ranks.
+            training: Whether it trains.
+        """
+        is_first = self.walk is not None and not self._are_given and training not in self._ordered
+        state = StateSnapshot(self._program.module.modules()) if is_first else None
+        self.gather()
+        try:
+            loss = work()
+        except Exception as err:
+            self.release()
+            reason, remedy, _ = str(err).partition(f"; {REMEDY}")
+            if state is None or not isinstance(err, BuildError) or not remedy:
+                raise
+            state.put_back()
+            self._hold_all(reason)
+            return self.run(work, training)
+        if self.walk is None or not self.walk.has_all:
+            self._ordered.add(training)
+        return loss
+
+    def _hold_all(self, reason: str) -> None:
+        """Gather all units for the whole step from now on."""
+        assert self.walk is not None
+        self.walk.close()
+        self.walk, self._walked, self._lasting = None, [], self._units
+        get_logger().warning("data_parallel='fsdp' gathers all parameters for the whole step: %s", reason)
+
+    def gather(self) -> None:
+        """Begin a step: give the model what it has throughout. Collective over the replicas."""
+        self._is_running = True
+        for each in self.members:
+            each.begin()
+        for unit in self._units:
+            unit.put("freed")
+        for index, unit in enumerate(self._lasting):
+            for upcoming in self._lasting[index : index + 2]:
+                upcoming.begin_gather()
+            unit.gather()
+
+    def release(self) -> None:
+        """End a step without its gradients: give the model its rows back."""
+        self._is_running = False
+        for each in self.members:
+            each.drop_gradients()
+        for unit in self._units:
+            unit.free("local")
+
+    def num_unused(self) -> int:
+        """Return the number of trainable parameters without a gradient on this rank."""
+        trained = [each for each in self.members if each.local.requires_grad]
+        for each in trained:
+            each.note_use()
+        return sum(not each.is_used for each in trained)
+
+    def used(self) -> set[int]:
+        """Ids of the parameters that got a gradient on this rank, when ``num_unused`` was asked."""
+        return {id(each.local) for each in self.members if each.is_used}
+
+    def reduce(self, some_unused: bool) -> None:
+        """End a step: average gradients over replicas, each to its own rows, and release. Collective over the replicas.
+
+        Args:
+            some_unused: Whether a replica has parameters without a gradient; what none used keeps none.
+        """
+        self._is_running = False
+        for unit in self._lasting:
+            unit.reduce("local")
+        trained = [each for each in self.members if each.local.requires_grad]
+        used = [each.is_used for each in trained]
+        if some_unused:
+            anywhere = torch.tensor(used, dtype=torch.int32, device=self._device)
+            dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=self._group)
+            used = [bool(number) for number in anywhere.tolist()]
+        for each, is_used in zip(trained, used, strict=True):
+            each.take_gradient(is_used)
+        average_gradients([parameter for parameter in self._others if parameter.requires_grad], self._group)
+        self._put("local")
+
+
+def _ranks_of_parts(program: Program) -> dist.ProcessGroup | None:
+    """The ranks of all replicas of this rank's stages, row-major over ``dp`` and ``tp``; None without tensor parallelism.
+
+    Raises:
+        BuildError: something is sharded over other ranks than those of the mesh's axis ``tp``.
+    """
+    mesh = program.mesh
+    assert mesh is not None
+    if program.axis_size("tp") == 1:
+        return None
+    tensor_parallel = dist.get_process_group_ranks(mesh["tp"].get_group())
+    for name, spec in program.shard_specs.items():
+        if spec.num_shards > 1 and (spec.group is None or dist.get_process_group_ranks(spec.group) != tensor_parallel):
+            raise BuildError(
+                f"{name!r} is sharded over other ranks than the mesh's axis tp; use data_parallel='ddp', or that axis"
+            )
+    replicas = mesh["dp"].get_group()
+    if (group := _everyone.get(replicas)) is None:
+        names = [*(mesh.mesh_dim_names or ())]
+        by_stage = mesh.mesh.movedim([names.index("dp"), names.index("tp")], [-2, -1])
+        group = _everyone[replicas] = new_group(by_stage.reshape(-1, mesh["dp", "tp"].size()).tolist(), mesh)
+    return group

@@ -1,0 +1,121 @@
+"""Units of parameters that FSDP2 gathers and reduces together: those of each repeated layer, and all others."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from slapo_core.interfaces.program import Program
+from slapo_core.modules.parameters import shard_spec
+from slapo_core.modules.paths import join, select
+from slapo_core.reporting.errors import BuildError, UnknownNameError
+from slapo_training.model.named_tensors import is_wrapper
+
+
+def unit_paths(root: nn.Module, patterns: Sequence[str] | None) -> list[str]:
+    """Paths of the units in the order of the model.
+
+    Args:
+        root: The whole model.
+        patterns: Globs, as ``Schedule.select`` takes them; None for the elements of lists of layers of one class.
+
+    Raises:
+        BuildError: a pattern matches nothing, or a unit is inside of another one.
+    """
+    if patterns is None:
+        return list(_layers(root, ""))
+    found: set[str] = set()
+    for pattern in patterns:
+        matching = [path for path, _ in select(root, pattern)]
+        if not matching:
+            names = [path for path, _ in root.named_modules() if path]
+            raise BuildError(str(UnknownNameError.of("module for fsdp_units", pattern, names)))
+        found |= set(matching)
+    for path in sorted(found):
+        inside = next((other for other in sorted(found) if path.startswith(f"{other}.")), None)
+        if inside is not None:
+            raise BuildError(f"fsdp_units: {path!r} is inside of the unit {inside!r}; give one of them")
+    return [path for path, _ in root.named_modules() if path in found]
+
+
+def _layers(module: nn.Module, path: str, in_list: bool = False) -> Iterator[str]:
+    children = {name: child for name, child in module._modules.items() if child is not None}
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) and (in_list or _repeats_a_class(module)):
+        for name, child in children.items():
+            if _never_runs(child):  # layers written as lists of their parts: the parts run
+                yield from _layers(child, join(path, name), in_list=True)
+            else:
+                yield join(path, name)
+    else:
+        for name, child in children.items():
+            yield from _layers(child, join(path, name))
+
+
+def _repeats_a_class(module: nn.Module) -> bool:
+    kinds = [type(child) for child in module.children() if next(child.parameters(), None) is not None]
+    if isinstance(module, nn.ModuleDict) and len(set(kinds)) > 1:
+        # a model's parts by name, whose tables of tokens and positions are no layers; a head may read one
+        kinds = [kind for kind in kinds if not issubclass(kind, nn.Embedding)]
+    return any(kinds.count(kind) > 1 for kind in kinds)
+
+
+def _never_runs(module: nn.Module) -> bool:
+    return type(module).forward is nn.Module.forward
+
+
+def deal(root: nn.Module, paths: Sequence[str], held: Collection[int]) -> dict[str, list[nn.Parameter]]:
+    """The parameters of each unit, those of the same type together, and under ``""`` those of none or of several units.
+
+    Args:
+        root: The whole model.
+        paths: Of the units.
+        held: Ids of the parameters to deal out.
+    """
+    users: dict[int, set[str]] = defaultdict(set)
+    units = {join(path, name): path for path in paths for name, _ in root.get_submodule(path).named_parameters("", True, False)}
+    named = dict(root.named_parameters(remove_duplicate=False))
+    for name, parameter in named.items():
+        users[id(parameter)].add(units.get(name, ""))
+    dealt: dict[str, list[nn.Parameter]] = {path: [] for path in [*paths, ""]}
+    for parameter in {id(parameter): parameter for parameter in named.values()}.values():
+        if id(parameter) in held:
+            using = users[id(parameter)]
+            dealt[next(iter(using)) if len(using) == 1 else ""].append(parameter)
+    return {path: parameters for path, parameters in dealt.items() if parameters}
+
+
+def can_shard(parameter: torch.Tensor) -> bool:
+    """Return whether FSDP2 takes such a tensor: numbers have no rows, and it reduces real floating-point gradients only.
+
+    Whether it can cut quantised weights, which wrap other tensors, their class alone knows: these stay whole.
+    """
+    has_rows = parameter.dim() > 0 and parameter.numel() > 0 and not is_empty_somewhere(parameter)
+    return has_rows and parameter.is_floating_point() and not is_wrapper(parameter)
+
+
+def is_empty_somewhere(parameter: torch.Tensor) -> bool:
+    """Return whether a tensor-parallel rank holds nothing of a parameter, as of a branch that another rank runs."""
+    spec = shard_spec(parameter)
+    return spec is not None and not all(spec.sizes)
+
+
+def check_shardable(program: Program, patterns: Sequence[str] | None) -> None:
+    """Refuse what cannot be sharded over replicas.
+
+    Raises:
+        BuildError: units that are none; parameters that are DTensors; parts of a parameter that differ in another dimension
+            than the first.
+    """
+    unit_paths(program.module, patterns)
+    for name, parameter in program.module.named_parameters():
+        if hasattr(parameter, "placements"):
+            raise BuildError(f"{name!r} is a DTensor; leave the sharding over replicas to data_parallel='fsdp'")
+    for name, spec in program.shard_specs.items():
+        if spec.dim and len(set(spec.sizes)) > 1:
+            raise BuildError(
+                f"{name!r} is dealt out unevenly along dim {spec.dim}, and data_parallel='fsdp' cannot share that out any "
+                "further; shard it in equal parts, or use data_parallel='ddp'"
+            )

@@ -1,0 +1,111 @@
+"""Result of one step on this rank, and the step of a model in one piece."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slapo_training.batches.microbatches import Batch
+from slapo_training.losses.microbatch_loss import note_failure
+from slapo_training.losses.reductions import LossReduction
+from slapo_training.losses.replica_loss import ReplicaFailedError
+
+from ..gradients.aliasing import FirstGradients
+from ..gradients.ddp import Replicas
+from .microbatch_weights import Share
+from .stage_call import StageCall
+
+if TYPE_CHECKING:
+    from ..fsdp.unit_runtime import Walk
+
+
+@dataclass
+class StepResult:
+    """Result of one step on this rank.
+
+    Args:
+        losses: Each micro-batch's share of the mean loss; empty on ranks without the last stage.
+        failure: The first error, if any.
+        unused: How many trainable parameters of this rank no micro-batch used; counted where there are replicas.
+        counted: The reduction of each of these losses.
+        has_gradient: Whether something that is trained is in one of them.
+        actions: When each forward (``"F"``) and backward (``"B"``) ran, in seconds since the epoch.
+    """
+
+    losses: list[torch.Tensor] = field(default_factory=list)
+    counted: list[LossReduction] = field(default_factory=list)
+    has_gradient: bool = False
+    failure: Exception | None = None
+    unused: int = 0
+    actions: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def own_failure(self) -> Exception | None:
+        """The error; None where it only says that another replica failed."""
+        return None if isinstance(self.failure, ReplicaFailedError) else self.failure
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Add the loss of a micro-batch, a leaf where it has no gradient."""
+        self.has_gradient = self.has_gradient or not loss.is_leaf
+        self.losses.append(loss.detach())
+
+    def record(self, stage: int, kind: str, microbatch: int, start: float) -> None:
+        """Note an action that ends now."""
+        self.actions.append({"stage": stage, "kind": kind, "microbatch": microbatch, "start": start, "end": time.time()})
+
+
+def run_whole(
+    call: StageCall,
+    parts: list[Batch],
+    labels: list[Any],
+    share: Share,
+    training: bool,
+    replicas: Replicas | None = None,
+    walk: Walk | None = None,
+) -> StepResult:
+    """Run all micro-batches through a model in one piece; gradients add up, and are averaged over replicas.
+
+    Those behind an error do not run, but replicas that share out their parameters go through the ``walk`` for them.
+    """
+    result = StepResult(counted=call.begin(share))
+    replicas = replicas if training else None
+    first = FirstGradients(call.module) if training else None
+    for index, (part, label) in enumerate(zip(parts, labels, strict=True)):
+        waits = replicas is not None and index + 1 < len(parts)
+        try:
+            with (
+                replicas.accumulating() if replicas is not None and waits else nullcontext(),
+                walk.microbatch(training) if walk is not None else nullcontext(),
+            ):
+                if result.failure is None:
+                    _run_one(call, index, {"batch": part, "labels": label}, first, replicas, result)
+        except Exception as err:
+            result.failure = result.failure or err
+            note_failure(label, err)
+    if replicas is not None:
+        result.unused = replicas.finish()
+    return result
+
+
+def _run_one(
+    call: StageCall,
+    index: int,
+    inputs: dict[str, Any],
+    first: FirstGradients | None,
+    replicas: Replicas | None,
+    result: StepResult,
+) -> None:
+    start = time.time()
+    with torch.set_grad_enabled(first is not None):
+        loss = call(**inputs) if replicas is None else replicas.run(call, **inputs)
+    result.record(0, "F", index, start)
+    if first is not None:
+        start = time.time()
+        loss.backward()
+        first.separate()
+        result.record(0, "B", index, start)
+    result.add(loss)

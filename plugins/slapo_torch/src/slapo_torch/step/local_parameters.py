@@ -1,0 +1,187 @@
+"""Parameters that this rank holds, and the ranks that have the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from slapo_core.distributed.agreement import agree
+from slapo_core.distributed.replicated_gradients import compare_gradients
+from slapo_core.interfaces.program import Program
+from slapo_core.modules.parameters import is_part, successor
+from slapo_core.reporting.errors import BuildError
+from slapo_training.batches.microbatches import fingerprint
+from slapo_training.distributed.grad_norm import clip_grad_norm_
+from slapo_training.engines.initial_weights import different
+
+from ..fsdp.replica_spec import as_replicas_see, in_replica, replica_spec
+from ..gradients.reduction import average_gradients, by_ranks, sum_gradients
+
+
+class Holdings:
+    """This rank's parameters, the ranks that share some of them, and the norm over all of it.
+
+    Args:
+        program: The program, with its stages placed.
+        module: This rank's stages.
+
+    Attributes:
+        trainable: This rank's parameters that get a gradient, each once.
+    """
+
+    def __init__(self, program: Program, module: nn.Module) -> None:
+        self._program = program
+        self._stage = module
+        self.trainable = [parameter for parameter in self._stage.parameters() if parameter.requires_grad]
+        self._known = {id(parameter) for parameter in self.trainable}
+        named = dict(program.module.named_parameters(remove_duplicate=False))
+        rank = program.axis_rank("pp")
+        staged = len(program.stages) > 1
+        placed = [(tuple(sorted({program.rank_of(stage) for stage in tie.stages})), tie) for tie in program.ties if staged]
+        self._mine = [(ranks, tie, named[tie.names[0]]) for ranks, tie in placed if rank in ranks]
+        shared = [(ranks, parameter) for ranks, _, parameter in self._mine if parameter.requires_grad and len(ranks) > 1]
+        self._shared = by_ranks(shared)
+        named = dict(self._stage.named_parameters())
+        whole = {name: parameter for name, parameter in named.items() if not is_part(in_replica(parameter))}
+        self._unchecked = {name: parameter for name, parameter in whole.items() if parameter.requires_grad}
+        if len(self._unchecked) == len(self.trainable):  # nothing is sharded
+            self._unchecked.clear()
+        self._unchecked = {name: parameter for name, parameter in self._unchecked.items() if parameter.numel()}
+
+    def is_outdated(self) -> bool:
+        """Return whether parameters were unfrozen since this was made."""
+        return any(parameter.requires_grad and id(parameter) not in self._known for parameter in self._stage.parameters())
+
+    def sparse_gradient(self, clips: bool) -> BuildError | None:
+        """Return the error that would end ``reduce_ties`` or ``clip`` on this rank alone, while the others wait in it."""
+        for _, tie, parameter in self._mine:
+            if _is_sparse(parameter):
+                return BuildError(
+                    f"the sparse gradient of the tied {tie.names[0]!r} cannot be summed over stages; build it with sparse=False"
+                )
+        for name, parameter in self._stage.named_parameters() if clips else ():
+            if _is_sparse(parameter):
+                return BuildError(
+                    f"the sparse gradient of {name!r} cannot be clipped; build it with sparse=False, or without clip"
+                )
+        return None
+
+    def reduce_ties(self) -> None:
+        """Sum the gradients of tied parameters over the stages that share them."""
+        if self._shared:
+            assert self._program.mesh is not None
+            sum_gradients(self._shared, self._program.mesh["pp"].get_group())
+
+    def average_over_replicas(self) -> None:
+        """Let gradients be the means over the replicas. Collective."""
+        assert self._program.mesh is not None
+        average_gradients(self.trainable, self._program.mesh["dp"].get_group())
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients, which are dense."""
+        for parameter in self.trainable:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    def check_same_start(self) -> None:
+        """Refuse to train when ranks that hold the same parameters start from different numbers. Collective.
+
+        Compares replicas, what tensor-parallel ranks hold whole, and the stages of a tie.
+
+        Raises:
+            BuildError: on every rank; names a parameter, or says that the replicas' parameters are not the same ones.
+        """
+        mesh = self._program.mesh
+        named = dict(self._stage.named_parameters())
+        whole = {name: parameter for name, parameter in named.items() if not is_part(in_replica(parameter))}
+        error = self._check_equal("dp", "replicas", named)
+        error = self._check_equal("tp", "tensor-parallel ranks", whole) or error
+        error = self._check_ties() or error
+        agree(error, mesh)
+
+    def num_unchecked(self, used: Collection[int] = ()) -> int:
+        """Return the number of whole parameters that have their first gradient now, for ``check_gradients`` to compare.
+
+        Args:
+            used: Ids of those that will have one once the replicas have reduced it.
+        """
+        return sum(parameter.grad is not None or id(parameter) in used for parameter in self._unchecked.values())
+
+    def check_gradients(self, low_precision: bool) -> None:
+        """Compare the first gradients of whole parameters over the tensor-parallel ranks. Collective.
+
+        Raises:
+            BuildError: on every rank; names a parameter of which each has a part only.
+        """
+        named = {name: as_replicas_see(parameter) for name, parameter in self._stage.named_parameters()}
+        wrong, seen = compare_gradients(named, {name: named[name] for name in self._unchecked}, low_precision)
+        agree(BuildError(wrong) if wrong else None, self._program.mesh)
+        self._unchecked = {name: parameter for name, parameter in self._unchecked.items() if name not in seen}
+
+    def _check_equal(self, axis: str, ranks: str, named: dict[str, nn.Parameter]) -> BuildError | None:
+        mesh = self._program.mesh
+        if mesh is None or self._program.axis_size(axis) == 1:
+            return None
+        group = mesh[axis].get_group()
+        mark = fingerprint([(name, tuple(in_replica(p).shape), p.requires_grad) for name, p in named.items()])
+        marks = torch.tensor([mark, -mark], device=mesh.device_type)
+        dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=group)
+        if marks.sum().item():
+            return BuildError(
+                f"the {ranks} have parameters of different names, shapes or requires_grad; build and freeze alike on all ranks"
+            )
+        if axis == "dp":  # of what is sharded over replicas each has other rows
+            named = {name: parameter for name, parameter in named.items() if replica_spec(parameter) is None}
+        wrong = different(list(named.values()), group, mesh.device_type) if named else []
+        if not wrong:
+            return None
+        return BuildError(f"the {ranks} start from different values of {list(named)[wrong[0]]!r}; seed all ranks alike")
+
+    def _check_ties(self) -> BuildError | None:
+        mesh, ties = self._program.mesh, self._program.ties
+        if mesh is None or len(self._program.stages) == 1 or not ties:
+            return None
+        held = {tie.names: parameter for _, tie, parameter in self._mine}
+        wrong = different([held.get(tie.names) for tie in ties], mesh["pp"].get_group(), mesh.device_type)
+        if not wrong:
+            return None
+        tie = ties[wrong[0]]
+        return BuildError(
+            f"stages {tie.stages} have different values, or requires_grad, of the tied {tie.names[0]!r}; "
+            "seed and freeze alike on all ranks"
+        )
+
+    def release_others(self) -> None:
+        """Free the parameters that only other stages use: their places get meta tensors of the same facts."""
+        if len(self._program.stages) == 1:
+            return
+        mine = {id(parameter) for parameter in self._stage.parameters()}
+        trees = [self._program.module, *(stage.module for stage in self._program.stages)]
+        empty: dict[int, torch.Tensor] = {}
+        for tree in trees:
+            for module in tree.modules():
+                for name, parameter in module._parameters.items():
+                    if parameter is not None and id(parameter) not in mine and not parameter.is_meta:
+                        empty.setdefault(
+                            id(parameter),
+                            successor(parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")),
+                        )
+                        module._parameters[name] = empty[id(parameter)]  # type: ignore[assignment]
+
+    def clip(self, largest: float) -> torch.Tensor:
+        """Scale all gradients so that their norm over the model is at most ``largest``; returns the one before. Collective."""
+        rank = self._program.axis_rank("pp")
+        elsewhere = {id(parameter) for ranks, _, parameter in self._mine if ranks[0] != rank}
+        mesh = self._program.mesh
+        stages = [mesh["pp"].get_group()] if mesh is not None and self._program.axis_size("pp") > 1 else []
+        # where there is nothing to train the sum over the stages still needs to know its device
+        nothing = torch.empty(0, device=mesh.device_type if mesh is not None else None)
+        trained: Sequence[torch.Tensor] = self.trainable or [nothing]
+        return clip_grad_norm_(trained, largest, extra_groups=stages, counts=lambda parameter: id(parameter) not in elsewhere)
+
+
+def _is_sparse(parameter: nn.Parameter) -> bool:
+    return parameter.grad is not None and parameter.grad.layout != torch.strided

@@ -1,0 +1,116 @@
+"""One call of a stage: precision, what is sent on, and the loss at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_core.interfaces.program import Boundary, Stage
+from slapo_core.modules.forward_arguments import by_position
+from slapo_core.reporting.errors import BuildError
+from slapo_training.losses.microbatch_loss import CountedLoss, MicroBatchLoss, run_stage
+from slapo_training.losses.reductions import UNKNOWN_REDUCTION, LossReduction, is_label_mean
+from slapo_training.model.named_tensors import is_wrapper
+
+from ..options import Options
+from .microbatch_weights import Share
+
+
+class StageCall(nn.Module):
+    """A stage as a pipeline runtime calls it: received tensors in, a tuple of tensors or the loss out.
+
+    Args:
+        stage: The stage.
+        outputs: What the next stage receives; None for the last stage, which gives its share of the batch's mean loss.
+        options: Options of the engine.
+        device_type: Of the mesh.
+    """
+
+    def __init__(self, stage: Stage, outputs: tuple[Boundary, ...] | None, options: Options, device_type: str) -> None:
+        super().__init__()
+        self.module = stage.module
+        self.inputs = stage.inputs
+        self.outputs = outputs
+        self.share = Share(options.microbatches)
+        self.counted: list[LossReduction] = []
+        self._index = stage.index
+        self._options = options
+        self._device_type = device_type
+        self._loss_of = CountedLoss(options.loss_fn, options.output_loss)
+
+    def begin(self, share: Share, counted: list[LossReduction] | None = None) -> list[LossReduction]:
+        """Begin a step: what each micro-batch's loss adds to it; what these are means over goes to the list returned."""
+        self.share, self.counted = share, [] if counted is None else counted
+        return self.counted
+
+    def forward(
+        self, *received: torch.Tensor, batch: Mapping[str, Any], labels: Any = None, call: StageCall | None = None
+    ) -> Any:
+        """Run one micro-batch.
+
+        Args:
+            *received: The stage's ``inputs``.
+            batch: The model's arguments this stage reads.
+            labels: For ``loss_fn``, in the last stage.
+            call: The one of this micro-batch, where it is another.
+        """
+        if call is not None and call is not self:
+            return call(*received, batch=batch, labels=labels)
+        with precision(self._options, self._device_type):
+            if self.outputs is None:
+                return self._loss(batch, labels, *received)
+            return self._sendable(run_stage(labels, lambda: self._run(received, batch), self._index))
+
+    def _loss(self, batch: Mapping[str, Any], labels: Any, *received: torch.Tensor) -> torch.Tensor:
+        """This micro-batch's share of the loss: a leaf where nothing that is trained is in it, whose backward goes nowhere."""
+        loss = self._share_of_loss(batch, labels, *received)
+        return loss if loss.requires_grad or not torch.is_grad_enabled() else loss.detach().requires_grad_()
+
+    def _share_of_loss(self, batch: Mapping[str, Any], labels: Any, *received: torch.Tensor) -> torch.Tensor:
+        if self.share.is_all and not isinstance(labels, MicroBatchLoss):  # it weighs the same whatever it is a mean over
+            return self.share.of(self._loss_of.uncounted(lambda: self._run(received, batch), labels), None)
+        kind = frozenset(name for name, value in batch.items() if value is not None)
+        loss, reduction = self._loss_of(lambda: self._run(received, batch), labels, self._index, kind)
+        self.counted.append(reduction)
+        if self.share.differs and not is_label_mean(reduction):
+            raise BuildError(UNKNOWN_REDUCTION)
+        return self.share.of(loss, reduction)
+
+    def _run(self, received: tuple[torch.Tensor, ...], batch: Mapping[str, Any]) -> Any:
+        if self.inputs or self.outputs is not None:
+            return self.module(*received, **batch)
+        args, kwargs = by_position(self.module, batch)
+        return self.module(*args, **kwargs)
+
+    def _sendable(self, result: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        assert self.outputs is not None
+        training = torch.is_grad_enabled()
+        for tensor, boundary in zip(result, self.outputs, strict=True):
+            real = (tuple(tensor.shape), tensor.dtype, tensor.requires_grad and training)
+            planned = (boundary.shape, boundary.dtype, boundary.requires_grad and training)
+            if real != planned:  # a gradient nobody sends back would be lost without a word
+                what = "(shape, dtype, requires_grad)"
+                raise BuildError(f"stage {self._index} gives {boundary.name!r} with {what} {real}, but {planned} was planned")
+        tables = [table.values() for each in self.module.modules() for table in (each._parameters, each._buffers) if table]
+        held = {_storage(tensor) for table in tables for tensor in table if tensor is not None and not is_wrapper(tensor)}
+        return tuple(_copy(tensor, _storage(tensor) in held) for tensor in result)
+
+
+def precision(options: Options, device_type: str) -> torch.autocast:
+    """The autocast context of an engine's precision."""
+    dtype = torch.float16 if options.precision == "fp16" else torch.bfloat16
+    return torch.autocast(device_type, dtype=dtype, enabled=options.precision != "fp32")
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _copy(tensor: torch.Tensor, held: bool) -> torch.Tensor:
+    """The tensor to send: the next micro-batches may change a module's own memory before it has gone."""
+    if held or not tensor.requires_grad:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.contiguous()

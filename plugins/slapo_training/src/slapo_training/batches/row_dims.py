@@ -1,0 +1,228 @@
+"""Places of a batch's rows in its arguments: given by an option, inferred where that is certain, refused elsewhere."""
+
+from __future__ import annotations
+
+import inspect
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from slapo_core.reporting.errors import BuildError
+
+from .nested_tensors import Path, tensors_of
+
+Dim = int | str | Callable[..., Any] | None
+"""Place of the rows in an argument, see ``CommonOptions.batch_dims``."""
+
+Ends = list[int | None]
+"""Entries of an argument at which its first 0, 1, 2, ... rows end; None for a row that ends inside of an entry."""
+
+Place = int | Ends | None
+"""Dimension of the rows; or where they end in dimension 0; None for an argument that goes whole to each part."""
+
+_GRIDS = ("image_grid_thw", "video_grid_thw")
+OF_TOKENS = ("pixel_values", "pixel_values_videos", *_GRIDS)
+"""Names that Transformers gives to images, videos, their patches and their sizes in patches."""
+OF_IMAGES = (*OF_TOKENS, "pixel_attention_mask")
+"""Names of all that a replica may have more or fewer of than another."""
+
+
+def owner_of(path: Path, given: Mapping[str, Dim]) -> str | None:
+    """Return the name under which the option has an argument, or what the argument is in; None where it has neither."""
+    return next((name for name in given if path == name or path.startswith(f"{name}.")), None)
+
+
+def is_list(value: Any, dim: Dim) -> bool:
+    """Return whether a list or tuple has an item for each row, or goes whole.
+
+    With another dimension than 0 the rows are in its tensors, as in the state of an LSTM.
+    """
+    return isinstance(value, list | tuple) and not (isinstance(dim, int) and dim)
+
+
+def size_of(path: Path, value: Any, dim: int) -> int:
+    """Return the size of a tensor or a list in a dimension.
+
+    Raises:
+        BuildError: it has no such dimension.
+    """
+    if not isinstance(value, torch.Tensor):
+        if dim != 0:
+            raise BuildError(f"batch_dims[{path!r}] is {dim}, but the argument is a {type(value).__name__}; give 0 or None")
+        return len(value)
+    if not -value.dim() <= dim < value.dim():
+        raise BuildError(f"batch_dims[{path!r}] is {dim}, but the argument has {value.dim()} dimensions")
+    return value.shape[dim]
+
+
+def without_absent_images(part: dict[str, Any], token: int | None) -> dict[str, Any]:
+    """Return a part of a batch of tokens without arguments for images that it has none of, as a processor gives none.
+
+    Args:
+        part: Arguments by name; images are as many as the part has, or each row is padded by zeros to as many as others have.
+        token: Token in ``input_ids`` that stands for an image, if that is known.
+    """
+    ids, images = part.get("input_ids"), part.get("pixel_values")
+    if not isinstance(ids, torch.Tensor):
+        return part
+    is_padded = isinstance(images, torch.Tensor) and images.dim() == 5
+    if token is not None and is_padded and not (torch.eq(ids, token).any() or torch.as_tensor(images).any()):
+        return {name: value for name, value in part.items() if name not in ("pixel_values", "pixel_attention_mask")}
+    return {
+        name: value
+        for name, value in part.items()
+        if not (name in OF_TOKENS and isinstance(value, torch.Tensor) and value.dim() and not len(value))
+    }
+
+
+class RowPlaces:
+    """Finds the places of rows in one batch, or in one of its parts.
+
+    Args:
+        batch: Arguments by name.
+        rows: Number of rows.
+        given: The option ``batch_dims``.
+        tokens: Token in ``input_ids`` that stands for an ``"image"`` or a ``"video"``.
+        known: Dimensions that earlier batches have shown.
+        is_part: Trust these dimensions, as the batch is a part of an earlier one; else they are compared with this batch.
+    """
+
+    def __init__(
+        self,
+        batch: Mapping[str, Any],
+        rows: int,
+        given: Mapping[str, Dim],
+        tokens: Mapping[str, int],
+        known: Mapping[Path, int | None],
+        is_part: bool,
+    ) -> None:
+        self._batch, self._rows, self._given, self._tokens = batch, rows, given, tokens
+        self._known, self._is_part = known, is_part
+        lists = {name for name, dim in given.items() if is_list(batch.get(name), dim)}
+        self._tensors = {
+            path: each for path, each in tensors_of(dict(batch)).items() if each.dim() and path.partition(".")[0] not in lists
+        }
+
+    def find(self) -> dict[Path, Place]:
+        """Return the place for each tensor.
+
+        Raises:
+            BuildError: the place in an argument is not certain, or not as the option says.
+        """
+        return {path: self._place(path, ()) for path in self._tensors}
+
+    def _place(self, path: Path, counted: tuple[Path, ...]) -> Place:
+        """Return the place in a tensor; ``counted`` are those that it counts the entries of."""
+        name, tensor = owner_of(path, self._given), self._tensors[path]
+        if name is None:
+            return self._inferred(path, tensor)
+        dim = self._given[name]
+        if dim is None:
+            return None
+        if not isinstance(dim, int):
+            return self._counted_ends(path, dim, counted)
+        if size_of(path, tensor, dim) != self._rows:
+            raise BuildError(
+                f"{path!r} has size {tensor.shape[dim]} in dimension {dim}, where by batch_dims the {self._rows} rows are"
+            )
+        return dim % tensor.dim()
+
+    def _inferred(self, path: Path, tensor: torch.Tensor) -> Place:
+        shape, known = tuple(tensor.shape), self._known.get(path)
+        if self._is_part and path in self._known and known is None:
+            return None
+        if known is not None and known < len(shape) and shape[known] == self._rows:
+            return known
+        if (ends := self._token_ends(path, tensor)) is not None:
+            return ends
+        is_first, is_second = shape[0] == self._rows, self._begins_like_others(path, shape)
+        if known is not None:
+            what = f"had its rows in dimension {known} before, and now has the shape {shape} in a batch of {self._rows} rows"
+        elif is_first and is_second and _is_integer(tensor):  # activations have the rows first
+            what = f"has the shape {shape}, where dimension 0 or 1 may have the {self._rows} rows"
+        elif is_first:
+            return 0
+        elif is_second and shape[1] != shape[2]:
+            return 1
+        elif self._is_broadcast(tensor):
+            return None
+        else:
+            sizes = ", ".join(f"{name} {tuple(other.shape)}" for name, other in self._tensors.items())
+            what = f"has the shape {shape} in a batch of {self._rows} rows, {sizes}"
+        raise BuildError(
+            f"{path!r} {what}; say with batch_dims={{{path.partition('.')[0]!r}: ...}} which dimension has the rows, None if "
+            "it goes whole to each micro-batch, or use microbatches=1"
+        )
+
+    def _begins_like_others(self, path: Path, shape: tuple[int, ...]) -> bool:
+        """Return whether an argument, from dimension 1 on, begins with rows as another one does from dimension 0 on."""
+        others = (tuple(other.shape[:2]) for name, other in self._tensors.items() if name != path and other.dim() > 1)
+        return len(shape) > 2 and shape[1] == self._rows and shape[1:3] in others
+
+    def _is_broadcast(self, tensor: torch.Tensor) -> bool:
+        """Return whether an argument is one row for all: integers like another one's rows, or a mask that all heads share."""
+        shape = tuple(tensor.shape)
+        if len(shape) > 2:
+            return shape[:2] == (1, 1)
+        rows = [other for other in self._tensors.values() if other.shape[0] == self._rows and _is_integer(other)]
+        return shape[0] == 1 and _is_integer(tensor) and any(tuple(other.shape[1:]) == shape[1:] for other in rows)
+
+    def _token_ends(self, path: Path, tensor: torch.Tensor) -> Ends | None:
+        """Return where the images or videos of rows end, by the tokens that stand for them; None where nothing shows it."""
+        name, ids = path.rpartition(".")[2], self._tensors.get("input_ids")
+        token = self._tokens.get("video" if "video" in name else "image")
+        if name not in OF_TOKENS or token is None or ids is None:
+            return None
+        if ids.dim() != 2 or ids.shape[0] != self._rows or (tensor.dim() > 4 and tensor.shape[0] == self._rows):
+            return None
+        tokens = [0, *accumulate((ids == token).sum(1).tolist())]
+        entries = [0, *accumulate(tensor.prod(1).tolist() if name in _GRIDS else [1] * len(tensor))]
+        if not tokens[-1] or not entries[-1]:
+            return None if tokens[-1] or len(tensor) else [0] * len(tokens)
+        scaled = [entry * tokens[-1] for entry in entries]
+        found = [bisect_left(scaled, number * entries[-1]) for number in tokens]
+        return [end if scaled[end] == number * entries[-1] else None for end, number in zip(found, tokens, strict=True)]
+
+    def _counted_ends(self, path: Path, count: str | Callable[..., Any], counted: tuple[Path, ...]) -> Ends:
+        """Return where rows end in an argument whose entries another one, or a function, counts."""
+        ends: Ends = list(range(self._rows + 1))
+        if isinstance(count, str):
+            if count not in self._tensors or count in (path, *counted):
+                names = ", ".join(self._batch)
+                raise BuildError(f"batch_dims[{path!r}] is {count!r}, which is no other tensor of the batch; it has {names}")
+            place = self._place(count, (*counted, path))
+            if place is None or (isinstance(place, int) and place != 0):
+                raise BuildError(f"batch_dims[{path!r}] is {count!r}, which does not have the rows in dimension 0")
+            ends = place if isinstance(place, list) else ends
+            counts = _numbers(path, self._tensors[count])
+        else:
+            counts = _numbers(path, _called(path, count, self._batch))
+        if len(counts) != ends[-1]:
+            raise BuildError(f"batch_dims[{path!r}] counts the entries of {len(counts)} rows, but the batch has {ends[-1]}")
+        sums, number = [0, *accumulate(counts)], len(self._tensors[path])
+        if sums[-1] != number:
+            raise BuildError(f"{path!r} has {number} entries, but by batch_dims the rows have {sums[-1]}")
+        return [None if end is None else sums[end] for end in ends]
+
+
+def _is_integer(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
+
+
+def _numbers(path: Path, counts: Any) -> list[int]:
+    """Return counts as a list; of several sizes in each entry, as of a grid, their product."""
+    found = torch.as_tensor(counts)
+    if found.is_floating_point() or found.dim() == 0:
+        raise BuildError(f"batch_dims[{path!r}] gives no whole number for each row, but {counts!r}")
+    return found.flatten(1).prod(1).tolist() if found.dim() > 1 else found.tolist()
+
+
+def _called(path: Path, count: Callable[..., Any], batch: Mapping[str, Any]) -> Any:
+    """Call a function with the arguments of the batch that it names."""
+    names = list(inspect.signature(count).parameters)
+    if missing := [name for name in names if name not in batch]:
+        raise BuildError(f"the function of batch_dims[{path!r}] takes {missing[0]!r}; the batch has {', '.join(batch)}")
+    return count(*(batch[name] for name in names))

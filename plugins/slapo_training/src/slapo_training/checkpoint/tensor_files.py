@@ -1,0 +1,219 @@
+"""Tensors of all ranks in the files of ``torch.distributed.checkpoint``, read back in whatever pieces are wanted.
+
+What its planners do for DTensors, these do for pieces: one may consist of several boxes, and several ranks may have some of
+them. What is equal is written once, and by turns by those that have it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from slapo_core.reporting.errors import BuildError
+
+from ..distributed._torch_private import MetadataUnpickler
+from ..distributed.ranks import Ranks
+from ..model.pieces import Chunk, Piece
+from .async_save import Buffers, copied, keep
+
+Edges = dict[str, tuple[tuple[int, ...], ...]]
+Tensors = dict[tuple[str, tuple[int, ...]], torch.Tensor]
+Pieces = Mapping[str, Piece | Sequence[Piece]]
+"""By the names of tensors, of each one piece, or several that do not overlap."""
+
+
+class TensorFiles:
+    """What this rank is to write of the pieces that all have. Collective.
+
+    Args:
+        pieces: This rank's.
+        ranks: All.
+        copies: Memory on the CPU that what is written is copied to first, from the save before, or new; None to write the
+            tensors as they are when it comes to that.
+    """
+
+    def __init__(self, pieces: Pieces, ranks: Ranks, copies: Buffers | None = None) -> None:
+        self._edges, self._facts = _edges(pieces, ranks), _facts(pieces)
+        self._planner = _SavePlanner(pieces, self._edges)
+        plans, self._metadata = self._planner.create_global_plan(ranks.gather(self._planner.create_local_plan()))
+        self._writer = FileSystemWriter(".", overwrite=False)
+        self._plan = self._writer.prepare_global_plan(plans)[ranks.place]
+        self._copy(ranks, copies)
+
+    def fits(self, pieces: Pieces) -> bool:
+        """Return whether these are as those before, but for their numbers; if so on all ranks, ``renew`` takes them."""
+        return _facts(pieces) == self._facts
+
+    def renew(self, pieces: Pieces, ranks: Ranks, copies: Buffers | None = None) -> None:
+        """Write these in the places of those before. Collective."""
+        self._planner = _SavePlanner(pieces, self._edges)
+        self._copy(ranks, copies)
+
+    def _copy(self, ranks: Ranks, copies: Buffers | None) -> None:
+        if copies is not None:
+            ranks.on_all(lambda: self._planner.copy(self._plan, copies))
+
+    def write(self, folder: Path, ranks: Ranks) -> None:
+        """Write the files. Collective."""
+
+        def put() -> list[Any]:
+            self._writer.reset(folder)
+            self._writer.set_up_storage_writer(ranks.place == 0)
+            return self._writer.write_data(self._plan, self._planner).value()
+
+        try:
+            everyone = ranks.on_all(put)
+        finally:
+            self._planner.forget()
+        ranks.first(lambda: self._writer.finish(self._metadata, everyone))
+
+
+class SavedTensors:
+    """The tensors of a checkpoint.
+
+    Args:
+        folder: That of its files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._reader = _Reader(folder)
+        self._metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
+
+    def facts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """The shape and type of each, by name."""
+        found = self._metadata.state_dict_metadata.items()
+        return {
+            name: (tuple(each.size), each.properties.dtype) for name, each in found if isinstance(each, TensorStorageMetadata)
+        }
+
+    def read(self, wanted: Mapping[str, Piece]) -> None:
+        """Read into the tensors of these pieces.
+
+        Raises:
+            BuildError: the checkpoint leaves some of it out.
+        """
+        planner = _LoadPlanner(wanted)
+        planner.set_up_planner({}, self._metadata)
+        plan = planner.create_local_plan()
+        for name, piece in wanted.items():
+            found = sum(math.prod(item.lengths) for item in plan.items if item.dest_index.fqn == name)
+            if found != piece.tensor.numel():
+                raise BuildError(f"the checkpoint has {found} of {piece.tensor.numel()} numbers of {name!r}; load another one")
+        self._reader.read_data(plan, planner).wait()
+
+
+class _SavePlanner(DefaultSavePlanner):
+    def __init__(self, pieces: Pieces, edges: Edges) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._items: list[WriteItem] = []
+        self._tensors: Tensors = {}
+        for name, piece in _each(pieces):
+            properties = TensorProperties(dtype=piece.tensor.dtype)
+            for chunk in _written(piece, edges[name]):
+                box = ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.sizes))
+                data = TensorWriteData(box, properties, torch.Size(piece.full_shape))
+                self._items.append(WriteItem(MetadataIndex(name, box.offsets), WriteItemType.SHARD, tensor_data=data))
+                self._tensors[name, chunk.offset] = chunk.of(piece.tensor)
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan(self._items)
+        return self.plan
+
+    def copy(self, plan: SavePlan, buffers: Buffers) -> None:
+        """Have the tensors of a plan as they are now, and no others."""
+        kept = [_key(item.index) for item in plan.items]
+        keep(kept, buffers)
+        self._tensors = {key: copied(self._tensors[key], key, buffers) for key in kept}
+
+    def forget(self) -> None:
+        """Keep no tensor, which the engine may replace, from being freed."""
+        self._tensors = {}
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        return self._tensors[_key(write_item.index)]
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def __init__(self, wanted: Mapping[str, Piece]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._wanted = wanted
+        self._places: Tensors = {}
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        items = []
+        for name, piece in self._wanted.items():
+            chunks = [*piece.chunks()]
+            self._places |= {(name, chunk.offset): chunk.of(piece.tensor) for chunk in chunks}
+            boxes = [ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.sizes)) for chunk in chunks]
+            saved = self.metadata.state_dict_metadata[name]
+            assert isinstance(saved, TensorStorageMetadata)
+            items += create_read_items_for_chunk_list(name, saved, boxes)
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self._places[_key(index)]
+
+
+class _Reader(FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Of the file, whose pickle may have these classes of torch's and no others."""
+        with Path(self.path, ".metadata").open("rb") as stream:
+            found: Metadata = MetadataUnpickler(stream).load()
+        return found
+
+
+def _key(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
+    assert index.offset is not None
+    return index.fqn, tuple(index.offset)
+
+
+def _each(pieces: Pieces) -> Iterator[tuple[str, Piece]]:
+    for name, found in pieces.items():
+        for piece in [found] if isinstance(found, Piece) else found:
+            yield name, piece
+
+
+def _facts(pieces: Pieces) -> list[Any]:
+    return [(name, piece.full_shape, piece.ranges, piece.tensor.dtype) for name, piece in _each(pieces)]
+
+
+def _edges(pieces: Pieces, ranks: Ranks) -> Edges:
+    """Return the places in each dimension of a tensor at which the ranges of some rank begin or end."""
+    found: dict[str, list[set[int]]] = {}
+    for own in ranks.gather([(name, piece.ranges) for name, piece in _each(pieces)]):
+        for name, dims in own:
+            known = found.setdefault(name, [set() for _ in dims])
+            for edges, ranges in zip(known, dims, strict=True):
+                edges.update(edge for each in ranges for edge in each)
+    return {name: tuple(tuple(sorted(edges)) for edges in dims) for name, dims in found.items()}
+
+
+def _written(piece: Piece, edges: Sequence[Sequence[int]]) -> Iterator[Chunk]:
+    """The boxes of a piece, cut where another rank's begin or end inside of them: two are the same, or apart."""
+    if math.prod(piece.full_shape) == 0:
+        yield Chunk((0,) * len(piece.full_shape), (0,) * len(piece.full_shape), piece.full_shape)
+    for chunk in piece.chunks():
+        lines = []
+        for at, start, size, cuts in zip(chunk.local, chunk.offset, chunk.sizes, edges, strict=True):
+            inside = [start, *(cut for cut in cuts if start < cut < start + size), start + size]
+            lines.append([(at + low - start, low, high - low) for low, high in zip(inside, inside[1:], strict=False)])
+        for box in product(*lines):
+            yield Chunk(tuple(at for at, _, _ in box), tuple(start for _, start, _ in box), tuple(size for *_, size in box))

@@ -1,0 +1,12 @@
+"""Exponential moving averages of the weights that an engine trains.
+
+Each rank averages the values that its own optimizer steps, in parts as they lie, so that a step sends nothing. What enters is
+an engine; what leaves is a ``WeightAverage``, which evaluates, exports and gathers. It imports ``slapo_core`` and
+``slapo_training``.
+"""
+
+from .averaged_engine import AveragedEngine
+from .master_values import MasterValue
+from .weight_average import WeightAverage, ema
+
+__all__ = ["AveragedEngine", "MasterValue", "WeightAverage", "ema"]

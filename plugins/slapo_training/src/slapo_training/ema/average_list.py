@@ -1,0 +1,139 @@
+"""The averages of one engine: updated together, and kept in its checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slapo_core.reporting.errors import BuildError
+from slapo_core.reporting.logger import get_logger
+
+from ..checkpoint.async_save import Buffers
+from ..distributed.ranks import Ranks
+from ..model.pieces import Piece
+
+if TYPE_CHECKING:
+    from ..checkpoint.folder import Checkpoint
+    from .averaged_engine import AveragedEngine
+    from .weight_average import WeightAverage
+
+KEY = "averages"
+"""Name in a checkpoint's manifest, and of the folder of its tensors."""
+
+Taken = list[tuple[int, list[torch.Tensor]] | None]
+"""Number of updates and values of each average; None where the checkpoint has none."""
+
+
+class AverageList:
+    """Averages of one engine's weights, in the order in which they were made.
+
+    Args:
+        engine: The engine.
+    """
+
+    def __init__(self, engine: AveragedEngine) -> None:
+        self._engine = engine
+        self.items: list[WeightAverage] = []
+        self._copies: Buffers = {}
+        self.is_applied = False
+
+    def update(self) -> None:
+        """Average the weights of the step that has just been taken."""
+        for each in self.items:
+            each.update()
+
+    def include(self) -> None:
+        """Average what is trained from now on as well."""
+        for each in self.items:
+            each.include()
+
+    def check_idle(self, what: str) -> None:
+        """Refuse what would take averages for the engine's weights.
+
+        Raises:
+            BuildError: the averages stand in the places of the weights.
+        """
+        if self.is_applied:
+            raise BuildError(f"{what} inside of applied(), where the model has averaged weights; call it outside")
+
+    @contextmanager
+    def applying(self) -> Iterator[None]:
+        """Note that averages stand in the places of the weights."""
+        self.check_idle("applied()")
+        self.is_applied = True
+        try:
+            yield
+        finally:
+            self.is_applied = False
+
+    def about(self) -> dict[str, Any]:
+        """Return the facts that the manifest of a checkpoint has of them, the same on every rank."""
+        return {KEY: [each.facts() for each in self.items]} if self.items else {}
+
+    def prepared(self, ranks: Ranks, is_copied: bool) -> Callable[[Path, Ranks], None]:
+        """Return a writer of the averages as they are now, given the checkpoint's files and the ranks to meet. Collective.
+
+        Args:
+            ranks: All.
+            is_copied: Whether training goes on while it writes.
+        """
+        if not self.items:
+            return lambda folder, meeting: None
+        from ..checkpoint.tensor_files import TensorFiles  # noqa: PLC0415  torch.distributed.checkpoint takes half a second
+
+        files = TensorFiles(self._pieces(), ranks, self._copies if is_copied else None)
+
+        def write(folder: Path, meeting: Ranks) -> None:
+            meeting.first(lambda: (folder / KEY).mkdir())
+            files.write(folder / KEY, meeting)
+
+        return write
+
+    def _pieces(self) -> dict[str, list[Piece]]:
+        return {
+            key: [*master.pieces(value)] for number, each in enumerate(self.items) for key, master, value in each.saved(number)
+        }
+
+    def read(self, checkpoint: Checkpoint, ranks: Ranks) -> Taken:
+        """Read this rank's part of a verified checkpoint; nothing changes before ``put``. Collective.
+
+        Raises:
+            BuildError: on every rank: the checkpoint has averages of other tensors.
+        """
+        saved: list[Mapping[str, Any]] = checkpoint.about.get(KEY, [])
+        if len(saved) > len(self.items) and ranks.place == 0:
+            told = "moving averages of weights: the checkpoint has %d, and the engine takes %d; call slapo.ema before load"
+            get_logger().warning(told, len(saved), len(self.items))
+        taken: Taken = [None] * len(self.items)
+        for number, (each, facts) in enumerate(zip(self.items, saved, strict=False)):
+            values: list[torch.Tensor] = []
+            ranks.on_all(lambda: values.extend(self._values(each, number, checkpoint.data / KEY)))  # noqa: B023  called at once
+            taken[number] = facts["num_updates"], values
+        if len(saved) < len(self.items) and ranks.place == 0:
+            get_logger().warning("the checkpoint has no moving average of weights; it begins anew with the weights loaded")
+        return taken
+
+    def _values(self, average: WeightAverage, number: int, folder: Path) -> list[torch.Tensor]:
+        from ..checkpoint.tensor_files import SavedTensors  # noqa: PLC0415  torch.distributed.checkpoint takes half a second
+
+        files = SavedTensors(folder)
+        known, found, wanted = files.facts(), [], list[list[tuple[str, Piece]]]()
+        for keys, master, value in average.wanted(number):
+            key = next((key for key in keys if key in known), None)
+            if key is None or known[key][0] != tuple(master.place.full_shape):
+                raise BuildError(f"the checkpoint has no moving average of {master.name!r}; build with the same model and ema")
+            found.append(fresh := torch.empty_like(value))
+            wanted.append([(key, piece) for piece in master.pieces(fresh)])
+        for row in zip_longest(*wanted):
+            files.read(dict(each for each in row if each is not None))
+        return found
+
+    def put(self, taken: Taken) -> None:
+        """Take over what ``read`` gave, after the engine has loaded its weights."""
+        for each, found in zip(self.items, taken, strict=True):
+            each.take(found)

@@ -1,0 +1,73 @@
+"""Values that a rank's optimizer steps in place, and where they lie in the whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from ..model.named_tensors import Tensors, unfold
+from ..model.pieces import Piece, boxes
+
+
+class MasterValue(NamedTuple):
+    """Values of one parameter or buffer on this rank.
+
+    Args:
+        name: First name of the tensor in the unmodified model.
+        value: The values: in fp32 where the optimizer keeps them so. One dimension where ``start`` is given.
+        place: This rank's part of the whole tensor; the numbers of its tensor are not read.
+        start: Number of elements of that part before the values; None where the values are all of it.
+        is_buffer: Whether the tensor is a buffer.
+    """
+
+    name: str
+    value: torch.Tensor
+    place: Piece
+    start: int | None = None
+    is_buffer: bool = False
+
+    def pieces(self, values: torch.Tensor) -> Iterator[Piece]:
+        """Iterate over the boxes of the whole tensor that these values, of the shape of ``value``, fill.
+
+        Args:
+            values: The values, or memory for them; the pieces are views of it.
+        """
+        if self.start is None:
+            yield self.place._replace(tensor=values.detach())
+            return
+        at = 0
+        for offset, sizes in boxes(tuple(self.place.tensor.shape), self.start, self.start + values.numel()):
+            number = torch.Size(sizes).numel()
+            part = values.detach().view(-1).narrow(0, at, number).view(sizes)
+            yield self.place.box(part, offset)
+            at += number
+
+
+def buffer_values(buffers: Tensors, places: dict[str, Piece]) -> Iterator[MasterValue]:
+    """Iterate over the buffers of a rank."""
+    for name, buffer in buffers.items():
+        unfold(buffer)
+        yield MasterValue(name, buffer, places[name], is_buffer=True)
+
+
+def copy_of(value: torch.Tensor) -> torch.Tensor:
+    """Return a copy that can be averaged: in fp32 where half precision would round small changes away."""
+    is_half = value.dtype in (torch.float16, torch.bfloat16)
+    return value.detach().to(torch.float32 if is_half else value.dtype, copy=True)
+
+
+@torch.no_grad()
+def lerp(averages: list[torch.Tensor], values: list[torch.Tensor], weight: float) -> None:
+    """Move averages towards values by a weight, as ``torch.optim.swa_utils.get_ema_multi_avg_fn`` does."""
+    alike: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for average, value in zip(averages, values, strict=True):
+        if not (average.is_floating_point() or average.is_complex()):
+            average.copy_(average * (1 - weight) + value.detach() * weight)
+            continue
+        own, new = alike.setdefault((average.device, average.dtype), ([], []))
+        own.append(average)
+        new.append(value.detach().to(average.dtype))
+    for own, new in alike.values():
+        torch._foreach_lerp_(own, new, weight)

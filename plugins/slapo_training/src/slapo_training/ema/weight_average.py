@@ -1,0 +1,179 @@
+"""``ema``: an exponential moving average of the weights that an engine trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from slapo_core.interfaces.engine import Engine
+from slapo_core.modules.parameters import facts
+from slapo_core.reporting.errors import BuildError
+
+from ..distributed.ranks import Ranks
+from ..model.pieces import whole
+from .averaged_engine import AveragedEngine
+from .master_values import MasterValue, copy_of, lerp
+
+
+def ema(engine: Engine, decay: float = 0.999, *, use_buffers: bool = False) -> WeightAverage:
+    """Keep an exponential moving average of an engine's weights.
+
+    As ``torch.optim.swa_utils.AveragedModel`` does with ``get_ema_multi_avg_fn(decay)``, updated after each optimizer step: the
+    first step's weights are copied, and later ones averaged in. Each rank averages what its own optimizer steps, and sends
+    nothing. The engine's checkpoints have the averages, for any layout. Collective.
+
+    Args:
+        engine: What ``build`` returned, with an optimizer. Call this before ``load``.
+        decay: How much of the average stays in each step, from 0 to 1.
+        use_buffers: Whether buffers are averaged as well; otherwise they are those of the model.
+
+    Raises:
+        BuildError: on every rank: the engine takes no steps, or another decay was given on another rank.
+    """
+    if not isinstance(engine, AveragedEngine):
+        raise BuildError(
+            f"ema: {type(engine).__name__} takes no steps; use torch.optim.swa_utils.AveragedModel(engine.module), or build "
+            "for target='torch'"
+        )
+    ranks, made = Ranks.of(engine.program), list[WeightAverage]()
+
+    def make() -> tuple[float, bool]:
+        if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay <= 1:
+            raise BuildError(f"ema: decay is {decay!r}; give a number from 0 to 1, 0.999 say")
+        if reason := engine.why_not_averaged():
+            raise BuildError(f"ema: {reason} cannot be averaged; build without it")
+        engine.averages.check_idle("ema")
+        made.append(WeightAverage(engine, decay, use_buffers))
+        return decay, use_buffers
+
+    if len(set(ranks.on_all(make))) > 1:
+        raise BuildError("ema: the ranks were given different arguments; give all of them the same")
+    engine.averages.items.append(made[0])
+    return made[0]
+
+
+class WeightAverage:
+    """An exponential moving average of an engine's weights, of which each rank has its parts.
+
+    Args:
+        engine: The engine.
+        decay: How much of the average stays in each step.
+        use_buffers: Whether buffers are averaged as well.
+
+    Attributes:
+        decay: As given.
+        num_updates: Steps that were averaged, those before the checkpoint that was loaded included.
+    """
+
+    def __init__(self, engine: AveragedEngine, decay: float, use_buffers: bool) -> None:
+        self._engine, self.decay, self._use_buffers = engine, decay, use_buffers
+        self.num_updates = 0
+        self._masters: list[MasterValue] = []
+        self._values: dict[str, torch.Tensor] = {}
+        self.include()
+
+    def include(self) -> None:
+        """Find the values that are trained now; the average of one that was frozen before begins with its value."""
+        found = self._engine.masters()
+        self._masters = [each for each in found if self._use_buffers or not each.is_buffer]
+        self._values = {
+            each.name: self._values[each.name] if each.name in self._values else copy_of(each.value) for each in self._masters
+        }
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Average the weights as they are now; engines call this after each optimizer step."""
+        averages, values = [*self._values.values()], [each.value for each in self._masters]
+        if self.num_updates:
+            lerp(averages, values, 1 - self.decay)
+        else:
+            for average, value in zip(averages, values, strict=True):
+                average.copy_(value)
+        self.num_updates += 1
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Let the engine evaluate, and ``export_weights`` write, with the averaged weights inside. Collective.
+
+        The engine has its own weights again behind it.
+        """
+        with self._engine.averages.applying():
+            kept = [each.value.detach().clone() for each in self._masters]
+            self._write([*self._values.values()])
+            try:
+                yield
+            finally:
+                self._write(kept)
+
+    @torch.no_grad()
+    def _write(self, values: list[torch.Tensor]) -> None:
+        for master, value in zip(self._masters, values, strict=True):
+            master.value.detach().copy_(value)
+        self._engine.use_masters()
+
+    def full_state(self) -> dict[str, torch.Tensor]:
+        """Return the averaged model's whole tensors by the unmodified model's names, on every rank, on the CPU. Collective.
+
+        Parameters that are not trained and buffers, which are not averaged by default, have the model's own values. Averages
+        are in fp32 where the model runs in half precision. For models that one process cannot hold, ``export_weights`` inside
+        of ``applied`` writes one tensor after the other.
+        """
+        engine, ranks = self._engine, Ranks.of(self._engine.program)
+        everyone = ranks.gather(([each.name for each in self._masters], _names(engine)))
+        averaged = {name for own, _ in everyone for name in own}  # on a rank that ZeRO gives nothing of it as well
+        pieces = {name: [piece] for name, piece in engine.pieces().items() if name not in averaged}
+        pieces |= {each.name: [*each.pieces(self._values[each.name])] for each in self._masters}
+        keys = {name: own for _, found in reversed(everyone) for name, own in found.items()}
+        state: dict[str, torch.Tensor] = {}
+        for name in dict.fromkeys(name for own in ranks.gather([*pieces]) for name in own):
+            parts = ranks.gather([piece._replace(tensor=piece.tensor.cpu()) for piece in pieces.get(name, ())])
+            found = whole(piece for each in parts for piece in each)
+            state |= dict.fromkeys(keys.get(name, (name,)), found)
+        return state
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a checkpoint says of it."""
+        return {"decay": self.decay, "num_updates": self.num_updates, "use_buffers": self._use_buffers}
+
+    def saved(self, number: int) -> Iterator[tuple[str, MasterValue, torch.Tensor]]:
+        """Iterate over keys in a checkpoint, places and values.
+
+        Args:
+            number: Its number among the engine's averages.
+        """
+        replica = self._engine.program.axis_rank("dp")
+        for each in self._masters:
+            yield _key(number, each, replica), each, self._values[each.name]
+
+    def wanted(self, number: int) -> Iterator[tuple[list[str], MasterValue, torch.Tensor]]:
+        """Iterate as ``saved`` does; a buffer may be read from the first replica where its own is not there."""
+        replica = self._engine.program.axis_rank("dp")
+        self.include()
+        for each in self._masters:
+            yield [_key(number, each, replica), _key(number, each, 0)], each, self._values[each.name]
+
+    @torch.no_grad()
+    def take(self, found: tuple[int, list[torch.Tensor]] | None) -> None:
+        """Take over values of a checkpoint, of the order of ``wanted``; with None begin anew with the engine's weights."""
+        names = [*self._values]
+        if found is None:
+            self.num_updates, self._values = 0, {}
+        else:
+            self.num_updates, values = found
+            self._values = dict(zip(names, values, strict=True))
+        self.include()
+
+
+def _key(number: int, master: MasterValue, replica: int) -> str:
+    """Return the key of a value in a checkpoint. Replicas may have different buffers."""
+    return f"{number}.buffer.{replica}.{master.name}" if master.is_buffer else f"{number}.{master.name}"
+
+
+def _names(engine: AveragedEngine) -> dict[str, tuple[str, ...]]:
+    """Return all names that this rank's tensors have in the unmodified model, by the first of them."""
+    modules = engine.module if isinstance(engine.module, torch.nn.Module) else torch.nn.ModuleList(engine.module)
+    named = [*modules.named_parameters(), *modules.named_buffers()]
+    return {own[0]: own for name, tensor in named for own in [facts(tensor).names or (name,)]}

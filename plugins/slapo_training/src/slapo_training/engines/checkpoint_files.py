@@ -1,0 +1,177 @@
+"""The directory of an engine's checkpoint: the engine's own files, what they are of, and each rank's random states."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from slapo_core.interfaces.program import Program
+from slapo_core.reporting.errors import BuildError
+
+from ..checkpoint import rng_state
+from ..checkpoint.folder import Checkpoint, Writing
+from ..checkpoint.plain_data import check_plain, digest
+from ..distributed.ranks import Ranks
+from ..ema.average_list import AverageList
+from ..model.named_tensors import write
+
+_POSITION = "position.pt"
+
+
+class Position(NamedTuple):
+    """Position of a training run.
+
+    Args:
+        steps: Batches that were trained.
+        extra: What the user gave to ``save``, the same on every rank.
+    """
+
+    steps: int
+    extra: Any
+
+    def words(self) -> str:
+        """Return this rank's values for ``check_same``; raise ``BuildError`` where they are not plain data."""
+        check_plain(self.extra, "extra")
+        return digest(self.extra)
+
+    @staticmethod
+    def check_same(ranks: Iterable[str]) -> None:
+        """Raise ``BuildError`` where ranks have said different words."""
+        if len(set(ranks)) > 1:
+            raise BuildError("the ranks save different extra; give all of them the same, as it is kept once")
+
+
+def prepared(
+    path: str | PathLike[str],
+    target: str,
+    program: Program,
+    about: Mapping[str, Any],
+    position: Position,
+    collect: Callable[[Path, Ranks], Callable[[Ranks], None]],
+    ranks: Ranks,
+    buffers: Mapping[str, torch.Tensor],
+    averages: AverageList,
+    is_copied: bool,
+) -> Callable[[Ranks], None]:
+    """What writes a checkpoint, given the ranks to meet, collective as well. Collective.
+
+    Args:
+        path: The same folder on every rank; made where there is none.
+        target: Whose it is.
+        program: Whose ranks.
+        about: What is written of it, the same on every rank.
+        position: Where training is.
+        collect: Given the folder of the engine's own files and the ranks to meet, gives what writes them, given the ranks to
+            meet then. Both collective, and they raise on all ranks.
+        ranks: All of the program.
+        buffers: This rank's, which may be others than those of another replica.
+        averages: Of the engine's weights.
+        is_copied: Whether training goes on while they are written.
+
+    Raises:
+        BuildError: on every rank: it failed on one, the ranks have different folders, or it has another target's checkpoint;
+            the checkpoint that was there is as it was. What is given raises it, too.
+    """
+    said = ranks.on_all(lambda: (Writing.proposed(path, target), position.words()))
+    writing = Writing.agreed([proposed for proposed, _ in said], target)
+    position.check_same(words for _, words in said)
+    about = {**about, "layout_of_ranks": layout_of(program), **averages.about()}
+    files: dict[str, bytes] = {}
+
+    def gather() -> None:
+        own = {name: tensor.detach() for name, tensor in buffers.items()}
+        files[_own_file(ranks.place)] = bytes_of({**rng_state.packed(), "buffers": own})
+        if ranks.place == 0:
+            files[_POSITION] = bytes_of(position._asdict())
+
+    def put() -> None:
+        for name, content in files.items():
+            (writing.data / name).write_bytes(content)
+
+    def write(meeting: Ranks) -> None:
+        with writing.by(meeting) as meeting:
+            fill(meeting)
+            put_averages(writing.data, meeting)
+            meeting.on_all(put)
+            writing.seal(about, meeting)
+
+    with writing.by(ranks) as ranks:
+        writing.begin(ranks)
+        fill = collect(writing.data, ranks)
+        ranks.on_all(gather)
+        put_averages = averages.prepared(ranks, is_copied)
+    return write
+
+
+def bytes_of(value: Any) -> bytes:
+    """Return what ``torch.save`` writes of a value as it is now."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+class Beside(NamedTuple):
+    """Files beside an engine's own.
+
+    Args:
+        position: Position of a training run.
+        own: The random states and buffers of this rank, or on another layout a number to derive random states from.
+    """
+
+    position: Position
+    own: Any
+
+    def put(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Put back random states, and this rank's buffers where they were saved on this layout."""
+        if isinstance(self.own, int):
+            rng_state.derive(self.own)
+            return
+        rng_state.put(self.own)
+        for name, saved in self.own["buffers"].items():
+            write(buffers[name], saved)
+
+
+def read_beside(checkpoint: Checkpoint, program: Program, buffers: Mapping[str, torch.Tensor]) -> Beside:
+    """What ``prepared`` writes beside an engine's own files. Collective.
+
+    Args:
+        checkpoint: A complete one.
+        program: Whose ranks.
+        buffers: This rank's; nothing is put into them yet.
+
+    Raises:
+        BuildError: it cannot be put back in this process, or into these buffers.
+    """
+    ranks = Ranks.of(program)
+    is_same = checkpoint.about["layout_of_ranks"] == layout_of(program)
+    found: list[Beside] = []
+
+    def read() -> None:
+        position = Position(**torch.load(checkpoint.data / _POSITION, weights_only=True))
+        saved = torch.load(checkpoint.data / _own_file(ranks.place if is_same else 0), map_location="cpu", weights_only=True)
+        if is_same:
+            rng_state.check(saved)
+            for name, tensor in saved["buffers"].items():
+                if name not in buffers or buffers[name].shape != tensor.shape:
+                    raise BuildError(
+                        f"the checkpoint has the buffer {name!r} of shape {tuple(tensor.shape)}, which the model has not; load "
+                        "it into the model it was saved from"
+                    )
+        found.append(Beside(position, saved if is_same else rng_state.digest_of(saved)))
+
+    ranks.on_all(read)
+    return found[0]
+
+
+def layout_of(program: Program) -> dict[str, int]:
+    """Return the number of ranks along each axis."""
+    return {axis: program.axis_size(axis) for axis in ("pp", "dp", "tp")}
+
+
+def _own_file(place: int) -> str:
+    return f"random-{place}.pt"

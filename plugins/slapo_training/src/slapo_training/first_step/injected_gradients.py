@@ -1,0 +1,154 @@
+"""Gradients that a model injects into its backward beside those of its loss: detection and scaling.
+
+A router's balance loss, say, enters by an ``autograd.Function`` that hands on its input and adds a gradient of its own. The
+backward of a micro-batch from ``s`` times its loss then gives ``s * dL + I``. An engine that divides each loss by the number of
+micro-batches would take ``I`` as often as there are micro-batches. Where gradients are injected it runs each backward from the
+loss as the whole batch weighs it, not divided, and divides the gradients of parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..distributed._torch_private import has_inner_backward, leaves_of, register_first, without_hooks
+
+
+class Injected:
+    """Runs backwards of stages from gradients of zero; any other gradient was injected.
+
+    Args:
+        parameters: The parameters of this rank's stages.
+        accumulates: Whether a backward may leave gradients with parameters, which an engine may wait for.
+
+    Attributes:
+        probes: For each tensor that got a gradient, by id, a number that is linear in it, and its norm.
+        is_unseen: Whether a backward could not be run, and would accumulate gradients.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], accumulates: bool) -> None:
+        self._parameters, self._accumulates = list(parameters), accumulates
+        self.probes: dict[int, torch.Tensor] = {}
+        self.is_unseen = False
+
+    def __call__(self, received: tuple[torch.Tensor, ...], given: tuple[torch.Tensor, ...]) -> bool:
+        """Return whether anything is injected.
+
+        Args:
+            received: Tensors that a stage received; their gradients count too.
+            given: Tensors that it returned, with their graph.
+        """
+        ends = [tensor for tensor in given if tensor.requires_grad]
+        inputs = [tensor for tensor in received if tensor.requires_grad]
+        if not ends:
+            return False
+        if not has_inner_backward(ends):
+            leaves = [*{id(each): each for each in [*leaves_of(ends), *inputs]}.values()]
+            gradients = self._gradients(ends, leaves)
+        elif self._accumulates:
+            leaves = [*self._parameters, *inputs]
+            gradients = self._accumulated(ends, leaves)
+        else:
+            self.is_unseen = True
+            return False
+        found = [(leaf, gradient) for leaf, gradient in zip(leaves, gradients, strict=True) if gradient is not None]
+        flags = [_is_something(gradient).to(ends[0].device) for _, gradient in found]
+        if not flags or not bool(torch.stack(flags).any()):
+            return False
+        self.probes.update({id(leaf): _probe(gradient) for leaf, gradient in found if isinstance(leaf, nn.Parameter)})
+        return True
+
+    def _gradients(self, ends: list[torch.Tensor], leaves: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+        if not leaves:
+            return ()
+        with without_hooks(leaves):
+            return torch.autograd.grad(ends, leaves, [torch.zeros_like(each) for each in ends], allow_unused=True)
+
+    def _accumulated(self, ends: list[torch.Tensor], leaves: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        for leaf in leaves:
+            leaf.grad = None
+        with without_hooks(leaves):
+            torch.autograd.backward(ends, [torch.zeros_like(each) for each in ends])
+        found = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        return found
+
+
+def is_mean_over_rows(whole: Injected, parts: Sequence[Injected], weights: Sequence[float], tolerance: float) -> bool:
+    """Return whether the gradients injected for all rows are the mean of those injected for their parts.
+
+    Args:
+        whole: Behind a run of all rows.
+        parts: Behind runs of the parts.
+        weights: Share of the rows that each part has.
+        tolerance: Relative difference that is none.
+    """
+    for key, one in whole.probes.items():
+        others = [each.probes.get(key, torch.zeros_like(one)) for each in parts]
+        mean = sum(other[0].item() * weight for other, weight in zip(others, weights, strict=True))
+        size = max(each[1].item() for each in (one, *others))
+        if abs(one[0].item() - mean) > tolerance * size:
+            return False
+    return True
+
+
+def _probe(gradient: torch.Tensor) -> torch.Tensor:
+    values = (gradient.to_dense() if gradient.is_sparse else gradient).detach().reshape(-1)
+    values = (torch.view_as_real(values).reshape(-1) if values.is_complex() else values).float()
+    return torch.stack([values.sum() + values[::3].sum(), values.norm()]).nan_to_num()
+
+
+def _is_something(gradient: torch.Tensor) -> torch.Tensor:
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return (values.isfinite() & (values != 0)).any()  # zero times infinity is no gradient of anybody's
+
+
+class _Scaled(torch.autograd.Function):
+    """Identity of a loss that multiplies its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return loss.clone()  # a runtime may detach it in place, which a view refuses
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0] * ctx.factor, None
+
+
+def scaled_gradient(loss: torch.Tensor, factor: float) -> torch.Tensor:
+    """Return the same loss, whose backward starts from ``factor`` times its gradient."""
+    if factor == 1.0 or not loss.requires_grad:
+        return loss
+    scaled: torch.Tensor = _Scaled.apply(loss, factor)  # type: ignore[no-untyped-call]
+    return scaled
+
+
+class GradientScale:
+    """Divides the gradients of parameters as a backward makes them, before an engine takes or reduces them.
+
+    Args:
+        parameters: The parameters of this rank.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+
+    @contextmanager
+    def dividing(self, number: float) -> Iterator[None]:
+        """Divide those of the backwards inside by ``number``."""
+        if number == 1.0:
+            yield
+            return
+        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        handles = [register_first(parameter, lambda gradient: gradient / number) for parameter in trained]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()

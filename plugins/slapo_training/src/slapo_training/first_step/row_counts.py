@@ -1,0 +1,98 @@
+"""Counts of the marks in the rows of a batch: labels, masks, weights, lengths, and padding.
+
+Hand-written losses are often means over these. Where all micro-batches have equal counts, such a mean looks like a mean over
+rows; the first batch with different counts shows the difference.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from slapo_core.distributed.agreement import gather
+from slapo_core.interfaces.program import Program
+
+from ..batches.rows import BatchRows
+
+Marks = dict[str, float]
+"""Average count per row, by a name for each argument and kind of count."""
+
+
+def marks_of(given: Any, ignored: int, without: Collection[str] = ()) -> Marks:
+    """Return the counts of some rows.
+
+    Args:
+        given: Arguments of the model, with the labels of a loss function.
+        ignored: Label value that the loss leaves out.
+        without: Names that are left out.
+    """
+    rows, names, numbers = BatchRows().number(given) or 0, [], []
+    for index, leaf in enumerate(tree_leaves(given)):
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != rows or not _is_plain(leaf):
+            continue
+        for kind, number in _numbers_of(leaf, ignored):
+            if (name := f"{index}.{kind}") not in without:
+                names.append(name)
+                numbers.append(number())
+    if not numbers:
+        return {}
+    found = torch.stack([each.to(numbers[0].device, torch.float64) for each in numbers]).tolist()
+    return {name: number / rows for name, number in zip(names, found, strict=True)}
+
+
+def distance(one: Marks, other: Marks) -> float:
+    """Return the sum of the relative differences of two."""
+    found = 0.0
+    for name in one.keys() & other.keys():
+        size = abs(one[name]) + abs(other[name])
+        found += abs(one[name] - other[name]) / size if size else 0.0
+    return found
+
+
+class UnevenMarks:
+    """Finds the steps in which counts of marks first differ between micro-batches, or between replicas.
+
+    Args:
+        program: Its mesh has the ranks.
+        ignored: Label value that the loss leaves out.
+    """
+
+    def __init__(self, program: Program, ignored: int) -> None:
+        self._program, self._ignored = program, ignored
+        self._seen: set[str] = set()
+        self._own: list[Marks] = []
+
+    def fingerprints(self, parts: Sequence[Any]) -> list[int]:
+        """Return a fingerprint of each micro-batch's counts, without those that have differed before; touches no other rank."""
+        self._own = [marks_of(part, self._ignored, self._seen) for part in parts]
+        return [zlib.crc32(repr(sorted(each.items())).encode()) for each in self._own]
+
+    def end(self) -> None:
+        """Leave out the counts that differ in this batch from now on. Collective over the mesh."""
+        everyone = [each for own in gather(self._own, self._program.mesh) for each in own]
+        self._seen |= {name for name, number in everyone[0].items() if any(each.get(name) != number for each in everyone)}
+
+
+def _numbers_of(leaf: torch.Tensor, ignored: int) -> list[tuple[str, Any]]:
+    """Return kinds of counts, each with the function that computes it."""
+    if leaf.is_floating_point():
+        return [("sum", lambda: torch.where((leaf >= 0).all(), leaf.sum(dtype=torch.float64), 0.0))]
+    if leaf.dtype is torch.bool:
+        return [("true", leaf.sum)]
+    numbers = [("labels", (leaf != ignored).sum), ("filled", (leaf != 0).sum)]
+    if leaf.dim() == 1:
+        return [*numbers, ("length", leaf.sum)]
+    return [*numbers, ("end", lambda: _repeated(leaf.flip(-1))), ("start", lambda: _repeated(leaf))]
+
+
+def _repeated(values: torch.Tensor) -> torch.Tensor:
+    """Count how often rows repeat their first value at their start, as padding does."""
+    return (values == values[..., :1]).cummin(-1).values[..., 1:].sum() if values.shape[-1] else values.sum()
+
+
+def _is_plain(leaf: torch.Tensor) -> bool:
+    return leaf.layout is torch.strided and not leaf.is_complex() and not leaf.is_quantized and not leaf.is_meta

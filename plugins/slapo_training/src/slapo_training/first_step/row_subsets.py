@@ -1,0 +1,159 @@
+"""Rows of a batch, cut and joined, and losses of parts put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_map
+
+from slapo_core.interfaces.program import Program
+
+from ..batches.microbatches import Batch, labels_of
+from ..batches.rows import BatchRows
+from ..losses.reductions import Counted
+from .row_counts import Marks, distance, marks_of
+
+
+class Rows(NamedTuple):
+    """Some rows of a batch.
+
+    Args:
+        batch: The model's arguments.
+        labels: For the loss function; None where the model makes the loss itself.
+        places: Where the rows are.
+    """
+
+    batch: Batch
+    labels: Any
+    places: BatchRows
+
+    @property
+    def number(self) -> int:
+        """Number of rows; 0 where no tensor has any."""
+        return self.places.number(self.given()) or 0
+
+    def cut(self, sizes: Sequence[int]) -> list[Rows]:
+        """Cut the rows into parts of these sizes, in order."""
+        return [self.of(part) for part in self.places.cut(self.given(), sizes)]
+
+    def of(self, given: Batch) -> Rows:
+        """Return other rows of the same kind, from arguments and labels together."""
+        labels = given.pop("labels") if self.labels is not None else None
+        return Rows(given, labels, self.places)
+
+    def given(self) -> Batch:
+        """Return the arguments together with the labels of a loss function, as they were given."""
+        return self.batch if self.labels is None else {**self.batch, "labels": self.labels}
+
+
+def joined(parts: Sequence[Rows]) -> Rows:
+    """Put the rows of several parts into one."""
+    return parts[0].of(parts[0].places.join([part.given() for part in parts]))
+
+
+def narrowed(value: Any, total: int, start: int, size: int) -> Any:
+    """Return some rows of every tensor in ``value`` that has ``total`` of them."""
+    return tree_map(lambda leaf: leaf.narrow(0, start, size) if _has(leaf, total) else leaf, value)
+
+
+def dissimilar_halves(parts: Sequence[Rows], ignored: int) -> list[Rows]:
+    """Return two halves of micro-batches, together as many rows as one, that differ most in labels and masks.
+
+    Where micro-batches have one row, return two micro-batches, or the same row twice.
+
+    Args:
+        parts: All micro-batches of this rank.
+        ignored: Label value that the loss leaves out.
+    """
+    number = parts[0].number
+    if number == 1:
+        return dissimilar_pair(parts[0], [*parts[1:], parts[0]], ignored)
+    half = _second_half(number)
+    halves = [part.cut([number - half, half]) for part in parts]
+    own, *firsts = [first for first, _ in halves]
+    others = [second for _, second in halves] + (firsts if number == 2 * half else [])
+    return dissimilar_pair(own, others, ignored)
+
+
+def dissimilar_quarters(halves: Sequence[Rows], ignored: int) -> tuple[list[Rows], bool]:
+    """Return two quarters of a micro-batch that differ most in labels and masks, and whether they are the first half.
+
+    Together they have as many rows as the first half, two at least; one of them starts it.
+
+    Args:
+        halves: The micro-batch, or a half of it alone.
+        ignored: Label value that the loss leaves out.
+    """
+    half, *others = halves
+    size = _second_half(half.number)
+    own, second = half.cut([half.number - size, size])
+    pair = dissimilar_pair(
+        own, [second, *(part for each in others for part in each.cut([size] * (each.number // size)))], ignored
+    )
+    return pair, pair[1] is second
+
+
+def _second_half(number: int) -> int:
+    """Return how many of some rows are in their second half, in pairs where they can be: rows may go in pairs."""
+    half = number // 2
+    return half + 1 if number % 2 == 0 and half % 2 == 1 and number > 2 else half
+
+
+def dissimilar_pair(own: Rows, others: Sequence[Rows], ignored: int) -> list[Rows]:
+    """Return some rows, and those of the others that are least like them in labels and masks."""
+    marks = marks_of(own.given(), ignored)
+    return [own, max(others, key=lambda other: distance(marks, marks_of(other.given(), ignored)))]
+
+
+def other_replicas(own: Rows, program: Program, device: torch.device, ignored: int) -> list[Rows]:
+    """Return these rows of the first replica and of the one least like it, without this rank's. Collective over replicas."""
+    if program.mesh is None or program.axis_size("dp") == 1:
+        return []
+    group, found = program.mesh.get_group("dp"), list[Rows]()
+    marks: list[Marks] = [{}] * group.size()
+    dist.all_gather_object(marks, marks_of(own.given(), ignored), group=group)
+    for source in (0, max(range(1, len(marks)), key=lambda index: distance(marks[0], marks[index]))):
+        sent = [_on("cpu", (own.batch, own.labels)) if source == group.rank() else None]
+        dist.broadcast_object_list(sent, group=group, group_src=source)
+        if source != group.rank() and sent[0] is not None:
+            found.append(Rows(*_on(device, sent[0]), own.places))
+    return found
+
+
+def expected_losses(
+    parts: Sequence[Rows], losses: Sequence[float], counted: Sequence[Counted | None], ignored: int
+) -> list[float]:
+    """Return the possible losses of all parts together, for a mean over rows or over labels.
+
+    Args:
+        parts: The rows of each part.
+        losses: The loss of each part.
+        counted: The reduction of each loss; where it is known the engine weighs by it.
+        ignored: Label value that the loss leaves out.
+    """
+    known = [each.labels for each in counted if isinstance(each, Counted)]
+    if len(known) == len(counted):
+        return [_weighted(losses, known)]
+    whole, rest = zip(*labels_of([part.given() for part in parts], ignored), strict=True)
+    # an engine refuses other numbers of labels of which it does not know what they are to the loss
+    weights = ([part.number for part in parts], whole, rest)
+    return [_weighted(losses, each) for each in weights if sum(each)]
+
+
+def _weighted(losses: Sequence[float], weights: Sequence[int]) -> float:
+    total = sum(weights)
+    if not total:
+        return float("nan")
+    return sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight) / total
+
+
+def _on(device: torch.device | str, rows: tuple[Batch, Any]) -> tuple[Batch, Any]:
+    moved = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, rows)
+    return moved[0], moved[1]
+
+
+def _has(leaf: Any, rows: int) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows

@@ -1,0 +1,98 @@
+"""Hooks of a whole parameter on the part that took its place, for a backward without an engine."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+
+from slapo_core.distributed.full_tensors import gather_parts
+from slapo_core.modules.parameters import ShardSpec
+
+from .elementwise_marker import is_elementwise
+from .hook_tables import TABLES, Hook, HookRef, is_users, put_table, table_of
+from .whole_parameter import Place, whole_parameter
+
+
+class CarriedHook:
+    """A user's hook on a part: it sees the whole gradient of each backward. Collective over the ranks of the parts.
+
+    A copy of the parameter has none, as torch copies no hooks.
+
+    Args:
+        ref: The hook.
+        whole: The parameter it was put on.
+        part: The part that took its place.
+        spec: How that was cut.
+        places: Where the model has the part.
+    """
+
+    def __init__(self, ref: HookRef, whole: torch.Tensor, part: torch.Tensor, spec: ShardSpec, places: list[Place]) -> None:
+        self.ref, self.origin = ref, weakref.ref(whole)
+        self._part, self._spec, self._places = weakref.ref(part), spec, places
+
+    def _whole(self, part: torch.Tensor) -> AbstractContextManager[nn.Parameter]:
+        places = [(module, name) for module, name in self._places if module._parameters.get(name) is part]
+        return whole_parameter(part, self._spec, self.origin, places, in_place=False)
+
+    def __call__(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Run as a hook of ``register_hook``."""
+        hook, part = self.ref.hook, self._part()
+        if hook is None or gradient is None:
+            return None
+        if is_elementwise(hook):
+            return _changed(hook, gradient)
+        whole = gather_parts(gradient, self._spec)
+        if part is None:  # another one took its place
+            return self._spec.local(_changed(hook, whole))
+        with self._whole(part):
+            return self._spec.local(_changed(hook, whole))
+
+
+class CarriedPostHook(CarriedHook):
+    """A user's hook that waits for the gradient to be accumulated."""
+
+    def __call__(self, part: torch.Tensor | None) -> None:
+        """Run as a hook of ``register_post_accumulate_grad_hook``."""
+        hook = self.ref.hook
+        if hook is None or part is None or part.grad is None:
+            return
+        if is_elementwise(hook):
+            hook(part)
+            return
+        gradient = gather_parts(part.grad, self._spec)
+        with self._whole(part) as whole:
+            before, whole.grad = whole.grad, gradient
+            hook(whole)
+            gradient, whole.grad = whole.grad, before
+        if gradient is None:
+            part.grad = None
+        else:
+            part.grad.copy_(self._spec.local(gradient))
+
+
+def carry_hooks(part: torch.Tensor, whole: torch.Tensor, spec: ShardSpec, places: list[Place]) -> None:
+    """Give the part tables of its own, in which the user's hooks of the whole parameter see that.
+
+    Args:
+        part: Takes the place of ``whole``, and has its hooks.
+        whole: The parameter, which keeps its hooks as they are.
+        spec: How the part was cut.
+        places: Where the model has the part.
+    """
+    for name, kind in zip(TABLES, (CarriedHook, CarriedPostHook), strict=True):
+        table = table_of(whole, name)
+        if table:
+            carried = {
+                key: kind(HookRef(table, key), whole, part, spec, places) if is_users(hook) else hook
+                for key, hook in table.items()
+            }
+            put_table(part, name, OrderedDict(carried))
+
+
+def _changed(hook: Hook, gradient: torch.Tensor) -> torch.Tensor:
+    result = hook(gradient)
+    return gradient if result is None else result

@@ -1,0 +1,194 @@
+"""The loss in a model's output: the option ``loss``, a field called ``loss``, or the only number that has a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from slapo_core.distributed.random import rng_state, set_rng_state
+from slapo_core.reporting.errors import BuildError
+
+from ..batches.nested_tensors import Path, fields_of, tensors_of
+from ..distributed._torch_private import leaves_of
+
+LossChoice = str | int | Callable[[Any], torch.Tensor]
+"""The loss in a model's output: its key or field, its position, or a function of the output."""
+
+_LISTED = 6
+
+
+def check_choice(choice: Any) -> None:
+    """Raise ``BuildError`` for a value of the option ``loss`` that cannot work."""
+    if isinstance(choice, bool) or not (choice is None or isinstance(choice, str | int) or callable(choice)):
+        raise BuildError(
+            f"loss is {choice!r}; give the key or position of the loss in the model's output, or a function of the output"
+        )
+
+
+class OutputLoss:
+    """Finds the loss in a model's outputs.
+
+    Without the option, a field called ``loss`` is the loss, and else the one number that has a gradient. A number that follows
+    from parameters of one element alone, as a temperature does, is none. In evaluation numbers show no gradients: the loss is
+    where it was in training, and before that one forward with gradients, of the last stage alone, shows where it is.
+
+    Args:
+        choice: The option ``loss``.
+    """
+
+    def __init__(self, choice: LossChoice | None = None) -> None:
+        self._choice = choice
+        self._places: set[Path] = set()
+        self._parameters: set[Path] = set()
+
+    def of_model(self, model: Callable[[], Any]) -> torch.Tensor:
+        """Run a model, and return the loss in its output.
+
+        Args:
+            model: Runs the model or its last stage.
+
+        Raises:
+            BuildError: see ``of``.
+        """
+        output = model()
+        if not torch.is_grad_enabled() and self._is_open(output):
+            self._look(model)
+        return self.of(output)
+
+    def of(self, output: Any) -> torch.Tensor:
+        """Return the loss in an output, a tensor of one element.
+
+        Raises:
+            BuildError: there is none, or several numbers may be the loss.
+        """
+        if isinstance(output, torch.Tensor) and self._choice is None:
+            return output
+        if self._choice is not None:
+            return _chosen(self._choice, output)
+        if _has_loss(output):
+            return _named(output, "loss")  # type: ignore[no-any-return]
+        found = self._differentiable(output) if torch.is_grad_enabled() else self._possible(output)
+        if len(found) == 1:
+            return next(iter(found.values()))
+        if found:
+            kind = "differentiable numbers" if torch.is_grad_enabled() else "numbers"
+            raise BuildError(
+                f"the model returns several {kind}, {', '.join(map(repr, found))}, and each may be its loss; say which is with "
+                "loss= on build: a key, a position, or a function, e.g. loss=lambda output: output[0]"
+            )
+        others = tensors_of(_opened(output))
+        what = _listed(others) if others else f"a {type(output).__name__}"
+        raise BuildError(f"the model returns no loss but {what}; give the model labels, or build with loss_fn= or loss=")
+
+    def _is_open(self, output: Any) -> bool:
+        """Return whether an output without gradients does not show which number is the loss."""
+        if self._choice is not None or isinstance(output, torch.Tensor) or _has_loss(output):
+            return False
+        return len(_numbers(output)) > 0 and len(_numbers(output).keys() & self._places) != 1
+
+    def _look(self, model: Callable[[], Any]) -> None:
+        """Find the loss by a forward with gradients, which leaves random numbers as they are.
+
+        Engines may refuse a second forward, as units of sharded parameters do, which are gathered once: the loss is not found.
+        """
+        state = rng_state()
+        torch.clear_autocast_cache()  # it has weights without gradients
+        try:
+            with torch.enable_grad(), suppress(BuildError):
+                self._differentiable(model())
+        finally:
+            torch.clear_autocast_cache()
+            set_rng_state(state)
+
+    def _differentiable(self, output: Any) -> dict[Path, torch.Tensor]:
+        """Return the numbers that may be the loss: the only one without a gradient, too, where nothing is trained."""
+        numbers = _numbers(output)
+        found = {path: each for path, each in numbers.items() if each.requires_grad and path not in self._parameters}
+        new = {path for path in found.keys() - self._places if _is_parameter(found[path])}
+        self._parameters |= new
+        found = _distinct({path: each for path, each in found.items() if path not in new})
+        if len(found) == 1:
+            self._places |= found.keys()
+        has_gradients = any(each.requires_grad for each in tensors_of(_opened(output)).values())
+        return found if has_gradients else _distinct(numbers)
+
+    def _possible(self, output: Any) -> dict[Path, torch.Tensor]:
+        """Return the numbers of an output without gradients that may be the loss."""
+        found = {path: each for path, each in _numbers(output).items() if path not in self._parameters}
+        known = {path: each for path, each in found.items() if path in self._places}
+        return known if len(known) == 1 else _distinct(found)
+
+
+def _chosen(choice: LossChoice, output: Any) -> torch.Tensor:
+    """Return the loss that the option names.
+
+    Raises:
+        BuildError: there is none.
+    """
+    if callable(choice):
+        loss, what = choice(output), "loss= gives"
+    else:
+        loss, what = _named(output, choice), f"loss={choice!r} is"
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        raise BuildError(f"{what} {shown} in the model's output; it has to be a tensor of one number")
+    return loss
+
+
+def _named(output: Any, name: str | int) -> Any:
+    """Return a part of an output by its key, position or field.
+
+    Raises:
+        BuildError: there is none.
+    """
+    try:
+        if isinstance(output, Mapping) and name in output:
+            return output[name]
+        return getattr(output, name) if isinstance(name, str) else output[name]
+    except (AttributeError, IndexError, KeyError, TypeError) as err:
+        fields = fields_of(_opened(output))
+        has = ", ".join(map(repr, fields)) if fields else f"is a {type(output).__name__}"
+        raise BuildError(f"the model's output has no {name!r}, which loss= names; it has {has}") from err
+
+
+def _has_loss(output: Any) -> bool:
+    """Return whether an output has a field or key called ``loss``, also one that is None."""
+    return hasattr(output, "loss") or (isinstance(output, Mapping) and "loss" in output)
+
+
+def _opened(output: Any) -> Any:
+    """Return the attributes of an object of a class of the user's own; other outputs as they are."""
+    if isinstance(output, torch.Tensor) or fields_of(output) is not None:
+        return output
+    return getattr(output, "__dict__", output)
+
+
+def _numbers(output: Any) -> dict[Path, torch.Tensor]:
+    """Return the floating-point tensors of one element."""
+    found = tensors_of(_opened(output))
+    return {path: each for path, each in found.items() if each.numel() == 1 and each.is_floating_point()}
+
+
+def _distinct(numbers: dict[Path, torch.Tensor]) -> dict[Path, torch.Tensor]:
+    """Return those that have no dimension, if there are any, as others are results of one row; each memory once."""
+    found: dict[int, tuple[Path, torch.Tensor]] = {}
+    for path, each in ({path: each for path, each in numbers.items() if not each.dim()} or numbers).items():
+        found.setdefault(each.data_ptr(), (path, each))  # an engine may have replaced a tensor by several views
+    return dict(found.values())
+
+
+def _is_parameter(number: torch.Tensor) -> bool:
+    """Return whether a number follows from leaves of one element alone, as a temperature does."""
+    leaves = leaves_of([number])
+    return bool(leaves) and all(each.numel() == 1 for each in leaves)
+
+
+def _listed(tensors: Mapping[Path, torch.Tensor]) -> str:
+    def shown(items: Iterable[tuple[Path, torch.Tensor]]) -> str:
+        return ", ".join(f"{path!r} of shape {tuple(each.shape)}" for path, each in items)
+
+    items = [*tensors.items()]
+    return shown(items[:_LISTED]) + (f" and {len(items) - _LISTED} others" if len(items) > _LISTED else "")

@@ -1,0 +1,270 @@
+"""Losses that are means over labels: how many labels each of them has.
+
+Such a mean is the loss if the loss is made of it by operations that keep one number as it is. Equal values do not count: a
+cross entropy may be computed for a log alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from slapo_core.reporting.errors import BuildError
+from slapo_tracing.nodes._torch_private import in_function_transform
+
+from ..distributed._torch_private import nll_mean_of, nll_means_behind
+
+_LOSSES: tuple[Callable[..., Any], ...] = (F.cross_entropy, F.nll_loss)
+EQUAL_PARTS = (
+    "say with loss_weights= what each term is a mean over, pad so that all have as many labels, or train with one micro-batch "
+    "on one replica"
+)
+"""Remedies for a loss that is no plain mean over labels."""
+UNKNOWN_REDUCTION = (
+    "micro-batches or ranks have different numbers of labels, and what the loss is a mean over cannot be told, as it is no "
+    f"plain cross_entropy; {EQUAL_PARTS}"
+)
+"""Error of a loss that is no plain mean where labels are uneven."""
+
+_SIGNATURES = {loss: inspect.signature(loss) for loss in _LOSSES}
+
+
+class Counted(NamedTuple):
+    """A loss that is a mean over labels.
+
+    Args:
+        labels: Number of labels that entered it.
+        ignore_index: Label value that it leaves out.
+    """
+
+    labels: int
+    ignore_index: int
+
+
+class CombinedMeans(NamedTuple):
+    """A loss made of means over labels, and of more than one of them or of something else too.
+
+    Args:
+        terms: The means, sorted.
+    """
+
+    terms: tuple[Counted, ...]
+
+    @property
+    def number(self) -> int:
+        """Number that differs where the terms do, but for one case in a million; its squares can be summed in float64."""
+        return hash(self.terms) % 2**20
+
+
+LossReduction = Counted | CombinedMeans | None
+"""The reduction of a loss over labels: a mean, a combination of means, or None where it is unknown."""
+
+
+def terms_of(reduction: LossReduction) -> tuple[Counted, ...]:
+    """Return the means that a loss is made of, as far as they are known."""
+    if isinstance(reduction, CombinedMeans):
+        return reduction.terms
+    return () if reduction is None else (reduction,)
+
+
+def is_label_mean(mean: LossReduction) -> bool:
+    """Return whether a loss is a plain mean over labels."""
+    return isinstance(mean, Counted)
+
+
+class CountedMeans(TorchFunctionMode):
+    """Records losses over labels, ``cross_entropy`` and ``nll_loss``, and tracks what is computed from them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._noted: list[tuple[Counted, bool]] = []
+        self._found: dict[int, _Trace] = {}
+        self._zeros: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the function."""
+        kwargs = kwargs or {}
+        if in_function_transform():  # values under vmap cannot be asked for
+            return func(*args, **kwargs)
+        if func in _LOSSES:
+            result = func(*args, **kwargs)
+            self._note(result, _given(func, args, kwargs))
+            return result
+        sources = [found for value in _flat(args, kwargs) if (found := self._trace(value)) is not None] if self._noted else []
+        factor = self._factor(func, args, kwargs, sources) if sources else None
+        result = func(*args, **kwargs)
+        if sources:
+            self._follow(result, sources, factor)
+        elif func in _FACTORIES:
+            self._note_zero(result)
+        return result
+
+    def behind(self, loss: torch.Tensor) -> LossReduction:
+        """Return the reduction of a loss that was computed inside.
+
+        Raises:
+            BuildError: the loss is a sum over labels, or a mean with weights for classes.
+        """
+        if (trace := self._trace(loss) or self._alias_of(loss)) is None:
+            return None
+        noted = [self._noted[index] for index in sorted(trace.noted)]
+        if trace.factor != 1.0:
+            return CombinedMeans(tuple(sorted(counted for counted, _ in noted)))
+        ((counted, is_mean),) = noted
+        if not is_mean:
+            raise BuildError(
+                "the loss sums over its labels, or weights their classes, so the mean of several parts is another number; take "
+                "reduction='mean' without weight=, or train with one micro-batch on one replica"
+            )
+        return counted
+
+    def labels_of(self, term: torch.Tensor) -> int | None:
+        """Return over how many labels a term of a loss is a mean, times some number; None where that is not known."""
+        trace = self._trace(term) or self._alias_of(term)
+        if trace is None or trace.factor is None:
+            return None
+        ((counted, is_mean),) = (self._noted[index] for index in trace.noted)
+        return counted.labels if is_mean else None
+
+    def _note(self, result: torch.Tensor, given: dict[str, Any]) -> None:
+        if given["target"].is_floating_point():
+            return
+        legacy = given["size_average"] is not None or given["reduce"] is not None
+        if legacy and given["weight"] is None and given["reduction"] == "mean":
+            return
+        counted = Counted(int((given["target"] != given["ignore_index"]).sum()), given["ignore_index"])
+        self._noted.append((counted, given["reduction"] == "mean" and given["weight"] is None))
+        factor = 1.0 if result.numel() == 1 and given["reduction"] != "none" else None
+        self._found[id(result)] = _Trace(result, result._version, frozenset([len(self._noted) - 1]), factor)
+
+    def _note_zero(self, result: Any) -> None:
+        """Remember a number that is 0 by itself, to which losses may be added."""
+        if isinstance(result, torch.Tensor) and result.numel() == 1 and not result.requires_grad and not result.is_meta:
+            self._zeros[id(result)] = (result, result._version) if not result.any() else (result, -1)
+
+    def _trace(self, value: Any) -> _Trace | None:
+        """Return the record of a tensor, or None if the tensor was written since."""
+        found = self._found.get(id(value))
+        return found if found is not None and found.version == value._version else None
+
+    def _alias_of(self, value: torch.Tensor) -> _Trace | None:
+        """Return the record of a tensor in the same memory: an ``autograd.Function`` may return its input."""
+        for found in self._found.values():
+            tensor = found.tensor
+            if tensor.numel() == 1 == value.numel() and (tensor.data_ptr(), tensor.dtype) == (value.data_ptr(), value.dtype):
+                return found if found.version == tensor._version == value._version else None
+        return None
+
+    def _factor(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], sources: list[_Trace]
+    ) -> float | None:
+        """Return the factor of the loss in a function's result; None where the result is no multiple of one loss."""
+        source, before = sources[0], sources[0].factor
+        if any(each.tensor is not source.tensor for each in sources) or before is None or source.tensor.numel() != 1:
+            return None
+        if func in _DETACHING:
+            return None if torch.is_grad_enabled() else before
+        if func in _RESHAPING:
+            others = [value for value in _flat(args, kwargs) if isinstance(value, torch.Tensor) and value is not source.tensor]
+            return None if others else before
+        if func not in _ARITHMETIC or kwargs or len(args) != 2:
+            return None
+        first, second = args
+        if first is not source.tensor:
+            return before * self._changed(_ARITHMETIC[func], first) if _ARITHMETIC[func] in "+*" else None
+        return before * self._changed(_ARITHMETIC[func], second)
+
+    def _changed(self, sign: str, other: Any) -> float:
+        """Return the factor by which an operation with another number scales its operand; NaN where it is no scaling."""
+        if isinstance(other, torch.Tensor):
+            zero = self._zeros.get(id(other))
+            other = 0 if sign in "+-" and zero is not None and zero[1] == other._version else None
+        if not isinstance(other, int | float) or (sign in "+-" and other) or (sign == "/" and not other):
+            return float("nan")
+        return {"*": float(other), "/": 1 / other if other else 0.0}.get(sign, 1.0)
+
+    def _follow(self, result: Any, sources: list[_Trace], factor: float | None) -> None:
+        noted = frozenset().union(*(source.noted for source in sources))
+        for each in _flat((result,), {}):
+            if isinstance(each, torch.Tensor) and each.numel() <= _FOLLOWED:
+                self._found[id(each)] = _Trace(
+                    each, each._version, noted, factor if each.numel() == 1 and factor == factor else None
+                )
+
+
+class _Trace(NamedTuple):
+    """A tensor that was made of losses.
+
+    Args:
+        tensor: The tensor; kept, as its id must not become another's.
+        version: Number of in-place writes that it had seen.
+        noted: Numbers of the losses that it was made of.
+        factor: Factor of the only loss; None where it is no multiple of one.
+    """
+
+    tensor: torch.Tensor
+    version: int
+    noted: frozenset[int]
+    factor: float | None
+
+
+_FOLLOWED = 2**20
+"""Elements of the largest tensor that is followed: losses are few numbers, at most one for each token."""
+
+
+def _functions(names: str) -> frozenset[Callable[..., Any]]:
+    """The functions of these names, of tensors and of ``torch``."""
+    owners = (torch.Tensor, torch)
+    return frozenset(getattr(owner, name) for owner in owners for name in names.split() if hasattr(owner, name))
+
+
+_RESHAPING = _functions(
+    "clone contiguous view reshape squeeze unsqueeze flatten expand ravel __getitem__ select movedim atleast_1d view_as "
+    "reshape_as mean sum stack cat to type float double half bfloat16 cpu cuda positive squeeze_ unsqueeze_ max min"
+)
+"""Functions that give the one number they are given."""
+_DETACHING = _functions("detach detach_") | {torch.Tensor.data.__get__}  # type: ignore[attr-defined]
+_ARITHMETIC: dict[Callable[..., Any], str] = {
+    **dict.fromkeys(_functions("add add_"), "+"),
+    **dict.fromkeys(_functions("sub sub_ subtract"), "-"),
+    **dict.fromkeys(_functions("mul mul_ multiply"), "*"),
+    **dict.fromkeys(_functions("div div_ true_divide divide"), "/"),
+}
+"""Functions of two numbers."""
+_FACTORIES = _functions("zeros tensor zeros_like new_zeros new_tensor full scalar_tensor new_full as_tensor")
+
+
+def reduction_in_graph(loss: torch.Tensor, looks_behind: bool = False) -> LossReduction:
+    """Return the reduction of a loss in training by its autograd graph; None where it shows none.
+
+    Args:
+        loss: Requires a gradient.
+        looks_behind: Whether to find losses that it was computed from, too; else it has to be one itself.
+    """
+    if (mean := nll_mean_of(loss)) is not None:
+        return Counted(*mean)
+    terms = [Counted(*each) for each in nll_means_behind(loss)] if looks_behind else []
+    return CombinedMeans(tuple(sorted(terms))) if terms else None
+
+
+def _given(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a loss by name, defaults included."""
+    given = _SIGNATURES[func].bind(*args, **kwargs)
+    given.apply_defaults()
+    return given.arguments
+
+
+def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """The values of a call, those in lists and tuples one by one."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, list | tuple):
+            yield from value
+        else:
+            yield value

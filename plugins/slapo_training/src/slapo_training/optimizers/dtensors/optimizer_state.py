@@ -1,0 +1,97 @@
+"""Optimizer state of sharded stand-ins in the one form that checkpoints read and write.
+
+A tensor with an element for each one of the parameter is sharded as the parameter is. Any other tensor is whole on every rank:
+a replicated DTensor, or a plain tensor where it is a single number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from ..introspection.nested_optimizers import Optimizer, optimizers_in
+
+
+def settle(optimizer: Optimizer) -> None:
+    """Give the state of sharded parameters its form, after a step. Collective where the step left another form."""
+    for each in optimizers_in(optimizer):
+        for parameter, state in each.state.items():
+            if isinstance(parameter, DTensor) and isinstance(state, dict):
+                for key, value in state.items():
+                    if isinstance(value, DTensor) and (new := _settled(value, parameter)) is not value:
+                        state[key] = new
+
+
+def _settled(value: DTensor, parameter: DTensor) -> torch.Tensor:
+    if value.dim() == 0:
+        return value.full_tensor()
+    form = parameter.placements if value.shape == parameter.shape else (Replicate(),)
+    return value if value.placements == form else value.redistribute(placements=form)
+
+
+def check_settled(optimizer: Optimizer) -> None:
+    """Refuse state that a checkpoint would not give back.
+
+    Raises:
+        ValueError: a tensor lies elsewhere than in the state of its parameter, or is neither sharded nor replicated.
+    """
+    for each in optimizers_in(optimizer):
+        for parameter, state in each.state.items():
+            is_part = isinstance(parameter, DTensor)
+            for value in state.values() if isinstance(state, dict) else [state]:
+                is_known = is_part and isinstance(value, torch.Tensor)
+                if is_known and not isinstance(value, DTensor) and value.dim():
+                    raise ValueError("it keeps a plain tensor for a sharded parameter")
+                if not is_known and has_parts(value):
+                    raise ValueError("it keeps sharded tensors inside other values")
+        rest = [value for key, value in each.state_dict().items() if key != "state"]
+        if has_parts(rest):
+            raise ValueError("it keeps sharded tensors beside the state of its parameters")
+
+
+def has_parts(value: Any) -> bool:
+    """Return whether a DTensor is in a value, or in the lists, tuples and dicts that it consists of."""
+    if isinstance(value, dict):
+        return any(map(has_parts, value.values()))
+    return any(map(has_parts, value)) if isinstance(value, list | tuple) else isinstance(value, DTensor)
+
+
+def loaded(parameter: torch.Tensor, elements: Mapping[Any, torch.Tensor], rest: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the state of a parameter in the form that its steps leave.
+
+    Args:
+        parameter: A sharded stand-in, or a plain parameter.
+        elements: Tensors with an element for each one that the rank has of it, by the optimizer's own names.
+        rest: What else there is.
+    """
+    if not isinstance(parameter, DTensor):
+        return {**elements, **rest}
+    mesh, device = parameter.device_mesh, parameter.device
+    parts = {
+        key: DTensor.from_local(each.to(device), mesh, parameter.placements, run_check=False) for key, each in elements.items()
+    }
+    more = {
+        key: DTensor.from_local(each.to(device), mesh, [Replicate()], run_check=False)
+        if isinstance(each, torch.Tensor) and each.dim()
+        else each
+        for key, each in rest.items()
+    }
+    return {**parts, **more}
+
+
+def share(parameter: DTensor) -> tuple[int, int, int]:
+    """Return the dimension along which a stand-in is sharded, where this rank's shard begins, and its size."""
+    dim = parameter.placements[0].dim  # type: ignore[attr-defined]
+    size = parameter.to_local().shape[dim]
+    return dim, parameter.device_mesh.get_local_rank() * size, size
+
+
+def shares_of(parameter: DTensor, state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the state of a stand-in of that of the whole parameter."""
+    elements = {key: each for key, each in state.items() if isinstance(each, torch.Tensor) and each.shape == parameter.shape}
+    rest = {key: each for key, each in state.items() if key not in elements}
+    place = share(parameter)
+    return loaded(parameter, {key: each.narrow(*place).clone() for key, each in elements.items()}, rest)

@@ -1,0 +1,105 @@
+"""Collective trial of an optimizer on DTensors: whether its own arithmetic steps shards, and sends statistics alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from ...distributed._torch_private import MessageWatch
+from ..introspection.nested_optimizers import Optimizer, optimizers_in
+from ..probe.probe_runs import Cut, ProbeRuns, Size, is_close, isolation
+from ..probe.update_probe import sizes_of
+from ..whole_tensors.whole_tensor import local_of
+from .optimizer_state import check_settled, loaded, settle
+
+_STATISTIC = 2**10
+"""Elements of the largest message of a trial; for DTensor it may be as cheap to gather a smaller parameter as to reduce one."""
+
+
+def steps_shards(optimizer: Optimizer, mesh: DeviceMesh) -> bool:
+    """Return whether an optimizer steps shards as it steps whole parameters, without gathering them. Collective over the mesh.
+
+    Small copies are stepped, all sharded or beside whole ones, and after each phase the state is as a checkpoint gives it back.
+
+    Args:
+        optimizer: As it was made; it has not stepped.
+        mesh: The ranks that hold the shards.
+    """
+    group, device = mesh.get_group(), mesh.device_type
+    with isolation():
+        sizes = [_divisible(size, mesh.size()) for size in reversed(sizes_of(optimizer))]
+        all_runs = [ProbeRuns(optimizer, size) for size in sizes]
+        kinds: list[Any] = [None] * mesh.size()
+        dist.all_gather_object(kinds, [(type(optimizer).__qualname__, each.shapes) for each in all_runs], group=group)
+        if any(kind != kinds[0] for kind in kinds):
+            return False
+        for runs in all_runs:
+            is_right = torch.tensor(int(_is_right(runs, mesh)), device=device)
+            dist.all_reduce(is_right, dist.ReduceOp.MIN, group=group)
+            if not is_right.item():
+                return False
+    return True
+
+
+def _is_right(runs: ProbeRuns, mesh: DeviceMesh) -> bool:
+    """Return whether this rank finds the shards stepped right. Collective: ranks meet the same errors at the same place."""
+    try:
+        whole = runs.run_first()
+        if runs.is_sparse or runs.draws:
+            return False
+        number = len(runs.shapes)
+        ways = [
+            _cuts(mesh, [0] * number),
+            *(_cuts(mesh, [1 if at % 2 == odd else None for at in range(number)]) for odd in (0, 1)),
+        ]
+        found = True
+        for cuts in ways:
+            with MessageWatch(max(_STATISTIC, *(max(shape, default=1) for shape in runs.shapes))):
+                added = runs.run(cuts, after_step=_after_step)
+            pairs = [(part, cuts[at % number](full)) for at, (part, full) in enumerate(zip(added, whole, strict=True))]
+            found &= all(is_close(local_of(part), local_of(full)) for part, full in pairs)
+    except Exception:
+        return False
+    return found
+
+
+def _after_step(optimizer: Optimizer, is_last: bool) -> None:
+    settle(optimizer)
+    check_settled(optimizer)
+    if is_last:
+        for each in optimizers_in(optimizer):
+            for parameter, state in each.state.items():
+                if isinstance(parameter, DTensor):
+                    elements = {key: value for key, value in state.items() if _is_sharded(value, parameter)}
+                    rest = {key: local_of(value) for key, value in state.items() if key not in elements}
+                    each.state[parameter] = loaded(parameter, {key: local_of(value) for key, value in elements.items()}, rest)
+
+
+def _is_sharded(value: Any, parameter: DTensor) -> bool:
+    return isinstance(value, DTensor) and value.shape == parameter.shape
+
+
+def _divisible(size: Size, ranks: int) -> Size:
+    shapes = {
+        number: (*(-(-length // ranks) * ranks for length in shape[:2]), *shape[2:]) for number, shape in size.shapes.items()
+    }
+    return Size(shapes, size.steps)
+
+
+def _cuts(mesh: DeviceMesh, dims: Sequence[int | None]) -> list[Cut]:
+    """Return for each parameter what makes a shard of it, along a dimension; those of None stay whole."""
+
+    def sharded(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        if not tensor.dim():
+            return tensor
+        dim = min(dim, tensor.dim() - 1)
+        local = tensor.chunk(mesh.size(), dim)[mesh.get_local_rank()].clone()
+        return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False)
+
+    return [(lambda tensor: tensor) if dim is None else partial(sharded, dim=dim) for dim in dims]

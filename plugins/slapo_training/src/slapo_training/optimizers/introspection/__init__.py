@@ -1,0 +1,6 @@
+"""Reading and rewriting of the tables of a ``torch.optim.Optimizer``.
+
+Optimizers nested in wrappers and composites, tables keyed by parameters or their ids, options of parameter groups
+that two optimizers share, and step counters. An optimizer of any class enters; its parts leave, or the optimizer with
+its tables rewritten in place. It imports torch alone.
+"""

@@ -1,0 +1,96 @@
+"""The optimizers of a rank one by one: a composite's state is that of those that it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from ..model.named_tensors import Tensors
+from .introspection.nested_optimizers import named_optimizers_in
+from .whole_tensor_optimizer import WholeTensorOptimizer
+
+
+class NamedOptimizer(NamedTuple):
+    """An optimizer of this rank with the names of its parameters.
+
+    Args:
+        optimizer: The optimizer itself; of whole tensors the one that steps these.
+        known: All parameters of the rank by the first of their original names; stand-ins in the places of parts.
+        elsewhere: Names of stand-ins that another rank steps.
+        parts: The rank's parameters for stand-ins that are sharded, by name.
+    """
+
+    optimizer: torch.optim.Optimizer
+    known: Tensors
+    elsewhere: frozenset[str] = frozenset()
+    parts: Tensors = {}
+
+    def names(self) -> tuple[list[str], list[list[str]]]:
+        """Return the names of its parameters in the order of its state_dict, and by groups."""
+        names = {id(parameter): name for name, parameter in self.known.items()}
+        groups = [[names[id(parameter)] for parameter in group["params"]] for group in self.optimizer.param_groups]
+        return [name for group in groups for name in group], groups
+
+    def own(self) -> Tensors:
+        """Return the parameters that it steps on this rank, by name."""
+        return {name: self.known[name] for name in self.names()[0] if name not in self.elsewhere}
+
+    def local(self, name: str) -> torch.Tensor:
+        """Return the tensor that has what this rank has of a parameter: a sharded one's local tensor."""
+        return self.parts.get(name, self.known[name])
+
+    def taken(self, name: str, elements: Mapping[Any, torch.Tensor], rest: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Return the state of a parameter for ``load_state_dict``.
+
+        Args:
+            name: The parameter.
+            elements: Tensors with an element for each one of its ``local`` tensor.
+            rest: Other values.
+        """
+        if name not in self.parts:
+            return {**elements, **rest}
+        from .dtensors.optimizer_state import loaded  # noqa: PLC0415  torch.distributed.tensor takes a second
+
+        return loaded(self.known[name], elements, rest)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its own state and groups; a composite may give all of those that it holds instead."""
+        found = self.optimizer.state_dict()
+        if not {"state", "param_groups"} <= found.keys():
+            found = torch.optim.Optimizer.state_dict(self.optimizer)
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what ``state_dict`` returned."""
+        if {"state", "param_groups"} <= self.optimizer.state_dict().keys():
+            self.optimizer.load_state_dict(state)
+        else:
+            torch.optim.Optimizer.load_state_dict(self.optimizer, state)
+
+
+def named_optimizers(parameters: Tensors, optimizer: torch.optim.Optimizer | None) -> dict[str, NamedOptimizer]:
+    """Return the rank's optimizer and those inside it that have a state of their own, by their paths in it.
+
+    Args:
+        parameters: This rank's, by the first of their original names.
+        optimizer: This rank's, or None.
+    """
+    if optimizer is None:
+        return {}
+    known, elsewhere, parts = parameters, frozenset[str](), Tensors()
+    if isinstance(optimizer, WholeTensorOptimizer):
+        stand_ins, sources = optimizer.stepped(), optimizer.sources()
+        known = {**{name: each for name, each in known.items() if id(each) not in sources}, **stand_ins}
+        owned = optimizer.owned()
+        elsewhere = frozenset(name for name, each in stand_ins.items() if id(each) not in owned)
+        parts = dict(optimizer.parts())
+        optimizer = optimizer.inner
+    found: dict[str, NamedOptimizer] = {}
+    states: set[int] = set()
+    for place, each in named_optimizers_in(optimizer).items():
+        if id(each.state) not in states:  # a wrapper may share the state of what it wraps
+            found[place] = NamedOptimizer(each, known, elsewhere, parts)
+        states.add(id(each.state))
+    return found

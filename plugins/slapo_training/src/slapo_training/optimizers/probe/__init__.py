@@ -1,0 +1,6 @@
+"""Numeric probe of an optimizer: which elements the update of one element depends on.
+
+Copies of the optimizer step a few small parameters, whole and in parts, together and apart. An optimizer enters; a
+``Finding`` leaves, and neither the optimizer nor the random state of the process is changed. It may import
+``introspection``, ``gradient_hooks`` and the private torch names in ``distributed``.
+"""

@@ -1,0 +1,153 @@
+"""The optimizer of one rank, from a factory or an object of the whole model's."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_core.modules.parameters import facts
+from slapo_core.reporting.errors import BuildError
+
+from ..options.common_options import is_rate
+from .introspection.nested_optimizers import groups_in, optimizers_in
+from .introspection.parameter_tables import has_state, replace_parameters
+
+
+def made(given: Any, trainable: Sequence[nn.Parameter], model: nn.Module, mine: nn.Module) -> torch.optim.Optimizer:
+    """Make this rank's optimizer.
+
+    Args:
+        given: A factory ``parameters -> torch.optim.Optimizer``, or an optimizer of the unmodified model's parameters.
+        trainable: Parameters for the factory.
+        model: The whole model.
+        mine: This rank's stages.
+
+    Raises:
+        BuildError: it is none, LBFGS, or has parameters that are not this rank's; an optimizer that was given is unchanged
+            then.
+    """
+    result = given if isinstance(given, torch.optim.Optimizer) else given(list(trainable))
+    if not isinstance(result, torch.optim.Optimizer):
+        raise BuildError(f"optimizer= gave a {type(result).__name__}; it must return a torch.optim.Optimizer")
+    if result is given:
+        return adopted(result, model, mine)
+    _check_steps_once(result)
+    _complete(result)
+    known = {id(each) for each in (*trainable, *mine.parameters())}
+    if any(id(each) not in known for group in result.param_groups for each in group["params"]):
+        raise BuildError("optimizer= gave an optimizer of other parameters than it was given; make it of these")
+    return result
+
+
+def _check_steps_once(optimizer: torch.optim.Optimizer) -> None:
+    if any(isinstance(each, torch.optim.LBFGS) for each in optimizers_in(optimizer)):
+        raise BuildError("LBFGS computes the loss several times in a step, which no engine does; give another optimizer")
+
+
+def _complete(optimizer: torch.optim.Optimizer) -> None:
+    """Give a wrapper that does not call its base's ``__init__`` the tables of hooks that this would have made."""
+    tables = [
+        name for name in vars(torch.optim.SGD([torch.zeros(())])) if name.startswith("_optimizer_") and name.endswith("hooks")
+    ]
+    for each in optimizers_in(optimizer):
+        for name in tables:
+            if not hasattr(each, name):
+                setattr(each, name, OrderedDict())
+
+
+def adopted(optimizer: torch.optim.Optimizer, model: nn.Module, mine: nn.Module) -> torch.optim.Optimizer:
+    """Give an optimizer of the unmodified model's parameters those that took their places on this rank.
+
+    Args:
+        optimizer: It stays the same object, so that what refers to it still does.
+        model: The whole model.
+        mine: This rank's stages.
+
+    Raises:
+        BuildError: it has stepped already, or has parameters that are not the model's; it is unchanged then.
+    """
+    _check_steps_once(optimizer)
+    _complete(optimizer)
+    if has_state(optimizer):
+        raise BuildError(
+            "the optimizer has stepped already, or made its state at once, for parameters as they were; give a factory, "
+            "lambda parameters: ..."
+        )
+    known = {facts(parameter).names for parameter in model.parameters()} - {()}
+    held = {facts(parameter).names: parameter for parameter in mine.parameters() if facts(parameter).names}
+    own = {id(parameter): parameter for parameter in mine.parameters()}
+    for group in groups_in(optimizer):
+        for parameter in group["params"]:
+            if id(parameter) not in own and facts(parameter).names not in known:
+                raise BuildError(
+                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is none of the scheduled model's; "
+                    "make it of that model's parameters(), or give a factory, lambda parameters: ..."
+                )
+
+    def successors(parameter: nn.Parameter) -> list[nn.Parameter]:
+        found = own.get(id(parameter), held.get(facts(parameter).names))
+        return [] if found is None else [found]
+
+    replace_parameters(optimizer, successors)
+    return optimizer
+
+
+def keep_types(optimizer: torch.optim.Optimizer) -> None:
+    """Let ``load_state_dict`` give back an optimizer's state in the types it had, where torch casts it to the parameters'.
+
+    A momentum in fp32 of weights in bf16, say. ``step`` is left to torch, which keeps it as the optimizer counts.
+    """
+    _complete(optimizer)
+    given: list[Mapping[str, Any]] = []
+
+    def before(_: torch.optim.Optimizer, packed: dict[str, Any]) -> None:
+        given[:] = [packed]
+
+    def after(loaded: torch.optim.Optimizer) -> None:
+        for state, saved in _pairs(loaded, given.pop()):
+            for key, value in saved.items():
+                now = state.get(key)
+                if (
+                    key != "step"
+                    and isinstance(now, torch.Tensor)
+                    and isinstance(value, torch.Tensor)
+                    and now.dtype != value.dtype
+                ):
+                    state[key] = value.to(now.device, copy=True)
+
+    optimizer.register_load_state_dict_pre_hook(before)
+    optimizer.register_load_state_dict_post_hook(after)
+
+
+def _pairs(optimizer: torch.optim.Optimizer, packed: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Iterate over the state of each parameter and its saved state."""
+    numbers = chain.from_iterable(group["params"] for group in packed["param_groups"])
+    own = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for number, parameter in zip(numbers, own, strict=True):
+        if number in packed["state"]:
+            yield optimizer.state[parameter], packed["state"][number]
+
+
+def rate_kind(schedule: Any) -> str:
+    """Return the name of a schedule's class, with those of the schedules that it is made of."""
+    inner = getattr(schedule, "_schedulers", ())
+    return type(schedule).__name__ + (f"({', '.join(map(rate_kind, inner))})" if inner else "")
+
+
+def scheduled_rate(given: Any, optimizer: torch.optim.Optimizer) -> Any:
+    """Make the learning rate's schedule, from an object or a factory ``optimizer -> schedule``.
+
+    Raises:
+        BuildError: it is none, or that of another optimizer.
+    """
+    result = given if is_rate(given) else given(optimizer)
+    if not is_rate(result):
+        raise BuildError(f"lr_scheduler= gave a {type(result).__name__}; it must return one of torch.optim.lr_scheduler")
+    if result.optimizer not in (optimizer, getattr(optimizer, "inner", None)):
+        raise BuildError("lr_scheduler is that of another optimizer; give a factory, lambda optimizer: ...")
+    return result

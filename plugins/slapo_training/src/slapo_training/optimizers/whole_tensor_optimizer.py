@@ -1,0 +1,197 @@
+"""Optimizer of a rank's parameters for an engine, around the optimizer that steps the whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .introspection.group_options import GroupOptions
+from .introspection.nested_optimizers import Optimizer, groups_in, optimizers_in
+from .whole_tensors.stand_ins import StandIns
+
+if TYPE_CHECKING:
+    from .dtensors.stand_ins import PartStandIns
+
+Extension = Callable[[Sequence[nn.Parameter]], tuple[list[nn.Parameter], Sequence["StandIns | PartStandIns"]]]
+
+
+class WholeTensorOptimizer(torch.optim.Optimizer):
+    """Steps an optimizer of whole tensors, owned by one rank each or sharded. Collective where it steps.
+
+    Its groups have the rank's parameters, and the options of the groups of ``inner``: what is set on one side is taken over by
+    the other when it steps. All other attributes are those of ``inner``.
+
+    Args:
+        inner: Has stand-ins for the parameters that the rank holds a part of, and the others as they are.
+        stand_ins: Stand-ins of each group of ranks.
+        sources: The rank's parameter for each stand-in, by its id.
+        extend: Makes stand-ins of parameters that are added later.
+        randomness: Makes the context of the step of an optimizer that draws random numbers.
+
+    Attributes:
+        inner: As given.
+        stand_ins: Stand-ins of each group of ranks, those of parameters that were added later included.
+        flats: Flat tensors that an engine has put in the places of the parameters, by the numbers of their stand-ins.
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        stand_ins: Sequence[StandIns | PartStandIns],
+        sources: Mapping[int, nn.Parameter],
+        extend: Extension,
+        randomness: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.inner = inner
+        self.stand_ins: list[StandIns | PartStandIns] = list(stand_ins)
+        self._sources, self._extend, self._randomness = dict(sources), extend, randomness
+        self._is_built, self._is_hidden, self.flats = False, False, list[torch.Tensor]()
+        super().__init__(self._local_groups() or [{"params": []}], dict(inner.defaults))
+        self._is_built, self._options = True, GroupOptions(inner)
+        for group, _ in zip(self.param_groups, inner.param_groups, strict=False):
+            self._options.add(group)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def stepped(self) -> dict[str, nn.Parameter]:
+        """Return the stand-ins by the names of the whole tensors."""
+        return {
+            whole.name: parameter
+            for each in self.stand_ins
+            for whole, parameter in zip(each.wholes, each.parameters, strict=True)
+        }
+
+    def sources(self) -> set[int]:
+        """Return the ids of the rank's parameters that stand-ins are stepped for."""
+        return {id(whole.source) for each in self.stand_ins for whole in each.wholes}
+
+    def parts(self) -> dict[str, nn.Parameter]:
+        """Return this rank's parameters that are stepped in place as shards, by the names of the whole tensors."""
+        return {whole.name: whole.source for each in self.stand_ins if each.is_in_place for whole in each.wholes}
+
+    def owned(self, labels: Container[int] | None = None) -> set[int]:
+        """Return the ids of the stand-ins of some groups that this rank steps; of all where none are given."""
+        return {id(parameter) for each in self.stand_ins for parameter in each.owned(labels)}
+
+    @property
+    def steps_together(self) -> bool:
+        """Return whether each rank steps all, as the step of one tensor depends on the others."""
+        return any(each.is_everywhere for each in self.stand_ins)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step the whole tensors, and give each rank its parts. Collective."""
+        self._options.exchange()
+        labels = self._present()
+        try:
+            for each in self.stand_ins:
+                each.fetch_all(labels)
+            with self._owned_only(labels), self._randomness(), torch.enable_grad():
+                found = self.inner.step() if closure is None else self.inner.step(closure)
+            for each in self.stand_ins:
+                each.put(labels)
+            self._settle()
+        finally:
+            for each in self.stand_ins:
+                each.release()
+            self._options.exchange()
+        return found
+
+    def _settle(self) -> None:
+        if any(each.is_in_place for each in self.stand_ins):
+            from .dtensors.optimizer_state import settle  # noqa: PLC0415  torch.distributed.tensor takes a second
+
+            settle(self.inner)
+
+    def _present(self) -> set[int] | None:
+        """Return the numbers of the flat tensors that are stepped now; None for all. An engine may step some after others."""
+        if not self.flats:
+            return None
+        present = {id(each) for group in self.param_groups for each in group["params"]}
+        return {number for number, flat in enumerate(self.flats) if id(flat) in present}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters of the rank. Collective where it holds parts of them."""
+        if not self._is_built:
+            super().add_param_group(param_group)
+            return
+        given = param_group["params"]
+        local: list[nn.Parameter] = [given] if isinstance(given, nn.Parameter) else list(given)
+        stepped, made = self._extend(local)
+        self.stand_ins += made
+        for new in made:
+            self._sources |= {id(each): whole.source for each, whole in zip(new.parameters, new.wholes, strict=True)}
+        self.inner.add_param_group({**param_group, "params": stepped})
+        for new in made:
+            new.release()
+        super().add_param_group({**param_group, "params": local})
+        self._options.add(self.param_groups[-1])
+
+    def hide_state(self) -> None:
+        """Let an engine that writes what it finds see no state: that of whole tensors is saved beside."""
+        self._is_hidden = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return that of ``inner``, whose state is of the tensors that this rank owns; the groups alone where it is hidden."""
+        self._options.exchange()
+        return super().state_dict() if self._is_hidden else self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what ``state_dict`` gave."""
+        if self._is_hidden:
+            numbers = [id(group) for group in self._options.outer]
+            kept = [numbers.index(id(group)) for group in self.param_groups]
+            super().load_state_dict(state_dict)
+            for number, group in zip(kept, self.param_groups, strict=True):
+                self._options.outer[number] = group
+            self._options.exchange()
+            return
+        self.inner.load_state_dict(state_dict)
+        self._options.take_inner()
+
+    def take_options(self) -> None:
+        """Let the groups have the options of those of ``inner``."""
+        self._options.take_inner()
+
+    def _local_groups(self) -> list[dict[str, Any]]:
+        """Return the groups of ``inner`` with the rank's parameters, each in one group."""
+        found, seen = [], set[int]()
+        for group in self.inner.param_groups:
+            local = {id(each): each for each in (self._sources.get(id(old), old) for old in group["params"])}
+            own = [each for key, each in local.items() if key not in seen]
+            seen |= local.keys()
+            found.append({**{key: value for key, value in group.items() if key != "param_names"}, "params": own})
+        return found
+
+    @contextmanager
+    def _owned_only(self, labels: Container[int] | None = None) -> Iterator[None]:
+        """Hide stand-ins that other ranks own: not every optimizer leaves alone what has no gradient."""
+        owned = self.owned(labels)
+        others = {id(each) for own in self.stand_ins for each in own.parameters} - owned
+        if not others:
+            yield
+            return
+        kept: list[tuple[Any, Any, Any]] = []
+        for group in groups_in(self.inner):
+            kept.append((group, "params", group["params"]))
+            group["params"] = [each for each in group["params"] if id(each) not in others]
+        emptied = {id(group) for group, _, before in kept if before and not group["params"]}
+        for each in optimizers_in(self.inner):  # some ask for the first parameter of a group
+            kept.append((each.param_groups, slice(None), list(each.param_groups)))
+            each.param_groups[:] = [group for group in each.param_groups if id(group) not in emptied]
+            for value in vars(each).values():
+                if isinstance(value, list) and any(id(item) in others for item in value):
+                    kept.append((value, slice(None), list(value)))
+                    value[:] = [item for item in value if id(item) not in others]
+        try:
+            yield
+        finally:
+            for holder, key, value in reversed(kept):  # wrappers share lists with what they wrap
+                holder[key] = value

@@ -1,0 +1,315 @@
+"""Messages between ranks that hold boxes of whole tensors and the ranks that own these."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from slapo_core.reporting.errors import BuildError
+
+from ...model.pieces import Chunk
+from .whole_tensor import Whole
+
+Box = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""Number of a whole tensor, where a box begins in it, and its shape."""
+
+_BUCKET = 2**24
+"""Elements of the whole tensors that are sent together."""
+_IN_FLIGHT = 3
+"""Buckets whose memory exists at the same time."""
+
+
+class Holding(NamedTuple):
+    """Box of a whole tensor that this rank has in its memory.
+
+    Args:
+        whole: Number of the whole tensor.
+        place: Number of the rank's tensor that has it.
+        chunk: Where it lies: in that tensor, or in the part of a flat one, and in the whole.
+        flat: Where a flat tensor has the elements around it, and their shape; None where the tensor has its own shape.
+    """
+
+    whole: int
+    place: int
+    chunk: Chunk
+    flat: tuple[int, tuple[int, ...]] | None = None
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the box in the rank's tensor, or in one that is laid out like it, a view."""
+        if self.flat is not None:
+            start, shape = self.flat
+            tensor = tensor.narrow(0, start, math.prod(shape)).view(shape)
+        return self.chunk.of(tensor)
+
+    @property
+    def box(self) -> Box:
+        """The box for other ranks."""
+        return self.whole, self.chunk.offset, self.chunk.sizes
+
+
+def owners(wholes: Sequence[Whole], size: int) -> list[int]:
+    """Return the rank of the group that owns each tensor: all get about the same work. The same on every rank."""
+    loads, found = [0] * size, [0] * len(wholes)
+    for number in sorted(range(len(wholes)), key=lambda number: (-wholes[number].cost, number)):
+        found[number] = min(range(size), key=lambda rank: (loads[rank], rank))
+        loads[found[number]] += wholes[number].cost
+    return found
+
+
+class _Route(NamedTuple):
+    """Messages of one bucket: by rank the boxes that this rank sends, as numbers of holdings, and those that it receives."""
+
+    label: int
+    wholes: tuple[int, ...]
+    outgoing: list[list[int]]
+    incoming: list[list[Box]]
+
+
+class Exchange:
+    """Gathers whole tensors to their owners, and scatters them back. Collective over the group.
+
+    Args:
+        wholes: The same on every rank of the group.
+        owner_of: The rank that owns each; None where every rank has all.
+        group: The ranks that hold something of them; None where this rank alone does.
+
+    Attributes:
+        owned: Numbers of those that this rank has whole.
+    """
+
+    def __init__(self, wholes: Sequence[Whole], owner_of: Sequence[int] | None, group: dist.ProcessGroup | None) -> None:
+        self._wholes, self._group = wholes, group
+        self._rank, self._size = (0, 1) if group is None else (group.rank(), group.size())
+        everyone = tuple(range(self._size))
+        self._owners = [everyone if owner_of is None else (owner_of[number],) for number in range(len(wholes))]
+        self.owned = [number for number in range(len(wholes)) if self._rank in self._owners[number]]
+        self._holdings: Sequence[Holding] = ()
+        self._labels: Sequence[int] = ()
+        self._there: list[_Route] = []
+        self._back: list[_Route] = []
+
+    def bind(self, holdings: Sequence[Holding], labels: Sequence[int]) -> None:
+        """Plan the messages for what this rank holds. Collective.
+
+        Args:
+            holdings: The boxes in this rank's memory.
+            labels: A number for each tensor; those of one label may be exchanged without the others.
+
+        Raises:
+            BuildError: on every rank: the ranks do not hold all of a tensor.
+        """
+        self._holdings, self._labels = holdings, labels
+        everyone: list[list[Box]] = [[each.box for each in holdings]]
+        if self._group is not None:
+            everyone *= self._size
+            dist.all_gather_object(everyone, [each.box for each in holdings], group=self._group)
+        self._check(everyone)
+        senders = _senders(everyone, self._owners)
+        buckets = self._buckets()
+        self._there = [self._route(bucket, everyone, senders) for bucket in buckets]
+        self._back = [self._route_back(bucket, everyone) for bucket in buckets]
+
+    def _check(self, everyone: Sequence[Sequence[Box]]) -> None:
+        volumes = [0] * len(self._wholes)
+        for number, _, sizes in {box for boxes in everyone for box in boxes}:
+            volumes[number] += math.prod(sizes)
+        for whole, volume in zip(self._wholes, volumes, strict=True):
+            if volume < math.prod(whole.shape):
+                raise BuildError(
+                    f"the ranks hold {volume} of {math.prod(whole.shape)} elements of {whole.name!r}, which the optimizer "
+                    "steps as a whole; use one that steps each element alone, e.g. AdamW"
+                )
+
+    def _buckets(self) -> list[tuple[int, ...]]:
+        found: list[list[int]] = []
+        left = 0
+        for number, whole in enumerate(self._wholes):
+            size = math.prod(whole.shape)
+            is_other = bool(found) and self._kind(found[-1][0]) != self._kind(number)
+            if size > left or is_other:
+                found.append([])
+                left = _BUCKET
+            found[-1].append(number)
+            left -= size
+        return [tuple(each) for each in found]
+
+    def _kind(self, number: int) -> tuple[int, torch.dtype]:
+        return self._labels[number], self._wholes[number].dtype
+
+    def _route(self, bucket: tuple[int, ...], everyone: Sequence[Sequence[Box]], senders: dict[tuple[Box, int], int]) -> _Route:
+        kept = set(bucket)
+        outgoing: list[list[int]] = [[] for _ in range(self._size)]
+        for place, holding in enumerate(self._holdings):
+            if holding.whole in kept:
+                for owner in self._owners[holding.whole]:
+                    if senders[holding.box, owner] == self._rank:
+                        outgoing[owner].append(place)
+        incoming = [
+            [b for b in boxes if b[0] in kept and self._rank in self._owners[b[0]] and senders[b, self._rank] == rank]
+            for rank, boxes in enumerate(everyone)
+        ]
+        return _Route(self._labels[bucket[0]], bucket, outgoing, incoming)
+
+    def _route_back(self, bucket: tuple[int, ...], everyone: Sequence[Sequence[Box]]) -> _Route:
+        """Return the route of a scatter: this rank's holdings by their sender, and the boxes that it sends by receiver."""
+        kept = set(bucket)
+        held: list[list[int]] = [[] for _ in range(self._size)]
+        for place, holding in enumerate(self._holdings):
+            if holding.whole in kept:
+                held[self._source(holding.whole, self._rank)].append(place)
+        sent = [
+            [box for box in boxes if box[0] in kept and self._source(box[0], rank) == self._rank]
+            for rank, boxes in enumerate(everyone)
+        ]
+        return _Route(self._labels[bucket[0]], bucket, held, sent)
+
+    def _source(self, whole: int, rank: int) -> int:
+        """Return the rank that sends a tensor's boxes to another; an owner keeps its own."""
+        owners = self._owners[whole]
+        return rank if rank in owners else owners[0]
+
+    # ---- a step
+
+    def has_gradient(self, gradients: Sequence[torch.Tensor | None], device: torch.device) -> list[bool]:
+        """Return whether some rank has a gradient of each tensor. Collective.
+
+        Args:
+            gradients: Gradients of this rank's tensors, by place.
+            device: Where messages are.
+        """
+        flags = torch.zeros(len(self._wholes), dtype=torch.int32)
+        for holding in self._holdings:
+            flags[holding.whole] |= int(gradients[holding.place] is not None)
+        if self._group is not None:
+            flags = flags.to(device)
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+        return [bool(flag) for flag in flags.tolist()]
+
+    def gather(
+        self,
+        sources: Sequence[Sequence[torch.Tensor | None]],
+        targets: Sequence[Callable[[int], torch.Tensor | None]],
+        labels: Container[int] | None = None,
+    ) -> None:
+        """Put whole tensors together on their owners. Collective.
+
+        Args:
+            sources: For each kind of value this rank's tensors by place; where there is none zeros are sent.
+            targets: For each kind the whole tensor of a number, to be filled; None for one that has none.
+            labels: Labels of the tensors that are sent; None for all.
+        """
+
+        def post(route: _Route) -> tuple[_Route, torch.Tensor, dist.Work | None]:
+            parts = [self._packed(kind, place) for places in route.outgoing for kind in sources for place in places]
+            sizes = [len(sources) * sum(self._numel(place) for place in places) for places in route.outgoing]
+            got = [len(sources) * sum(math.prod(box[2]) for box in boxes) for boxes in route.incoming]
+            return (route, *self._send(self._flat(parts, route), sizes, got))
+
+        for route, received, work in self._posted(_labelled(self._there, labels), post):
+            if work is not None:
+                work.wait()
+            at = 0
+            for boxes in route.incoming:
+                for target in targets:
+                    for box in boxes:
+                        size = math.prod(box[2])
+                        if (whole := target(box[0])) is not None:
+                            _box_of(whole, box).copy_(received[at : at + size].view(box[2]))
+                        at += size
+
+    def scatter(
+        self, wholes: Callable[[int], torch.Tensor], targets: Sequence[torch.Tensor], labels: Container[int] | None = None
+    ) -> None:
+        """Give every rank its boxes of the whole tensors. Collective.
+
+        Args:
+            wholes: The whole tensor of a number that this rank owns.
+            targets: This rank's tensors by place.
+            labels: Labels of the tensors that are sent; None for all.
+        """
+
+        def post(route: _Route) -> tuple[_Route, torch.Tensor, dist.Work | None]:
+            parts = [_box_of(wholes(box[0]), box).reshape(-1) for boxes in route.incoming for box in boxes]
+            sizes = [sum(math.prod(box[2]) for box in boxes) for boxes in route.incoming]
+            got = [sum(self._numel(place) for place in places) for places in route.outgoing]
+            return (route, *self._send(self._flat(parts, route), sizes, got))
+
+        for route, received, work in self._posted(_labelled(self._back, labels), post):
+            if work is not None:
+                work.wait()
+            at = 0
+            for places in route.outgoing:
+                for place in places:
+                    holding, size = self._holdings[place], self._numel(place)
+                    holding.of(targets[holding.place]).copy_(received[at : at + size].view(holding.chunk.sizes))
+                    at += size
+
+    def _posted(
+        self,
+        routes: Sequence[_Route],
+        post: Callable[[_Route], tuple[_Route, torch.Tensor, dist.Work | None]],
+    ) -> Iterator[tuple[_Route, torch.Tensor, dist.Work | None]]:
+        """Post the messages of some buckets ahead of the one that is waited for."""
+        waiting: deque[tuple[_Route, torch.Tensor, dist.Work | None]] = deque()
+        for route in routes:
+            waiting.append(post(route))
+            if len(waiting) == _IN_FLIGHT:
+                yield waiting.popleft()
+        yield from waiting
+
+    def _packed(self, tensors: Sequence[torch.Tensor | None], place: int) -> torch.Tensor:
+        holding = self._holdings[place]
+        if (tensor := tensors[holding.place]) is None:
+            source = self._wholes[holding.whole].source
+            return torch.zeros(self._numel(place), dtype=self._dtype(holding.whole), device=source.device)
+        if tensor.layout is not torch.strided:
+            tensor = tensor.to_dense()
+        return holding.of(tensor).reshape(-1).to(self._wholes[holding.whole].source.device, self._dtype(holding.whole))
+
+    def _dtype(self, whole: int) -> torch.dtype:
+        return self._wholes[whole].dtype
+
+    def _numel(self, place: int) -> int:
+        return math.prod(self._holdings[place].chunk.sizes)
+
+    def _flat(self, parts: list[torch.Tensor], route: _Route) -> torch.Tensor:
+        first = route.wholes[0]
+        if not parts:
+            return torch.empty(0, dtype=self._dtype(first), device=self._wholes[first].source.device)
+        return torch.cat([part.to(self._dtype(first)) for part in parts])
+
+    def _send(self, flat: torch.Tensor, sizes: list[int], got: list[int]) -> tuple[torch.Tensor, dist.Work | None]:
+        if self._group is None:
+            return flat, None
+        received = flat.new_empty(sum(got))
+        work = dist.all_to_all_single(received, flat, got, sizes, group=self._group, async_op=True)
+        return received, work
+
+
+def _labelled(routes: Sequence[_Route], labels: Container[int] | None) -> list[_Route]:
+    return [route for route in routes if labels is None or route.label in labels]
+
+
+def _senders(everyone: Sequence[Sequence[Box]], owners: Sequence[tuple[int, ...]]) -> dict[tuple[Box, int], int]:
+    """Return the rank that sends each box to each owner: the owner itself if it holds the box, else holders by turns."""
+    holders: dict[Box, list[int]] = defaultdict(list)
+    for rank, boxes in enumerate(everyone):
+        for box in boxes:
+            holders[box].append(rank)
+    found: dict[tuple[Box, int], int] = {}
+    for turn, (box, ranks) in enumerate(holders.items()):
+        for owner in owners[box[0]]:
+            found[box, owner] = owner if owner in ranks else ranks[turn % len(ranks)]
+    return found
+
+
+def _box_of(whole: torch.Tensor, box: Box) -> torch.Tensor:
+    _, offset, sizes = box
+    for dim, (start, size) in enumerate(zip(offset, sizes, strict=True)):
+        whole = whole.narrow(dim, start, size)
+    return whole

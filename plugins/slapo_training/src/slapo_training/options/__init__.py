@@ -1,0 +1,10 @@
+"""Options of ``build`` that mean the same for every engine, and their validation.
+
+A configuration of keyword arguments enters; a frozen ``CommonOptions`` leaves, or a ``BuildError`` that names the
+value and a value that works. The environment variable ``SLAPO_DISABLE_CHECKS`` and the option ``optimizer_blocks``
+have a module each. It may import ``slapo_core``, ``batches`` and ``losses``, whose options it validates.
+"""
+
+from .common_options import CommonOptions
+
+__all__ = ["CommonOptions"]

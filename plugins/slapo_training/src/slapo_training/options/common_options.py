@@ -1,0 +1,249 @@
+"""Options that every engine takes, and their checks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property, partial
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from slapo_core.reporting.errors import BuildError, UnknownNameError
+
+from ..batches.row_dims import Dim
+from ..batches.rows import BatchRows, check_dims
+from ..losses.output_loss import LossChoice, OutputLoss, check_choice
+from ..losses.replica_loss import OVER_REPLICAS
+from ..losses.weighted_terms import Count, check_counts
+from .check_switches import VARIABLE, disabled_checks
+from .optimizer_blocks import check_blocks
+
+IGNORE_INDEX = -100
+"""Label value that losses leave out unless told otherwise."""
+
+ENGINES_OWN = "config= is of targets that hand it to their engine, 'deepspeed' and 'megatron'"
+"""Said where another target is given one."""
+
+T = TypeVar("T", bound="CommonOptions")
+
+
+@dataclass(frozen=True)
+class CommonOptions:
+    """The arguments of ``build`` that mean the same for every target; a dialect's own options are derived from these.
+
+    Args:
+        optimizer: A factory ``parameters -> torch.optim.Optimizer``, or an optimizer of the unmodified model's parameters that
+            has not stepped yet; None builds an engine that only evaluates.
+        lr_scheduler: A factory ``optimizer -> torch.optim.lr_scheduler...``, or such an object of ``optimizer``; it steps after
+            each step of the optimizer.
+        loss_fn: ``loss_fn(outputs, labels)``, a mean over one micro-batch unless ``loss_weights`` or ``loss_over`` is given;
+            None takes the loss from the model's output.
+        loss: Which part of the model's output is the loss: a key or field, a position, or a function of the output. None takes
+            what is called ``loss``, and else the only number that has a gradient.
+        microbatches: Parts of equally many rows that a batch is cut into.
+        batch_dims: Where the rows of the batch are in its arguments, by their names: a dimension; None for what goes whole to
+            each micro-batch; or, for a dimension 0 with other numbers of entries for each row, as patches of images, what
+            counts these: the name of an argument with an integer for each row or entry, of several sizes in an entry their
+            product, or a function that takes arguments of the batch by name and returns such a tensor. Without it rows
+            are in dimension 0, or in dimension 1 of tensors that begin like the others from there on, a dimension 0 of size 1
+            goes whole, and images and videos follow their tokens in ``input_ids``. What is not certain is refused.
+        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+        clip: Largest gradient norm over all ranks; 0 is off.
+        ignore_index: Label value that the loss leaves out; None takes it from ``loss_fn`` where that is a module or a
+            ``partial`` that has one, else -100. It is needed where a loss that is no plain ``cross_entropy`` or ``nll_loss``
+            leaves out another one: it has to be a mean over equal parts, and only by this value those are told that are not,
+            in the batch's ``labels``, and refused. Of the plain ones each part's labels are counted as they enter the loss.
+        loss_weights: The count that the loss is a mean over: a function that takes arguments of a micro-batch by name and
+            returns a number, or the name of an argument. Integer labels count those that are not ignored; a mask (bool,
+            floating-point, or called one) counts its sum. A dict has such counts by the names of terms: the model's output, or
+            the result of ``loss_fn``, has these terms, each a mean over its count, and the loss is their sum. None counts
+            the labels of plain ``cross_entropy`` and ``nll_loss``.
+        loss_over: ``"replicas"`` gives ``loss_fn`` the outputs and labels of all micro-batches and replicas together, for
+            in-batch contrastive losses. Outputs have the batch in dimension 0, or are the same for every micro-batch; the batch
+            may have no labels. Several micro-batches run forward twice each. None gives it those of each micro-batch.
+        gradient_hooks: ``"step"`` runs the hooks that parameters of the model had before ``build`` once in a step, each on the
+            whole reduced gradient before clipping, as in one process with the whole batch. ``"microbatch"`` leaves them to
+            torch, which runs them in each micro-batch's backward on each replica.
+        check: Check the first step that cuts a batch, before it is trained on: a loss that is no mean over rows is refused,
+            modules that mix rows are named in a warning, and gradients that the model injects are weighted right. It costs at
+            most two steps, once. ``SLAPO_DISABLE_CHECKS`` switches off the checks ``rows`` and ``injected`` by name.
+        strict: Refuse where the first step's checks would warn.
+        optimizer_blocks: For optimizers that step a whole tensor: globs of the names of the model's own fused parameters, each
+            with ``(dim, blocks)``, the number or the sizes of blocks along a dimension that are stepped as tensors of their
+            own. For GPT-2 ``{"*.c_attn.weight": (1, 3)}`` has one block for each of q, k and v, ``(1, 36)`` one for each
+            of 12 heads. Parameters that a schedule fused are stepped as the unmodified model's without being named.
+    """
+
+    target: ClassVar[str] = ""
+    """Name of the dialect."""
+
+    optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | torch.optim.Optimizer | None = None
+    lr_scheduler: Any = None
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None
+    loss: LossChoice | None = None
+    microbatches: int = 1
+    batch_dims: Mapping[str, Dim] | None = None
+    precision: str = "fp32"
+    clip: float = 0.0
+    ignore_index: int | None = None
+    loss_weights: Count | Mapping[str, Count] | None = None
+    loss_over: str | None = None
+    gradient_hooks: str = "step"
+    check: bool = True
+    strict: bool = False
+    optimizer_blocks: Mapping[str, tuple[int, int | Sequence[int]]] | None = None
+
+    @classmethod
+    def of(cls: type[T], config: Mapping[str, Any]) -> T:
+        """Read a configuration.
+
+        Raises:
+            BuildError: an unknown key, or a value that cannot work.
+        """
+        known = [field.name for field in fields(cls)]
+        for key in config:
+            if key not in known:
+                notes = [ENGINES_OWN] if key == "config" else []
+                raise BuildError(str(UnknownNameError.of("option", key, known, notes, f"target {cls.target!r}")))
+        options = cls(**config)
+        options.validate()
+        return options
+
+    def agreed(self) -> list[str]:
+        """Return the options that have to be the same on all ranks, beside what ``build`` compares already."""
+        given = {"optimizer=": self.optimizer, "lr_scheduler=": self.lr_scheduler, "loss_fn=": self.loss_fn}
+        return [
+            f"ignore_index={self.ignored_label}",
+            f"loss={'a function' if callable(self.loss) else repr(self.loss)}",
+            f"loss_over={self.loss_over!r} and loss_weights= of {self._named_weights()}",
+            f"gradient_hooks={self.gradient_hooks!r}",
+            f"batch_dims of {sorted(self.batch_dims or {})}",
+            f"check={self.check} with {VARIABLE}={','.join(disabled_checks())!r} and strict={self.strict}",
+            *([f"optimizer_blocks={dict(self.optimizer_blocks)}"] if self.optimizer_blocks else []),
+            *(f"no {name}" if value is None else name for name, value in given.items()),
+        ]
+
+    def _named_weights(self) -> Any:
+        given = self.loss_weights
+        named = given if isinstance(given, Mapping) else {"the loss": given}
+        return {name: count if isinstance(count, str) or count is None else "a function" for name, count in named.items()}
+
+    @cached_property
+    def batch_rows(self) -> BatchRows:
+        """Cuts batches; one for the engine, so that what a batch shows of an argument is compared with the next."""
+        return BatchRows(self.batch_dims)
+
+    @cached_property
+    def output_loss(self) -> OutputLoss:
+        """Finds the loss in outputs; one for the engine, so that evaluation takes the loss that training found."""
+        return OutputLoss(self.loss)
+
+    @property
+    def ignored_label(self) -> int:
+        """The label value that the loss leaves out."""
+        if self.ignore_index is not None:
+            return self.ignore_index
+        return int(self._of_loss("ignore_index", IGNORE_INDEX))
+
+    def check_mean(self, num_parts: int) -> None:
+        """Refuse a loss of which the mean over parts of a batch is not the loss of the batch, as far as it can be told.
+
+        Args:
+            num_parts: Micro-batches times data-parallel ranks.
+
+        Raises:
+            BuildError: the loss sums, or weights its labels.
+        """
+        if self.loss_over is not None:
+            return
+        if self._of_loss("reduction", "mean") == "sum" and num_parts > 1:
+            raise BuildError(f"loss_fn has reduction='sum', but the losses of {num_parts} parts are averaged; use 'mean'")
+        if self._of_loss("weight", None) is not None and self.loss_weights is None and num_parts > 1:
+            raise BuildError(
+                f"loss_fn weights its labels, so the mean over {num_parts} parts is another number; leave weight= out, "
+                "say with loss_weights= what it is a mean over, or train with one micro-batch on one replica"
+            )
+
+    def _of_loss(self, name: str, default: Any) -> Any:
+        """Return the arguments that a loss module, or a ``partial`` of a function, was made with."""
+        given = self.loss_fn.keywords if isinstance(self.loss_fn, partial) else {}
+        return given.get(name, getattr(self.loss_fn, name, default))
+
+    def validate(self) -> None:
+        """Raise ``BuildError`` for a value that cannot work."""
+        if type(self.microbatches) is not int or self.microbatches < 1:
+            raise BuildError(f"microbatches is {self.microbatches!r}; give a whole number from 1 on")
+        if isinstance(self.clip, bool) or not isinstance(self.clip, (int, float)) or not self.clip >= 0:
+            raise BuildError(f"clip is {self.clip!r}; give the largest gradient norm, or 0 for no clipping")
+        for name in ("check", "strict"):
+            if type(getattr(self, name)) is not bool:
+                raise BuildError(f"{name} is {getattr(self, name)!r}; give True or False")
+        if self.ignore_index is not None and type(self.ignore_index) is not int:
+            raise BuildError(
+                f"ignore_index is {self.ignore_index!r}; give the label value that the loss leaves out, a whole number"
+            )
+        if self.gradient_hooks not in ("step", "microbatch"):
+            raise BuildError(f"gradient_hooks is {self.gradient_hooks!r}; give 'step' or 'microbatch'")
+        if isinstance(self.loss_fn, nn.Module) and any(each.requires_grad for each in self.loss_fn.parameters()):
+            raise BuildError("loss_fn has parameters of its own, which no optimizer would step; make them part of the model")
+        if not (self.optimizer is None or callable(self.optimizer) or isinstance(self.optimizer, torch.optim.Optimizer)):
+            raise BuildError(
+                f"optimizer is {self.optimizer!r}; give a torch.optim.Optimizer, or a factory, e.g. lambda parameters: "
+                "torch.optim.AdamW(parameters, lr=1e-3)"
+            )
+        check_blocks(self.optimizer_blocks)
+        check_dims(self.batch_dims)
+        self._check_rate()
+        if self.loss_fn is not None and not _takes_two(self.loss_fn):
+            raise BuildError("loss_fn does not take (outputs, labels)")
+        check_choice(self.loss)
+        if self.loss is not None and self.loss_fn is not None:
+            raise BuildError("loss= says which part of the output is the loss, and loss_fn= computes it; give one of them")
+        self._check_weights()
+
+    def _check_weights(self) -> None:
+        if self.loss_weights is not None:
+            check_counts(self.loss_weights)
+            if self.loss is not None and isinstance(self.loss_weights, Mapping):
+                raise BuildError("loss_weights= names the terms whose sum is the loss; leave out loss=, or give one count")
+        if self.loss_over is None:
+            return
+        if self.loss_over != OVER_REPLICAS:
+            raise BuildError(f"loss_over is {self.loss_over!r}; give {OVER_REPLICAS!r}, or None for a loss of each micro-batch")
+        if self.loss_fn is None:
+            raise BuildError(
+                "loss_over='replicas' computes the loss of the outputs of all replicas, and a model that computes it itself "
+                "has its own alone; let it return what the loss is made of, and give loss_fn=, a function of (outputs, labels)"
+            )
+        if self.loss_weights is not None:
+            raise BuildError(
+                "loss_over='replicas' computes the loss of the whole batch at once, where no term has to be weighed; leave out "
+                "loss_weights="
+            )
+
+    def _check_rate(self) -> None:
+        rate = self.lr_scheduler
+        if rate is not None and not (self.optimizer is not None and (is_rate(rate) or callable(rate))):
+            what = (
+                "lr_scheduler= is of optimizer=, which is not given" if self.optimizer is None else f"lr_scheduler is {rate!r}"
+            )
+            raise BuildError(f"{what}; give optimizer=, and lr_scheduler= as one of torch.optim.lr_scheduler or a factory")
+
+
+def is_rate(value: Any) -> bool:
+    """Return whether a value is a schedule of the learning rate."""
+    return isinstance(value, (LRScheduler, ReduceLROnPlateau))
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:  # a builtin that has no signature
+        return callable(function)
+    return True

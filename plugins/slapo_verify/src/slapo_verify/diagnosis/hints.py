@@ -1,0 +1,143 @@
+"""Hints at known causes of differences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from slapo_core.modules.parameters import facts, is_part
+
+from ..comparison.equivalence import Tolerance
+
+Tensor = torch.Tensor
+
+OF_UPDATES = (
+    "the gradients are right; the optimizer makes the update of an element depend on others, which other ranks have: "
+    "an engine of build steps whole tensors, which verify_engine shows"
+)
+
+
+def hint_of(
+    expected: Tensor, actual: Tensor, reference: nn.Module, tolerance: Tolerance, group: Any, backward: bool
+) -> str | None:
+    """Return what a wrong tensor looks like; None if it looks like nothing known. Collective over ``group``.
+
+    Args:
+        expected: What the unmodified model has, floating numbers.
+        actual: What the scheduled one has, of the same shape, here and on every rank.
+        reference: The unmodified model.
+        tolerance: How near is equal.
+        group: The process group of the shards, or None.
+        backward: Whether this is a gradient.
+    """
+    ranks = dist.get_world_size(group) if group is not None else 1
+    summed = actual.clone()
+    if ranks > 1:
+        dist.all_reduce(summed, group=group)
+    near = _nearness(expected, tolerance)
+    if ranks > 1 and near(summed):
+        if backward:
+            return f"the {ranks} ranks have parts of the gradient that sum to the right one: a sync of gradients is missing"
+        return f"the {ranks} ranks have parts that sum to the right values: an all-reduce is missing"
+    if ranks > 1 and not _is_same_everywhere(actual, near, expected, group):
+        what = "gradients of it, which is whole: a sync of gradients" if backward else "values: an all-reduce or a gather"
+        return f"the ranks have different {what} is missing between it and the {'loss' if backward else 'inputs'}"
+    return next(alone(expected, actual, reference, tolerance, ranks), None)
+
+
+def alone(expected: Tensor, actual: Tensor, reference: nn.Module, tolerance: Tolerance, ranks: int = 1) -> Iterator[str]:
+    """Return what a wrong tensor looks like, without asking other ranks."""
+    near = _nearness(expected, tolerance)
+    factor = _factor(expected, actual)
+    if factor is not None and abs(factor - 1) > 0.05 and abs(factor) > 1e-3 and near(actual / factor):
+        times = f"{factor:.4g}"
+        because = (
+            ", as many as there are ranks: summed twice, or a mean is a sum" if ranks > 1 and abs(factor - ranks) < 1e-2 else ""
+        )
+        yield f"every number is {times} times what it should be{because}"
+    for name, parameter in reference.named_parameters():
+        if parameter.dim() == 1 and expected.dim() and expected.shape[-1] == parameter.shape[0] and bool(parameter.any()):
+            excess = _excess(actual - expected, parameter.detach())
+            if excess is not None and near(actual - excess * parameter.detach()):
+                yield f"{name!r} is in it {excess + 1} times: a bias is added by every rank"
+    if expected.dim() and _are_permuted(expected, actual, near):
+        yield "these are the right numbers in another order: fused blocks, q, k and v say, are cut or put together wrongly"
+
+
+def _is_same_everywhere(actual: Tensor, near: Callable[[Tensor], bool], expected: Tensor, group: Any) -> bool:
+    mean = actual.clone()
+    dist.all_reduce(mean, group=group)
+    mean /= dist.get_world_size(group)
+    apart = torch.tensor(not near(expected + (actual - mean)), device=actual.device, dtype=torch.uint8)
+    dist.all_reduce(apart, dist.ReduceOp.MAX, group=group)
+    return not bool(apart)
+
+
+def broken_ties(reference: nn.Module, scheduled: nn.Module) -> str | None:
+    """Return the names that are one parameter in the unmodified model and several in the scheduled one."""
+    now: dict[str, int] = {}
+    for name, parameter in scheduled.named_parameters(remove_duplicate=False):
+        now.update(dict.fromkeys(facts(parameter).names or (name,), id(parameter)))
+    together: dict[int, list[str]] = {}
+    for name, parameter in reference.named_parameters(remove_duplicate=False):
+        together.setdefault(id(parameter), []).append(name)
+    for names in together.values():
+        held = {now[name] for name in names if name in now}
+        if len(held) > 1:
+            return f"{' and '.join(map(repr, names))} are one parameter, and have become {len(held)}: the tie is broken"
+    return None
+
+
+def is_split(scheduled: nn.Module) -> bool:
+    """Return whether this rank has a part of some parameter."""
+    return any(map(is_part, scheduled.parameters()))
+
+
+def frozen(reference: nn.Module, scheduled: nn.Module) -> str | None:
+    """Return the parameter that is trained in one model alone."""
+    trained: Mapping[str, bool] = {
+        name: parameter.requires_grad for name, parameter in reference.named_parameters(remove_duplicate=False)
+    }
+    for name, parameter in scheduled.named_parameters(remove_duplicate=False):
+        for original in facts(parameter).names or (name,):
+            if trained.get(original, parameter.requires_grad) != parameter.requires_grad:
+                return f"{original!r} is {'trained' if parameter.requires_grad else 'frozen'} since, and was not before"
+    return None
+
+
+def _nearness(expected: Tensor, tolerance: Tolerance) -> Callable[[Tensor], bool]:
+    return lambda other: bool(tolerance.accepts(expected, other).all())
+
+
+def _factor(expected: Tensor, actual: Tensor) -> float | None:
+    """By what the numbers are multiplied, in the least squares' sense."""
+    square = float(expected.double().square().sum())
+    return float((expected.double() * actual.double()).sum()) / square if square else None
+
+
+def _excess(difference: Tensor, bias: Tensor) -> int | None:
+    """Return how many times too often a bias is in a tensor, a whole number."""
+    square = float(bias.double().square().sum())
+    times = float((difference.double() * bias.double()).sum()) / square / max(difference[..., 0].numel(), 1)
+    return round(times) if round(times) >= 1 and abs(times - round(times)) < 0.05 else None
+
+
+def _are_permuted(expected: Tensor, actual: Tensor, near: Callable[[Tensor], bool]) -> bool:
+    """Return whether slices along one dimension are the expected ones in another order, and far from them in this one."""
+    if float((actual - expected).double().square().sum()) < 0.1 * float(expected.double().square().sum()):
+        return False
+    for dim in range(expected.dim()):
+        one, other = (each.transpose(0, dim).flatten(1) if each.dim() > 1 else each.unsqueeze(1) for each in (expected, actual))
+        keys = [each.double().sum(1).sort() for each in (one, other)]
+        if torch.equal(keys[0].indices, keys[1].indices):
+            continue
+        moved = torch.empty_like(other)
+        moved[keys[0].indices] = other[keys[1].indices]
+        shape = expected.transpose(0, dim).shape
+        if near(moved.view(shape).transpose(0, dim)):
+            return True
+    return False

@@ -1,0 +1,108 @@
+"""Ranks as threads of one process.
+
+Threads share what ranks have each for itself: the random state, and what tracing puts on classes for a while. So one of them
+runs at a time, and hands over in collectives alone, where its random state is kept for it. What a rank does between two
+collectives no other sees half done.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in __all__
+
+from slapo_core.distributed.random import rng_state, set_rng_state
+from slapo_core.reporting.errors import VerifyError
+
+from ._torch_private import BACKEND, threaded_groups
+from .failure_propagation import FAILED
+
+T = TypeVar("T")
+
+_PATIENCE = 3.0
+"""Seconds for which all ranks may wait in collectives before they are taken for ones that never meet."""
+
+
+def run_as_threads(work: Callable[[], T], world_size: int) -> list[T]:
+    """Run ``work`` on so many ranks of one default process group, each a thread of this process; on CPUs.
+
+    The random state of this process is left as it was. One call at a time.
+
+    Returns:
+        What each rank returned.
+
+    Raises:
+        VerifyError: ranks wait for each other in different collectives, one ended itself, or there is a process group already.
+        Exception: that of the rank that failed first.
+    """
+    if type(world_size) is not int or world_size < 1:
+        raise VerifyError(f"world_size is {world_size!r}; give a whole number from 1 on")
+    if dist.is_initialized():
+        raise VerifyError("there is a process group in this process already; ranks cannot be threads of it")
+    ranks, state = _Ranks(world_size), rng_state()
+    FAILED.clear()
+    try:
+        with threaded_groups(ranks.waiting) as end:
+            threads = [threading.Thread(target=ranks.run, args=(rank, work), daemon=True) for rank in range(world_size)]
+            for thread in threads:
+                thread.start()
+            ranks.watch(threads, end)
+    finally:
+        set_rng_state(state)
+        first = next(iter(FAILED), None)
+        FAILED.clear()
+    if ranks.error is not None:
+        raise first if first is not None and isinstance(ranks.error, Exception) else ranks.error
+    return [ranks.results[rank] for rank in range(world_size)]
+
+
+class _Ranks:
+    """Ranks as threads, of which one has the turn and runs."""
+
+    def __init__(self, world_size: int) -> None:
+        self.results: dict[int, Any] = {}
+        self.error: BaseException | None = None
+        self._size, self._turn = world_size, threading.Lock()
+        self._store = HashStore()
+        self._number_waiting = self._met = 0
+
+    def run(self, rank: int, work: Callable[[], Any]) -> None:
+        """Run the work of one rank in its thread."""
+        try:
+            with self._turn:
+                dist.init_process_group(BACKEND, rank=rank, world_size=self._size, store=self._store)
+                self.results[rank] = work()
+                dist.destroy_process_group()
+        except SystemExit as caught:  # torch ends so what waits for a thread that failed, too
+            self.error = self.error or VerifyError(f"rank {rank} ended itself, by SystemExit({caught.code!r})")
+        except BaseException as caught:
+            self.error = self.error or caught
+
+    def waiting(self, call: Callable[[], T]) -> T:
+        """Let the other threads run while this one waits for them."""
+        state = rng_state()
+        self._number_waiting += 1
+        self._turn.release()
+        try:
+            return call()
+        finally:
+            self._turn.acquire()
+            self._number_waiting -= 1
+            self._met += 1
+            set_rng_state(state)
+
+    def watch(self, threads: list[threading.Thread], end: Callable[[BaseException], None]) -> None:
+        """Wait until all threads have ended; end the others where one has failed, or where they wait for ever."""
+        since, met = time.monotonic(), -1
+        while alive := [thread for thread in threads if thread.is_alive()]:
+            alive[0].join(0.02)
+            if self._met != met or self._number_waiting < len(alive):
+                since, met = time.monotonic(), self._met
+            elif self.error is None and time.monotonic() - since > _PATIENCE:
+                self.error = VerifyError("the ranks wait for each other in different collectives: one of them left some out")
+            if self.error is not None:
+                end(self.error)

@@ -1,0 +1,150 @@
+"""Runs of an engine and of the unmodified model on the same batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_core.building.build import build
+from slapo_core.distributed.agreement import gather
+from slapo_core.distributed.full_tensors import over_group
+from slapo_core.modules.parameters import facts
+from slapo_core.reporting.errors import VerifyError
+from slapo_core.schedules.schedule import Schedule
+
+from ..comparison.model_results import OptimizerFactory
+from ..comparison.report import short
+from ..model_setup.dropouts import switch_off
+from ..model_setup.model_copies import copied
+from ..model_setup.step_replay import fresh_schedule, replay
+from ..ranks.failure_propagation import Ranks
+from .reference_run import LossFn, Trained, exactly, plain_steps
+
+Scheduled = Callable[[nn.Module], Schedule]
+_TURNED = {torch.bfloat16: nn.Module.bfloat16, torch.float16: nn.Module.half, torch.float64: nn.Module.double}
+"""Conversions that leave complex numbers as they are."""
+
+
+@dataclass(frozen=True)
+class EngineRun:
+    """One model, batch and schedule, to be trained by several engines."""
+
+    reference: nn.Module
+    schedule: Callable[[], Schedule]
+    batch: dict[str, Any]
+    steps: int
+    loss_fn: LossFn | None
+    optimizer: OptimizerFactory
+    options: dict[str, Any]
+
+    @property
+    def optimizer_name(self) -> str:
+        """Name of what makes the optimizer, the same on every rank."""
+        return _shown(self.optimizer)
+
+    def plainly(self, dtype: torch.dtype | None = None) -> Trained:
+        """Train the unmodified model, in a type of its own, by those of the engine's options that mean something to it."""
+        model = self.reference if dtype is None else _TURNED[dtype](copied(self.reference))
+        clip, rate = (self.options.get(name) for name in ("clip", "lr_scheduler"))
+        largest = clip if isinstance(clip, (int, float)) and clip > 0 else 0.0
+        factory = rate if callable(rate) else None
+        chosen = self.options.get("loss")
+        return plain_steps(model, self.batch, self.steps, self.loss_fn, self.optimizer, largest, factory, chosen)
+
+    def trained(self, target: str) -> tuple[Trained, Schedule, list[str]]:
+        """Train by a new engine. Return results, schedule, and notes of what was compared on which ranks. Collective."""
+        sch = self.schedule()
+        switch_off(sch.mod)
+        ranks = Ranks.of(sch.mesh, sch.group if sch.mesh is None else None)
+        return ranks.alike(lambda: self._trained(sch, target), watched=False)  # engines look at their works themselves
+
+    def _trained(self, sch: Schedule, target: str) -> tuple[Trained, Schedule, list[str]]:
+        share, layout = self.share(sch), _layout(sch)
+        engine: Any = build(sch, target, optimizer=self.optimizer, loss_fn=self.loss_fn, **self.options)
+        whole = getattr(engine, "whole_parameters", nullcontext)
+        with closing(engine):
+            with whole():
+                before = _copies(engine.module)
+            first = engine.eval_batch(**share).item()
+            losses = [engine.train_batch(**share).item() for _ in range(self.steps)]
+            evaluations = (first, engine.eval_batch(**share).item())
+            with whole():
+                after = _copies(engine.module)
+                full = {name: value for name, value in sch.full_state("param").items() if value is not None}
+        stages = len(sch.program.stages) if sch.program is not None else 1
+        own = {name: each.detach() for name, each in self.reference.named_parameters(remove_duplicate=False)}
+        copies = [
+            {name: exactly(value) - exactly(before[at][name]) for name, value in copy.items()} for at, copy in after.items()
+        ]
+        updates = {name: exactly(full[name]) - exactly(own[name]) for name in own if name in full}
+        kinds = tuple(sorted({str(value.dtype) for copy in after.values() for value in copy.values()}))
+        note = f"{target}: {layout}, {stages} stage{'s' if stages > 1 else ''}; {_told(self.options)}"
+        return Trained(target, tuple(losses), evaluations, updates, copies, kinds), sch, [note]
+
+    def share(self, sch: Schedule) -> dict[str, Any]:
+        """Return this data-parallel rank's rows of the batch."""
+        mesh = sch.mesh
+        if mesh is None or "dp" not in (mesh.mesh_dim_names or ()):
+            return dict(self.batch)
+        parts, rank = mesh["dp"].size(), mesh["dp"].get_local_rank()
+        cut = {name for name, value in self.batch.items() if isinstance(value, torch.Tensor) and value.dim()}
+        rows = {len(self.batch[name]) for name in cut}
+        if any(number % parts for number in rows):
+            raise VerifyError(f"a batch of {min(rows)} rows cannot be divided among {parts} data-parallel ranks")
+        return {name: value.chunk(parts)[rank] if name in cut else value for name, value in self.batch.items()}
+
+
+def maker(schedule: Schedule | Scheduled, reference: nn.Module) -> Callable[[], Schedule]:
+    """Return a function that makes the schedule of a new copy of the model."""
+    if isinstance(schedule, Schedule):
+        top = schedule.get_top_schedule()
+        return lambda: replay(fresh_schedule(reference, top), top.journal.steps)
+    if not callable(schedule):
+        raise VerifyError(f"schedule is {short(schedule)}; give a schedule, or a function that makes one of a model")
+
+    def make() -> Schedule:
+        sch = schedule(copied(reference))
+        if not isinstance(sch, Schedule):
+            raise VerifyError(f"the function that schedules gave {sch!r}; let it return the schedule")
+        return sch.get_top_schedule()
+
+    return make
+
+
+def _copies(module: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
+    """Return this rank's parameters by current name: whole, under each original name. Collective."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name, parameter in module.named_parameters():
+        value = over_group(parameter, torch.Tensor.detach)
+        assert value is not None
+        found[name] = dict.fromkeys(facts(parameter).names or (name,), value)
+    return found
+
+
+def everywhere(value: Any, sch: Schedule) -> list[Any]:
+    """Return the value of each rank of the schedule, once. Collective."""
+    return gather(value, sch.mesh, sch.group if sch.mesh is None else None)
+
+
+def _layout(sch: Schedule) -> str:
+    sizes = {axis: sch.mesh[axis].size() for axis in sch.mesh.mesh_dim_names or ()} if sch.mesh is not None else {}
+    ranks = len(everywhere(None, sch))
+    return f"{ranks} rank{'s' if ranks > 1 else ''}" + (
+        f" ({', '.join(f'{a} {n}' for a, n in sizes.items())})" if sizes else ""
+    )
+
+
+def _told(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={_shown(value)}" for name, value in options.items()) or "all options by default"
+
+
+def _shown(value: Any) -> str:
+    """Return the text of a value, the same on every rank: a function by its name."""
+    inner = value.func if isinstance(value, partial) else value
+    return str(getattr(inner, "__qualname__", type(inner).__qualname__)) if callable(inner) else repr(value)

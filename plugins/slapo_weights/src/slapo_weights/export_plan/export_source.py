@@ -1,0 +1,125 @@
+"""What is exported: an engine's pieces, or those of a schedule that nothing was built of, and who else has some."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from slapo_core.interfaces.engine import Engine, PlainEngine
+from slapo_core.interfaces.program import Program
+from slapo_core.modules.parameters import facts, is_part, shard_spec
+from slapo_core.reporting.errors import BuildError
+from slapo_core.schedules.schedule import Schedule
+from slapo_training.model.named_tensors import buffers, parameters
+from slapo_training.model.pieces import Piece, piece_of
+
+from ..tensor_views.fused_parameters import MadeOf, parts_of
+
+Names = dict[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where weights come from.
+
+    Args:
+        model: The whole scheduled model; what other ranks run may be on the meta device.
+        trees: All modules that hold its tensors, stages of it among them.
+        own: What this rank runs.
+        engine: The engine, or None.
+        mesh: Of its ranks, where they have one.
+        group: Theirs, where they have no mesh.
+    """
+
+    model: nn.Module
+    trees: tuple[nn.Module, ...]
+    own: nn.Module
+    engine: Engine | None = None
+    mesh: DeviceMesh | None = None
+    group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, given: Any) -> Source:
+        """What a user gave.
+
+        Raises:
+            BuildError: it is neither an engine nor a schedule, or does not say which ranks have the rest.
+        """
+        if isinstance(given, Schedule):
+            if given._root.target is not None:
+                raise BuildError(
+                    f"export_weights: the schedule was built for {given._root.target!r}; give the engine that build returned"
+                )
+            mesh = given.mesh
+            return cls(given.root_module, (given.root_module,), given.root_module, None, mesh, None if mesh else given.group)
+        if isinstance(given, PlainEngine):
+            if any(is_part(each) or each.is_meta for each in given.module.parameters()):
+                raise BuildError("export_weights: other ranks have parts of this plain module; give the schedule instead")
+            return cls(given.module, (given.module,), given.module)
+        program = getattr(given, "program", None) or getattr(given, "_program", None)
+        if not (isinstance(given, Engine) and isinstance(program, Program) and hasattr(given, "pieces")):
+            kind = type(given).__name__
+            raise BuildError(f"export_weights: cannot export a {kind}; give a schedule, or an engine that has pieces()")
+        trees = (program.module, *(stage.module for stage in program.stages))
+        return cls(
+            program.module, trees, given.module, given, program.mesh, None if program.mesh else _group_of(program.module)
+        )
+
+    def pieces(self) -> dict[str, Piece]:
+        """What this rank holds of each tensor. Collective where the engine has to gather."""
+        if self.engine is not None:
+            found: dict[str, Piece] = self.engine.pieces()  # type: ignore[attr-defined]
+            return found
+        tensors = {**parameters(self.model), **buffers(self.model)}
+        return {name: piece_of(each, shard_spec(each)) for name, each in tensors.items() if not each.is_meta}
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The types that this rank runs its tensors in, by the names of pieces."""
+        return {(facts(tensor).names or (name,))[0]: tensor.dtype for name, tensor in _named((self.own,))}
+
+    def names(self) -> Names:
+        """All names that each tensor has in the unmodified model, by the first."""
+        return {names[0]: names for _, tensor in _named(self.trees) if (names := facts(tensor).names)}
+
+    def strangers(self) -> Names:
+        """All current names of the parameters that a step brought in, by the first."""
+        found: dict[int, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            if not facts(parameter).names:
+                found.setdefault(id(parameter), []).append(name)
+        return {names[0]: tuple(names) for names in found.values()}
+
+    def made_of(self) -> dict[str, MadeOf]:
+        """What tensors are said to be made of, by the names of their pieces."""
+        return {
+            (facts(tensor).names or (name,))[0]: made
+            for name, tensor in _named(self.trees)
+            if (made := parts_of(tensor)) is not None
+        }
+
+    def order(self) -> Iterator[tuple[str, bool]]:
+        """The first name of each tensor, in the order of ``state_dict``, and whether it is a buffer."""
+        for path, module in self.model.named_modules():
+            for table in (module._parameters, module._buffers):
+                for name, tensor in table.items():
+                    if tensor is not None:
+                        names = facts(tensor).names or (f"{path}.{name}" if path else name,)
+                        yield names[0], table is module._buffers
+
+
+def _group_of(model: nn.Module) -> dist.ProcessGroup | None:
+    """That of the ranks of a schedule without a mesh, as it has it."""
+    groups = [spec.group for each in model.parameters() if (spec := shard_spec(each)) is not None and spec.group is not None]
+    return groups[0] if groups else dist.group.WORLD if dist.is_initialized() else None
+
+
+def _named(trees: Iterable[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    for tree in trees:
+        yield from tree.named_parameters()
+        yield from tree.named_buffers()

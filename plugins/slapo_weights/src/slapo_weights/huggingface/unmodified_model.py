@@ -1,0 +1,124 @@
+"""The unmodified model of Transformers, without its numbers: what it would write, and under which names."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from slapo_core.reporting.errors import BuildError
+from slapo_core.reporting.failure_reason import reason
+
+from .save_conversion import Group, Tensors, converted
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+class Unmodified:
+    """The model that a schedule was created for, made of its config on the meta device.
+
+    Args:
+        root: The scheduled one.
+        cls: Its class before any step.
+
+    Raises:
+        BuildError: it cannot be made, or is of a kind that is kept otherwise.
+    """
+
+    def __init__(self, root: Any, cls: type[PreTrainedModel]) -> None:
+        self.name = cls.__name__
+        if getattr(root, "_hf_peft_config_loaded", False) or getattr(root, "hf_quantizer", None) is not None:
+            raise BuildError(f"export_weights: this {self.name} is quantized or has adapters; export one that has neither")
+        self._config = copy.deepcopy(root.config)
+        self._generation = copy.deepcopy(getattr(root, "generation_config", None))
+        try:
+            with torch.device("meta"), torch.random.fork_rng(devices=[]):
+                self.model: Any = cls(copy.deepcopy(self._config))
+        except Exception as err:
+            raise BuildError(
+                f"export_weights: {self.name} cannot be made of its config alone, which tells what it is to be written as: "
+                f"{reason(err)}"
+            ) from err
+        if (conversions := getattr(root, "_weight_conversions", None)) is not None:
+            self.model._weight_conversions = conversions  # how it was read is how it is written
+
+    @classmethod
+    def of(cls, root: nn.Module) -> Unmodified | None:
+        """What a scheduled model was; None where it is none of Transformers'."""
+        module = sys.modules.get("transformers.modeling_utils")
+        if module is None:
+            return None
+        traced = vars(root).get("_traced_class", type(root))
+        kind = next(each for each in traced.__mro__ if not any(_is_ours(base) for base in each.__mro__))
+        return cls(root, kind) if issubclass(kind, module.PreTrainedModel) else None
+
+    def shapes(self) -> Shapes:
+        """Of all that ``state_dict`` has."""
+        return {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
+
+    def left_out(self) -> set[str]:
+        """Names that are not written."""
+        return set(self.model._keys_to_ignore_on_save or ())
+
+    def vocabulary(self) -> set[str]:
+        """Names of the parameters that have a row for each token."""
+        found = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
+        held = {id(tensor) for each in found if each is not None for tensor in each.parameters()}
+        return {name for name, tensor in self.model.named_parameters(remove_duplicate=False) if id(tensor) in held}
+
+    def written_names(self, tied: Iterable[tuple[str, ...]]) -> set[str]:
+        """Of the names of each tensor the one that ``save_pretrained`` writes it under.
+
+        Raises:
+            BuildError: it would refuse to write this tie.
+        """
+        from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+        groups = [names for names in tied if len(names) > 1]
+        stand_ins = {name: tensor for names in groups for tensor in (torch.zeros(1),) for name in names}
+        try:
+            kept: set[str] = {*remove_tied_weights_from_state_dict(stand_ins, self.model)}
+        except RuntimeError as err:
+            raise BuildError(f"export_weights: {self.name} has a tie that Transformers does not know: {err}") from err
+        return kept
+
+    def groups(self, tensors: Mapping[str, torch.Tensor]) -> list[Group]:
+        """What becomes of its tensors, given on the meta device."""
+        return converted(tensors, self.convert)
+
+    def convert(self, tensors: Tensors) -> Tensors:
+        """What ``save_pretrained`` makes of tensors by names of the model."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        found: Tensors = revert_weight_conversion(self.model, tensors)
+        return found
+
+    def write_config(self, folder: Path, dtype: torch.dtype | None) -> None:
+        """Write ``config.json``, and what ``save_pretrained`` writes with it.
+
+        Args:
+            folder: Where to.
+            dtype: Of the weights.
+        """
+        if dtype is not None:
+            self._config.dtype = str(dtype).split(".")[1]
+        self._config.architectures = [self.name]
+        if self.model.is_remote_code():
+            from transformers.dynamic_module_utils import custom_object_save
+
+            custom_object_save(self.model, folder, config=self._config)
+        self._config.save_pretrained(folder)
+        if self._generation is not None and self.model.can_generate():
+            self._generation.save_pretrained(folder)
+
+
+def _is_ours(cls: type) -> bool:
+    return cls.__module__.partition(".")[0].startswith("slapo_")

@@ -1,0 +1,266 @@
+"""Tensors that are put together of boxes of others, before anything is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import prod
+from typing import TypeVar
+
+import torch
+
+from ..safetensors_files.reader import WeightFiles
+
+_Value = TypeVar("_Value")
+
+_COPIED = 1 << 20
+"""Bytes that are read at a time of what is turned or cast on its way; the allocator may keep a few times that."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """A box of a tensor in a file, and where it lies in the tensor that is made.
+
+    Args:
+        name: Of the tensor in the file.
+        starts: Where the box begins in it, by its dimensions.
+        at: Where it begins in the tensor that is made, by that one's dimensions.
+        sizes: Its shape there.
+        dims: The dimension of the file's tensor that each one there is; None where there is none, and the size is 1.
+    """
+
+    name: str
+    starts: tuple[int, ...]
+    at: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dims: tuple[int | None, ...]
+
+    def moved(self, dim: int, by: int) -> Box:
+        """The box further on."""
+        return replace(self, at=(*self.at[:dim], self.at[dim] + by, *self.at[dim + 1 :]))
+
+    def clipped(self, dim: int, start: int, stop: int) -> Box | None:
+        """What of it lies in a range, of a tensor that begins there."""
+        low, high = max(start, self.at[dim]), min(stop, self.at[dim] + self.sizes[dim])
+        if low >= high:
+            return None
+        starts, of = list(self.starts), self.dims[dim]
+        if of is not None:
+            starts[of] += low - self.at[dim]
+        sizes = (*self.sizes[:dim], high - low, *self.sizes[dim + 1 :])
+        return replace(self, starts=tuple(starts), sizes=sizes).moved(dim, low - start - self.at[dim])
+
+    def read(self, files: WeightFiles, out: torch.Tensor) -> None:
+        """Write its values into its place of the tensor that is made."""
+        place = out
+        for dim, (start, size) in enumerate(zip(self.at, self.sizes, strict=True)):
+            place = place.narrow(dim, start, size)
+        held = [dim for dim in self.dims if dim is not None]
+        sizes = [1] * len(self.starts)
+        for of, size in zip(self.dims, self.sizes, strict=True):
+            if of is not None:
+                sizes[of] = size
+        is_direct = held == sorted(held) and place.is_contiguous() and place.device.type == "cpu"
+        if is_direct and place.dtype is files.entries[self.name].dtype:
+            files.read(self.name, self.starts, sizes, place.view(sizes))
+            return
+        if len(parts := [*self._parts(files)]) > 1:
+            for part in parts:
+                part.read(files, out)
+            return
+        value = files.read(self.name, self.starts, sizes)
+        order = [dim for dim in range(len(sizes)) if dim not in held] + held
+        place.copy_(value.permute(order).reshape(self.sizes))
+
+    def _parts(self, files: WeightFiles) -> Iterator[Box]:
+        """The same in boxes of about a megabyte, as the file has them one behind the other."""
+        size = prod(self.sizes) * files.entries[self.name].dtype.itemsize
+        wide = [dim for dim, width in enumerate(self.sizes) if width > 1 and self.dims[dim] is not None]
+        if size <= _COPIED or not wide:
+            yield self
+            return
+        dim = min(wide, key=lambda dim: self.dims[dim] or 0)
+        step = max(1, self.sizes[dim] * _COPIED // size)
+        for start in range(0, self.sizes[dim], step):
+            low = self.at[dim] + start
+            part = self.clipped(dim, low, min(low + step, self.at[dim] + self.sizes[dim]))
+            assert part is not None
+            yield part.moved(dim, low)
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor made of boxes, which do not overlap; zeros where none is.
+
+    Args:
+        shape: Of the tensor.
+        dtype: Of the file.
+        boxes: What it consists of.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: tuple[Box, ...]
+
+    @classmethod
+    def of(cls, files: WeightFiles, name: str) -> View:
+        """A whole tensor of the files."""
+        entry = files.entries[name]
+        zeros = (0,) * len(entry.shape)
+        return cls(entry.shape, entry.dtype, (Box(name, zeros, zeros, entry.shape, tuple(range(len(zeros)))),))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the tensors in the files."""
+        return tuple(dict.fromkeys(box.name for box in self.boxes))
+
+    def narrow(self, dim: int, start: int, stop: int) -> View:
+        """A range along a dimension."""
+        boxes = tuple(part for box in self.boxes if (part := box.clipped(dim, start, stop)) is not None)
+        return replace(self, shape=(*self.shape[:dim], stop - start, *self.shape[dim + 1 :]), boxes=boxes)
+
+    def local(self, dim: int, ranges: Sequence[tuple[int, int]]) -> View:
+        """Ranges along a dimension, one behind the other."""
+        return concatenated([self.narrow(dim, start, stop) for start, stop in ranges], dim)
+
+    def transposed(self, first: int, second: int) -> View:
+        """Two dimensions swapped."""
+        order = list(range(len(self.shape)))
+        order[first], order[second] = order[second], order[first]
+        return self._ordered(order)
+
+    def unsqueezed(self, dim: int) -> View:
+        """With a dimension of size 1."""
+        dim %= len(self.shape) + 1
+        boxes = tuple(
+            replace(box, at=_with(box.at, dim, 0), sizes=_with(box.sizes, dim, 1), dims=_with(box.dims, dim, None))
+            for box in self.boxes
+        )
+        return replace(self, shape=_with(self.shape, dim, 1), boxes=boxes)
+
+    def squeezed(self, dim: int) -> View:
+        """Without a dimension of size 1."""
+        dim %= len(self.shape)
+        boxes = tuple(
+            replace(box, at=_without(box.at, dim), sizes=_without(box.sizes, dim), dims=_without(box.dims, dim))
+            for box in self.boxes
+        )
+        return replace(self, shape=_without(self.shape, dim), boxes=boxes)
+
+    def reshaped(self, shape: Sequence[int]) -> View:
+        """The same numbers, row by row, in another shape; -1 is the size that fits.
+
+        A dimension that is split, or goes into another, comes in boxes of what stays together.
+
+        Raises:
+            ValueError: the shapes do not have as many numbers, or a dimension's border lies within one of the other's.
+        """
+        sizes = list(shape)
+        if -1 in sizes:
+            sizes[sizes.index(-1)] = prod(self.shape) // max(1, -prod(sizes))
+        if prod(sizes) != prod(self.shape):
+            raise ValueError(f"{list(self.shape)} cannot be {list(shape)}")
+        if not prod(sizes):
+            return replace(self, shape=(*sizes,), boxes=())
+        view = self
+        for dim, size in enumerate(sizes):
+            while dim < len(view.shape) - 1 and size % view.shape[dim] == 0 and view.shape[dim] < size:
+                view = view._merged(dim)
+            if dim == len(view.shape):
+                view = view.unsqueezed(dim)
+            elif view.shape[dim] != size:
+                view = view._split(dim, size)
+        while len(view.shape) > len(sizes):
+            view = view.squeezed(-1)
+        return view
+
+    def _merged(self, dim: int) -> View:
+        """A dimension and the next as one."""
+        inner = self.shape[dim + 1]
+        if inner == 1:
+            return self.squeezed(dim + 1)
+        boxes = []
+        for box in self.boxes:
+            for outer in range(box.at[dim], box.at[dim] + box.sizes[dim]):
+                part = box.clipped(dim, outer, outer + 1)
+                assert part is not None
+                part = part.moved(dim + 1, outer * inner)
+                boxes.append(
+                    replace(part, at=_without(part.at, dim), sizes=_without(part.sizes, dim), dims=_without(part.dims, dim))
+                )
+        return replace(
+            self, shape=_with(_without(_without(self.shape, dim), dim), dim, inner * self.shape[dim]), boxes=(*boxes,)
+        )
+
+    def _split(self, dim: int, size: int) -> View:
+        """A dimension as one of a size, and what is left of it as the next."""
+        inner, rest = divmod(self.shape[dim], size)
+        if rest:
+            raise ValueError(f"{self.shape[dim]} cannot be parts of {size}")
+        boxes = []
+        for box in self.boxes:
+            for outer in range(box.at[dim] // inner, -(-(box.at[dim] + box.sizes[dim]) // inner)):
+                part = box.clipped(dim, outer * inner, (outer + 1) * inner)
+                assert part is not None
+                boxes.append(
+                    replace(
+                        part, at=_with(part.at, dim, outer), sizes=_with(part.sizes, dim, 1), dims=_with(part.dims, dim, None)
+                    )
+                )
+        return replace(self, shape=_with(_with(_without(self.shape, dim), dim, inner), dim, size), boxes=(*boxes,))
+
+    def padded(self, size: int, dim: int = 0) -> View:
+        """Of a size along a dimension, with zeros behind its own."""
+        return replace(self, shape=_with(_without(self.shape, dim), dim, size))
+
+    def read(self, files: WeightFiles, dtype: torch.dtype) -> torch.Tensor:
+        """The tensor, on the CPU; no byte beside its own is read."""
+        covered = sum(prod(box.sizes) for box in self.boxes) == prod(self.shape)
+        out = (torch.empty if covered else torch.zeros)(self.shape, dtype=dtype)
+        for box in self.boxes:
+            box.read(files, out)
+        return out
+
+    def _ordered(self, order: Sequence[int]) -> View:
+        def of(values: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(values[dim] for dim in order)
+
+        boxes = tuple(
+            replace(box, at=of(box.at), sizes=of(box.sizes), dims=tuple(box.dims[dim] for dim in order)) for box in self.boxes
+        )
+        return replace(self, shape=of(self.shape), boxes=boxes)
+
+
+def concatenated(views: Sequence[View], dim: int) -> View:
+    """Tensors one behind the other.
+
+    Raises:
+        ValueError: they differ in dtype, or in another dimension.
+    """
+    first = views[0]
+    dim %= len(first.shape)
+    if any(each.dtype is not first.dtype or _without(each.shape, dim) != _without(first.shape, dim) for each in views):
+        told = ", ".join(sorted({f"{each.dtype} {list(each.shape)}" for each in views}))
+        raise ValueError(f"tensors of {told} do not go together")
+    stops = [*accumulate(each.shape[dim] for each in views)]
+    boxes = tuple(_moved(views, stops, dim))
+    return replace(first, shape=(*first.shape[:dim], stops[-1], *first.shape[dim + 1 :]), boxes=boxes)
+
+
+def stacked(views: Sequence[View], dim: int) -> View:
+    """Tensors along a new dimension."""
+    return concatenated([each.unsqueezed(dim) for each in views], dim % (len(views[0].shape) + 1))
+
+
+def _moved(views: Sequence[View], stops: Sequence[int], dim: int) -> Iterator[Box]:
+    for each, stop in zip(views, stops, strict=True):
+        yield from (box.moved(dim, stop - each.shape[dim]) for box in each.boxes)
+
+
+def _with(values: tuple[_Value, ...], at: int, value: _Value) -> tuple[_Value, ...]:
+    return (*values[:at], value, *values[at:])
+
+
+def _without(values: tuple[_Value, ...], at: int) -> tuple[_Value, ...]:
+    return (*values[:at], *values[at + 1 :])

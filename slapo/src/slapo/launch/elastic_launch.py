@@ -1,0 +1,162 @@
+"""Start one process per rank on this machine, and end them all when one of them fails or the user presses Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from slapo_core.reporting.errors import SlapoError
+
+from ..run_data.settings import Settings
+from .errors import InterruptedRunError, RankError
+from .loopback_rendezvous import ADDRESS, BACKEND, use_loopback
+from .signals import ENDING, handling
+
+SHUTDOWN_SECONDS = 5
+"""How long a rank may take to end after a signal before it is killed."""
+
+BYSTANDER_SECONDS = 2.0
+"""How long a rank that lost its connection waits before it ends, so that the rank that broke it is seen first."""
+
+PRELOADED = ["slapo.launch.fork_server_preload", "slapo.training.worker", "torch._dynamo", "transformers.modeling_layers"]
+"""What the fork server imports once for all ranks, in this order; optimizers import dynamo, models the module of layers."""
+
+Work = Callable[[Settings], None]
+"""What every rank does: a module-level function."""
+
+
+def launch(work: Work, settings: Settings) -> None:
+    """Run ``work(settings)`` on ``settings.world_size`` ranks with torch's elastic launcher, and wait for them.
+
+    Raises:
+        RankError: a rank failed.
+        InterruptedRunError: Ctrl-C, or another signal that ends a process.
+    """
+    use_loopback()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    _quieten_torch()
+    with handling(_terminate), tempfile.TemporaryDirectory(prefix="slapo-") as folder:
+        try:
+            _start_fork_server()
+            elastic_launch(_config(settings), _run_rank)(work, settings, folder)
+        except ChildFailedError as err:
+            raise _root_cause(Path(folder), err.failures) from None
+        except SignalException as err:
+            raise InterruptedRunError(err.sigval) from None
+
+
+def _quieten_torch() -> None:
+    """The launcher logs every end of a rank; we say ourselves what went wrong, once."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _config(settings: Settings) -> LaunchConfig:
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=settings.world_size,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend=BACKEND,
+        local_addr=ADDRESS,
+        max_restarts=0,
+        start_method=_start_method(),
+        shutdown_timeout=SHUTDOWN_SECONDS,
+    )
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    """As the elastic launcher does once it runs."""
+    raise SignalException(f"signal {number}", signal.Signals(number))
+
+
+def _start_method() -> str:
+    """A fork server imports torch and transformers once for all ranks; forking them is only safe on Linux."""
+    return "forkserver" if sys.platform == "linux" else "spawn"
+
+
+def _start_fork_server() -> None:
+    """Start it, and the tracker of its resources, deaf to what the terminal sends to all processes.
+
+    Else they print a traceback each. The tracker stays so: it ends after the launcher.
+    """
+    if _start_method() == "forkserver":
+        multiprocessing.set_forkserver_preload(PRELOADED)
+        for start in (resource_tracker.ensure_running, forkserver.ensure_running):
+            signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+            try:
+                start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+
+
+def _run_rank(work: Work, settings: Settings, folder: str) -> None:
+    """Run the work in a process of its own and leave the error, if any, in ``folder``."""
+    threading.Thread(target=_end_with_launcher, daemon=True).start()
+    for number in ENDING:  # the terminal sends Ctrl-C to every rank: end without a traceback
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        work(settings)
+    except Exception as err:
+        rank = os.environ["RANK"]
+        record = {
+            "time": time.time_ns(),
+            "rank": int(rank),
+            "bystander": _lost_connection(err),
+            "message": str(err) if isinstance(err, SlapoError) else f"{type(err).__name__}: {err}",
+            "traceback": "" if isinstance(err, SlapoError) else traceback.format_exc(),
+        }
+        unfinished = Path(folder, f"rank{rank}.unfinished")
+        unfinished.write_text(json.dumps(record))
+        unfinished.rename(Path(folder, f"rank{rank}.json"))  # this rank may be ended at any moment
+        if record["bystander"]:
+            time.sleep(BYSTANDER_SECONDS)
+        raise
+
+
+def _end_with_launcher() -> None:
+    """End this rank when the process that launched it has gone, killed even; the fork server goes with its last rank."""
+    launcher = multiprocessing.parent_process()
+    if launcher is not None:
+        launcher.join()
+        os._exit(1)
+
+
+def _lost_connection(err: Exception) -> bool:
+    """Whether the error only says that another rank has gone."""
+    return isinstance(err, dist.DistError) or (isinstance(err, RuntimeError) and "gloo/transport" in str(err))
+
+
+def _root_cause(folder: Path, failures: dict[int, ProcessFailure]) -> RankError:
+    """The error of the rank that failed first, of its own accord."""
+    records: list[dict[str, Any]] = [json.loads(path.read_text()) for path in folder.glob("rank*.json")]
+    own = [record for record in records if not record["bystander"]]
+    silent = [failure for failure in failures.values() if failure.local_rank not in {record["rank"] for record in records}]
+    if silent and not own:
+        return RankError(f"rank {silent[0].local_rank} was ended by {_ending(silent[0])}; all ranks have ended")
+    first = min(own or records, key=lambda record: record["time"])
+    return RankError(f"rank {first['rank']}: {first['message']}", first["traceback"])
+
+
+def _ending(failure: ProcessFailure) -> str:
+    return failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"

@@ -1,0 +1,49 @@
+"""Homes of the public names that core does not hold. Importing this imports nothing."""
+
+from __future__ import annotations
+
+MODULES = (
+    "autotune",
+    "framework_dialect",
+    "initialization",
+    "logger",
+    "model_schedule",
+    "op",
+    "pattern",
+    "pipeline",
+    "primitives",
+    "random",
+    "schedule",
+    "sharding",
+    "tracer",
+    "utils",
+)
+"""Documented submodules of ``slapo``."""
+
+HOMES = {
+    "Database": "slapo_tune",
+    "FunctionType": "types",
+    "ModulePattern": "slapo_tracing",
+    "OrderedDict": "collections",
+    "Pattern": "slapo_tracing",
+    "Report": "slapo_verify",
+    "Space": "slapo_tune",
+    "Symbol": "slapo_tune",
+    "Verify": "slapo_verify",
+    "Weights": "slapo_weights",
+    "apply_schedule": "slapo_models",
+    "call_module": "slapo_tracing",
+    "checkpoint": "slapo_memory.forward_wrappers.recomputation",
+    "consolidate_model": "slapo_weights",
+    "dataclass": "dataclasses",
+    "ema": "slapo_training.ema",
+    "export_weights": "slapo_weights",
+    "field": "dataclasses",
+    "gradient_hook": "slapo_training.gradient_hooks",
+    "partial": "functools",
+    "trace": "slapo_tracing",
+    "trace_module": "slapo_tracing",
+    "verify": "slapo_verify",
+    "verify_engine": "slapo_verify",
+}
+"""Name to the module it comes from; what is not listed comes from ``slapo_core``."""

@@ -1,0 +1,63 @@
+"""Find mistakes before any process is started: schedule and partition the model without weights on a pretended world."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from slapo_core.building.build import build_program
+from slapo_core.building.weights import init_empty_weights
+from slapo_core.distributed.random import set_random_seed
+from slapo_core.registration.registry import default_registry
+
+from ..run_data.settings import Settings, engine_options
+from .corpus import read_corpus
+from .models import build_model
+from .reference import make_optimizer
+from .run_schedule import schedule_model
+
+AXES = ("pp", "dp", "tp")
+
+COMMON = ("microbatches", "precision")
+"""Options that every target has; plugins see the others alone, as in ``slapo.build``."""
+
+
+def rehearse(settings: Settings, trains: bool = True, reads: bool = True) -> None:
+    """Do all that a rank does before it has weights.
+
+    Args:
+        settings: Of the run.
+        trains: Whether the target's engine is to run the stages; else the schedule is all that is looked at.
+        reads: Whether it does so on files.
+
+    Raises:
+        SlapoError: whatever a rank would fail with: data, model, schedule, target.
+    """
+    dialect = default_registry().dialect(settings.target)
+    if trains and reads:
+        read_corpus(settings)
+    with init_empty_weights():
+        model = build_model(settings)
+    # tracing runs the model once, and dropout in a sharded region draws from a state that has to be there
+    set_random_seed(settings.seed, dp_rank=0, pp_rank=0, tp_rank=0)
+    with _pretended_mesh(settings) as mesh:
+        sch = schedule_model(model, settings, mesh)
+        config = engine_options(settings)
+        common = {name: config.pop(name) for name in COMMON if name in config}
+        default_registry().hook.slapo_before_build(schedule=sch, target=settings.target, config=config)
+        program = build_program(sch)
+        if trains:
+            dialect.check(program, optimizer=make_optimizer(settings), **common, **config)
+
+
+@contextmanager
+def _pretended_mesh(settings: Settings) -> Iterator[DeviceMesh]:
+    """The run's mesh as rank 0 would see it; its collectives do nothing."""
+    dist.init_process_group("fake", rank=0, world_size=settings.world_size)
+    try:
+        yield init_device_mesh("cpu", (settings.pp, settings.dp, settings.tp), mesh_dim_names=AXES)
+    finally:
+        dist.destroy_process_group()

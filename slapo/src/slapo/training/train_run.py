@@ -1,0 +1,59 @@
+"""A run from the user's side: choose the device, look for mistakes, then start the ranks or join those of torchrun."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import torch
+
+from slapo_core.reporting.errors import SlapoError
+
+from ..launch.elastic_launch import launch
+from ..launch.errors import RankError
+from ..run_data.report_folder import make_folder
+from ..run_data.settings import Settings, SettingsError, counted
+from .preflight_check import rehearse
+from .worker import work
+
+
+def run(settings: Settings) -> None:
+    """Train as the settings say; returns when all ranks have ended well.
+
+    Raises:
+        SlapoError: a mistake found before any rank was started; ``RankError`` when a rank failed;
+            ``InterruptedRunError`` when a signal ended the run.
+    """
+    settings = replace(settings, device=device_of(settings))
+    if "RANK" in os.environ:
+        _check_world(settings, int(os.environ["WORLD_SIZE"]))
+        if os.environ["RANK"] == "0":  # which writes the report; the others may be on machines where that cannot be
+            make_folder(settings)
+        try:
+            work(settings)
+        except SlapoError as err:
+            raise RankError(f"rank {os.environ['RANK']}: {err}") from err
+    else:
+        rehearse(settings)
+        make_folder(settings)
+        launch(work, settings)
+
+
+def device_of(settings: Settings) -> str:
+    """``cpu`` or ``cuda``: ``auto`` takes GPUs when there is one for every rank of this machine."""
+    num_gpus = torch.cuda.device_count()
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", settings.world_size))
+    if settings.device == "cuda" and num_gpus < num_ranks:
+        ranks, gpus = counted(num_ranks, "rank"), counted(num_gpus, "GPU")
+        raise SettingsError(f"--device cuda: {ranks}, but {gpus}; use fewer ranks or --device cpu")
+    if settings.device == "auto":
+        return "cuda" if num_gpus >= num_ranks else "cpu"
+    return settings.device
+
+
+def _check_world(settings: Settings, world_size: int) -> None:
+    if world_size != settings.world_size:
+        raise SettingsError(
+            f"--pp {settings.pp} x --dp {settings.dp} x --tp {settings.tp} is {settings.world_size} ranks, but torchrun "
+            f"started {world_size}; start {settings.world_size}, or choose sizes whose product is {world_size}"
+        )

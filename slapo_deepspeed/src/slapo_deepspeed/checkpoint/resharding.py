@@ -1,0 +1,160 @@
+"""Loading a checkpoint at another layout, or with another stage of ZeRO: each rank reads its part of each tensor by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from slapo_core.distributed.agreement import gather
+from slapo_core.interfaces.program import Program
+from slapo_core.reporting.errors import BuildError
+
+from ..optimizer.local_tensors import Share, Shares
+from .tensor_index import WEIGHT
+from .tensor_reader import SAME_LAYOUT, Saved
+
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+class Taken:
+    """What an engine takes of a checkpoint; nothing of the engine changes before ``put``. Made on all ranks together.
+
+    Args:
+        model: DeepSpeed's engine.
+        shares: What this rank has of its tensors.
+        program: Whose.
+    """
+
+    def __init__(self, model: Any, shares: Shares, program: Program) -> None:
+        self._model, self._shares = model, shares
+        self._groups = self._shares.groups()
+        named = {name: piece.full_shape for name, piece in self._shares.pieces.items()}
+        everyone = gather((named, [name for group in self._groups for name in group["names"]]), program.mesh)
+        self._shapes = {name: shape for own, _ in everyone for name, shape in own.items()}
+        self._stepped = {name for _, own in everyone for name in own}
+        self._options: list[dict[str, Any]] = []
+        self._weights: list[torch.Tensor] = []
+        self._states: dict[int, dict[str, Any]] = {}
+        self._common: Mapping[str, Any] = {}
+        self._scale: Any = None
+
+    def read(self, saved: Saved) -> None:
+        """Read it; for one rank alone.
+
+        Raises:
+            BuildError: it is of another model, or of an optimizer whose states do not fit.
+        """
+        _check_shapes(saved.shapes(), self._shapes)
+        if self._shares.optimizer is not None:
+            self._options = self._chosen(saved)
+        self._common = self._chosen_common(saved)
+        self._scale = next((each["scale"] for each in saved.places if each["scale"] is not None), None)
+        self._weights = [self._numbers(saved, share, WEIGHT) for share in self._shares.held]
+        stepped: dict[int, tuple[torch.Tensor, list[Share]]] = {}
+        for share in self._shares.held:
+            if share.stepped is not None:
+                stepped.setdefault(id(share.stepped), (share.stepped, []))[1].append(share)
+        for number, (tensor, shares) in stepped.items():
+            if state := self._state(saved, tensor, shares):
+                self._states[number] = state
+
+    @torch.no_grad()
+    def put(self) -> None:
+        """Let the engine have it. Collective."""
+        self._shares.begin()
+        for share, numbers in zip(self._shares.held, self._weights, strict=True):
+            share.value.copy_(numbers.view(share.value.shape))
+        if self._shares.optimizer is not None:
+            self._shares.put_states(self._states, self._options)
+        self._shares.put_back()
+        scaler = getattr(self._model.optimizer, "loss_scaler", None)
+        if getattr(scaler, "dynamic", False) and self._scale is not None and self._scale[0] == type(scaler).__name__:
+            vars(scaler).update(self._scale[1])
+        if self._model.lr_scheduler is not None:
+            self._model.lr_scheduler.load_state_dict(self._common["lr_scheduler"])
+        for name in _COUNTERS:
+            setattr(self._model, name, self._common[name])
+
+    def _numbers(self, saved: Saved, share: Share, key: str) -> torch.Tensor:
+        return saved.read(share.name, key, self._shares.pieces[share.name], share.start, share.value.numel())
+
+    def _state(self, saved: Saved, stepped: torch.Tensor, shares: list[Share]) -> dict[str, Any]:
+        """What the optimizer keeps for one of its tensors; of a parameter that has never been stepped it has zeros."""
+        state: dict[str, Any] = {}
+        found: dict[str, dict[tuple[Any, Any], str]] = {}
+        for share in shares:
+            for key in saved.keys(share.name):
+                numbers = self._numbers(saved, share, key)
+                if key not in state:
+                    state[key] = torch.zeros(stepped.shape, dtype=numbers.dtype)
+                part = share.of(state[key])
+                part.copy_(numbers.view(part.shape))
+            for key, values in saved.numbers(share.name).items():
+                found.setdefault(key, {}).update(dict.fromkeys(values, share.name))
+        for key, by_value in found.items():
+            (value, kind), *others = by_value
+            if others:
+                names = " and ".join(f"{each[0]} for {name!r}" for each, name in [*by_value.items()][:2])
+                raise BuildError(f"the optimizer's {key!r} is {names}, which stages of ZeRO keep once; {SAME_LAYOUT}")
+            state[key] = value if kind is None else torch.tensor(value, dtype=kind)
+        return state
+
+    def _chosen(self, saved: Saved) -> list[dict[str, Any]]:
+        """The saved options of this rank's groups.
+
+        Raises:
+            BuildError: the optimizer had other parameters or states of other shapes, or groups that had different options are
+                one here.
+        """
+        options: dict[str, dict[str, Any]] = {}
+        for each in saved.places:
+            for group in each["groups"]:
+                options |= dict.fromkeys(group["names"], group["options"])
+        for name in sorted(options.keys() ^ self._stepped):
+            where = "the checkpoint's, not this engine's" if name in options else "this engine's, not the checkpoint's"
+            raise BuildError(f"{name!r} is in a group of {where} optimizer; build with the same parameters to train")
+        for name in sorted(self._stepped):
+            if odd := saved.odd(name):
+                raise BuildError(
+                    f"{odd!r} in the state of {type(self._shares.optimizer).__name__} is no number for each element of "
+                    f"{name!r}; {SAME_LAYOUT}"
+                )
+        found = []
+        for number, group in enumerate(self._groups):
+            if not group["names"]:
+                places = (each["groups"] for each in saved.places if len(each["groups"]) == len(self._groups))
+                found.append(next((each[number]["options"] for each in places), group["options"]))
+                continue
+            own = {repr(options[name]): options[name] for name in group["names"]}
+            if len(own) > 1:
+                raise BuildError("the checkpoint's optimizer has other groups of parameters; build with the same")
+            found.append(next(iter(own.values())))
+        return found
+
+    def _chosen_common(self, saved: Saved) -> dict[str, Any]:
+        """Counters, and the state of the learning rate's schedule: that of ranks with the same groups.
+
+        Raises:
+            BuildError: no rank had as many groups with these options.
+        """
+        wanted = [repr(each) for each in self._options]
+        for each in saved.places:
+            is_one = self._model.lr_scheduler is None or [repr(group["options"]) for group in each["groups"]] == wanted
+            if each["common"] is not None and is_one:
+                whole = saved.file(each["common"])
+                return {key: whole[key] for key in (*_COUNTERS, "lr_scheduler")}
+        raise BuildError(
+            f"the learning rate's schedule was saved of other groups of parameters than the {len(wanted)} of this rank's "
+            f"stage; {SAME_LAYOUT}"
+        )
+
+
+def _check_shapes(saved: Mapping[str, tuple[int, ...]], own: Mapping[str, tuple[int, ...]]) -> None:
+    for name in sorted(saved.keys() ^ own.keys()):
+        where = "the checkpoint, not the model" if name in saved else "the model, not the checkpoint"
+        raise BuildError(f"{name!r} is in {where}; load it into the same model")
+    for name, shape in own.items():
+        if saved[name] != shape:
+            raise BuildError(f"{name!r} was saved with the shape {saved[name]}, and has {shape}; load it into the same model")

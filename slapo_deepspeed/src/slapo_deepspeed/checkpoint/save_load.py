@@ -1,0 +1,252 @@
+"""Checkpoints of DeepSpeed's, beside them what it does not know: the layout, and each rank's random states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_core.distributed.agreement import gather
+from slapo_core.interfaces.program import Program
+from slapo_core.reporting.errors import BuildError
+from slapo_training.batches.microbatches import fingerprint
+from slapo_training.checkpoint import folder as checkpoint_folder
+from slapo_training.checkpoint.async_save import Buffers
+from slapo_training.distributed.ranks import Ranks, on_all
+from slapo_training.ema.average_list import AverageList
+from slapo_training.ema.average_list import Taken as TakenAverages
+from slapo_training.engines import checkpoint_files
+from slapo_training.engines.checkpoint_files import Beside, Position
+from slapo_training.model.named_tensors import buffers, parameters, unfold
+from slapo_training.optimizers import whole_tensor_checkpoint
+from slapo_training.optimizers.rank_optimizer import rate_kind
+from slapo_training.optimizers.whole_tensor_optimizer import WholeTensorOptimizer
+
+from ..configuration.options import DeepSpeedOptions
+from ..optimizer.local_tensors import Shares, stepping, why_not
+from ..process_state.process_groups import whole_shape
+from .file_writer import Files
+from .resharding import Taken
+from .tensor_index import Places, name_of
+from .tensor_reader import SAME_LAYOUT, Saved
+
+TARGET = DeepSpeedOptions.target
+_WORDS = {
+    "optimizer": "the optimizer",
+    "groups": "the number of the optimizer's groups",
+    "lr_scheduler": "the learning rate's schedule",
+}
+
+
+@dataclass
+class Checkpoint:
+    """One that this engine can load.
+
+    Args:
+        folder: Where DeepSpeed's files are.
+        beside: Where training was, and what puts this rank's random states and buffers back.
+        taken: What this engine takes of it, where it is of another layout; DeepSpeed reads it where this is None.
+        states: Of whole tensors, by rank.
+        averages: Of the weights.
+    """
+
+    folder: Path
+    beside: Beside
+    taken: Taken | None = None
+    states: list[dict[str, Any]] = field(default_factory=list)
+    averages: TakenAverages = field(default_factory=list)
+
+
+def prepared(
+    model: Any,
+    module: nn.Module,
+    path: str | PathLike[str],
+    program: Program,
+    zero_stage: int,
+    position: Position,
+    ranks: Ranks,
+    copies: Buffers | None,
+    averages: AverageList,
+) -> Callable[[Ranks], None]:
+    """What writes DeepSpeed's checkpoint and what belongs to it, given the ranks to meet. Collective.
+
+    With ``copies``, memory for what this rank writes, it writes what there is now; without, DeepSpeed writes its files at once.
+
+    Raises:
+        BuildError: on every rank: it cannot be written.
+    """
+    if model.optimizer is not None and stepping(model) is None:
+        raise BuildError("DeepSpeed does not save an engine that only evaluates in bf16 or fp16; save the one that trains")
+    about = {**_layout(program, zero_stage), "parameters": _parameters(program), **_steps(model, program)}
+    places: list[Places] = []
+    ranks.on_all(lambda: places.append(Places(model, module, program)))
+
+    def collect(folder: Path, ranks: Ranks) -> Callable[[Ranks], None]:
+        files, beside = Files(folder, places[0], copies), dict[str, bytes]()
+
+        def gather() -> None:
+            files.take(model)
+            beside.update(places[0].files(ranks.place))
+            if (states := whole_tensor_checkpoint.packed(stepping(model), parameters(module))) is not None:
+                beside[whole_tensor_checkpoint.file_of(ranks.place)] = states
+
+        def put() -> None:
+            files.write()
+            for name, content in beside.items():
+                (folder / name).write_bytes(content)
+
+        def write(meeting: Ranks) -> None:
+            meeting.on_all(put)
+
+        ranks.on_all(gather)
+        return write
+
+    given = path, TARGET, program, about, position, collect, ranks, buffers(module)
+    return checkpoint_files.prepared(*given, averages, copies is not None)
+
+
+def checked(
+    model: Any,
+    module: nn.Module,
+    path: str | PathLike[str],
+    program: Program,
+    zero_stage: int,
+    averages: AverageList,
+) -> Checkpoint:
+    """Look whether a checkpoint can be loaded, and read it where it is of another layout. Collective; changes no engine.
+
+    Raises:
+        BuildError: on every rank: it is none, damaged, of another model, or of a layout that cannot be loaded into this one.
+    """
+    ranks = Ranks.of(program)
+    complete = checkpoint_folder.opened(path, TARGET, ranks)
+    for buffer in buffers(module).values():
+        unfold(buffer)
+    saved, own = complete.about, _steps(model, program)
+
+    def check() -> None:
+        if saved["parameters"] != _parameters(program):
+            raise BuildError(
+                f"{str(complete.folder)!r} is of a model with other parameters; build an engine of the model that was saved"
+            )
+        _check_steps(saved, own)
+        whole_tensor_checkpoint.check_kind(saved["whole"], stepping(model))
+
+    ranks.on_all(check)
+    with checkpoint_folder.reading(complete):
+        checkpoint_folder.verify(complete, ranks)
+        found = Checkpoint(complete.data, checkpoint_files.read_beside(complete, program, buffers(module)))
+        found.averages = averages.read(complete, ranks)
+        if not _is_same(complete, model, module, program, zero_stage):
+            found.taken = _taken(complete, model, module, program)
+        if saved["whole"] and stepping(model) is not None:
+            number = saved["pp"] * saved["dp"] * saved["tp"]
+            ranks.on_all(lambda: found.states.extend(whole_tensor_checkpoint.read(complete.data, number)))
+    return found
+
+
+def _is_same(complete: checkpoint_folder.Checkpoint, model: Any, module: nn.Module, program: Program, zero: int) -> bool:
+    """Whether DeepSpeed can read it itself: each rank has what one at its place had, in the same order. Collective."""
+    own, saved = _layout(program, zero), complete.about
+    if any(saved[key] != own[key] for key in own if key != "dp" or zero):
+        return False
+    replica = program.axis_rank("dp") if zero else 0
+    place = (program.axis_rank("pp") * saved["dp"] + replica) * saved["tp"] + program.axis_rank("tp")
+
+    def look() -> bool:
+        about = torch.load(complete.data / name_of(place), weights_only=True)
+        return bool(about["why_not"] or why_not(model, module)) or Shares(model, module, program).are_like(about)
+
+    return all(Ranks.of(program).on_all(look))
+
+
+def _taken(complete: checkpoint_folder.Checkpoint, model: Any, module: nn.Module, program: Program) -> Taken:
+    """What this engine takes of a checkpoint of another layout. Collective."""
+    saved, shares = complete.about, list[Shares]()
+
+    def check() -> None:
+        if reason := why_not(model, module):
+            raise BuildError(f"an engine of {reason} takes its own layout alone; {SAME_LAYOUT}")
+        shares.append(Shares(model, module, program))
+
+    def read() -> None:
+        try:
+            parts = Saved(complete.data, saved["pp"] * saved["dp"] * saved["tp"])
+            taken.read(parts)
+        except BuildError:
+            raise
+        except Exception as err:  # whatever torch raises of files that are broken
+            raise BuildError(
+                f"{str(complete.folder)!r} cannot be read: {type(err).__name__}: {err}; nothing has changed, load another one"
+            ) from err
+
+    on_all(check, program)
+    taken = Taken(model, shares[0], program)
+    on_all(read, program)
+    return taken
+
+
+def load(model: Any, module: nn.Module, found: Checkpoint, program: Program) -> None:
+    """Read it. Collective.
+
+    Raises:
+        BuildError: on every rank: DeepSpeed cannot read it to its end.
+    """
+
+    def read() -> None:
+        try:
+            if found.taken is not None:
+                found.taken.put()
+            elif model.load_checkpoint(str(found.folder))[0] is None:
+                raise FileNotFoundError("DeepSpeed finds no checkpoint")
+            if found.states:
+                whole_tensor_checkpoint.put(stepping(model), parameters(module), found.states)
+            if hasattr(model.optimizer, "clip_grad"):
+                model.optimizer.clip_grad = model.gradient_clipping()  # ZeRO takes that of the checkpoint
+        except Exception as err:
+            raise BuildError(
+                f"{str(found.folder)!r} cannot be read: {type(err).__name__}: {err}; the weights of this engine may have "
+                "changed, load another checkpoint before it trains"
+            ) from err
+
+    on_all(read, program)
+    found.beside.put(buffers(module))
+
+
+def _check_steps(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Refuse states of another optimizer or schedule; an engine that only evaluates reads none."""
+    if own["optimizer"] is None:
+        return
+    for key, word in _WORDS.items():
+        by_stage = key == "groups" and list in (type(saved[key]), type(own[key]))  # looked at by names
+        if (before := saved[key]) != own[key] and not by_stage:
+            raise BuildError(f"saved with {before!r} for {word}, but this engine has {own[key]!r}; build with the same")
+
+
+def _steps(model: Any, program: Program) -> dict[str, Any]:
+    """What steps the weights, the same on every rank. Collective."""
+    optimizer = stepping(model)
+    groups = 0 if optimizer is None else len(optimizer.param_groups)
+    by_stage = dict(gather((program.axis_rank("pp"), groups), program.mesh))
+    return {
+        "optimizer": None if optimizer is None else type(getattr(optimizer, "inner", optimizer)).__name__,
+        "whole": isinstance(optimizer, WholeTensorOptimizer),
+        "groups": groups if len(by_stage) == 1 else [by_stage[stage] for stage in sorted(by_stage)],
+        "lr_scheduler": None if model.lr_scheduler is None else rate_kind(model.lr_scheduler),
+    }
+
+
+def _layout(program: Program, zero_stage: int) -> dict[str, int]:
+    return {**checkpoint_files.layout_of(program), "zero": zero_stage}
+
+
+def _parameters(program: Program) -> int:
+    """A number for the names and shapes of the model's parameters."""
+    shapes = {name: tuple(whole_shape(parameter)) for name, parameter in program.module.named_parameters()}
+    shapes |= {name: tuple(spec.full_shape) for name, spec in program.shard_specs.items()}
+    return fingerprint(sorted(shapes.items()))

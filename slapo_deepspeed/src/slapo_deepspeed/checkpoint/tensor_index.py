@@ -1,0 +1,160 @@
+"""Where in DeepSpeed's files the numbers of each tensor are, under original names: written beside them as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from slapo_core.interfaces.program import Program
+from slapo_core.reporting.errors import BuildError
+from slapo_training.checkpoint.plain_data import check_plain
+from slapo_training.engines.checkpoint_files import bytes_of
+
+from ..optimizer.local_tensors import Shares, why_not
+
+WEIGHT = ""
+"""In the place of the name of a state: the weight itself, or a buffer."""
+
+
+class _Wanted(NamedTuple):
+    """Numbers that are to be found in a file.
+
+    Args:
+        name: Of their tensor in the unmodified model.
+        key: Of a state of the optimizer, or ``WEIGHT``.
+        start: How many numbers of this rank's part are before them.
+        value: They.
+        aliases: What a file may call a copy of a weight.
+    """
+
+    name: str
+    key: str
+    start: int
+    value: torch.Tensor
+    aliases: tuple[str, ...]
+
+
+class Places:
+    """Notes where DeepSpeed writes the numbers of this rank: tensors in memory are known by where they are.
+
+    What it copies before it writes is known by name and by being equal, and what it does not write is written here.
+
+    Args:
+        model: DeepSpeed's engine.
+        module: This rank's stage.
+        program: Whose.
+    """
+
+    def __init__(self, model: Any, module: nn.Module, program: Program) -> None:
+        self._found: list[tuple[Any, ...]] = []
+        self._wanted: list[_Wanted] = []
+        self._about: dict[str, Any] = {"why_not": why_not(model, module), "common": None, "scale": None}
+        if not self._about["why_not"]:
+            shares = Shares(model, module, program)
+            self._collect(shares, module)
+            scaler = getattr(model.optimizer, "loss_scaler", None)
+            if scaler is not None:
+                self._about["scale"] = type(scaler).__name__, dict(vars(scaler))
+
+    def _collect(self, shares: Shares, module: nn.Module) -> None:
+        numbers: dict[str, dict[str, Any]] = {}
+        odd: dict[str, list[str]] = {}
+        aliases: dict[int, list[str]] = {}
+        for local, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            aliases.setdefault(id(tensor), []).extend((local, f"stage.{local}"))
+        known = {name: tuple(aliases.get(key, ())) for key, name in shares.names.items()}
+        for share in shares.own:
+            self._wanted.append(_Wanted(share.name, WEIGHT, share.start, share.value, known[share.name]))
+            if shares.optimizer is None or share.stepped is None:
+                continue
+            for key, value in shares.optimizer.state.get(share.stepped, {}).items():
+                if isinstance(value, torch.Tensor) and value.shape == share.stepped.shape:
+                    self._wanted.append(_Wanted(share.name, key, share.start, share.of(value), ()))
+                elif isinstance(value, torch.Tensor) and value.dim() == 0:
+                    numbers.setdefault(share.name, {})[key] = (value.item(), value.dtype)
+                elif not isinstance(value, torch.Tensor | list | tuple | dict):
+                    numbers.setdefault(share.name, {})[key] = (value, None)
+                else:
+                    odd.setdefault(share.name, []).append(key)
+        self._about.update(shares.about(), numbers=numbers, odd=odd)
+
+    def see(self, state: Any, file: str) -> None:
+        """Look at what DeepSpeed writes to a file of the checkpoint, while it is in memory."""
+        if isinstance(state, dict) and "lr_scheduler" in state and "global_steps" in state:
+            self._about["common"] = file
+        by_memory: dict[int, list[tuple[Any, torch.Tensor]]] = {}
+        by_name: dict[Any, list[tuple[Any, torch.Tensor]]] = {}
+        for at, tensor in tensors_in(state, ()):
+            if tensor.layout is torch.strided and tensor.numel() and tensor.is_contiguous():
+                by_memory.setdefault(tensor.untyped_storage().data_ptr(), []).append((at, tensor))
+                by_name.setdefault(at[-1], []).append((at, tensor))
+        left = []
+        for each in self._wanted:
+            candidates = by_memory.get(each.value.untyped_storage().data_ptr(), [])
+            found = next(((at, offset) for at, own in candidates if (offset := _offset(each.value, own)) is not None), None)
+            named = (pair for alias in each.aliases for pair in by_name.get(alias, [])) if found is None else iter(())
+            found = found or next(((at, 0) for at, own in named if _is_copy(each.value, own)), None)
+            if found is None:
+                left.append(each)
+            else:
+                self._note(each, file, *found)
+        self._wanted = left
+
+    def files(self, place: int) -> dict[str, bytes]:
+        """Files with the places, and with what DeepSpeed has left out, as it is now.
+
+        Args:
+            place: This rank's among all.
+        """
+        found: dict[str, bytes] = {}
+        if self._wanted:
+            rest = f"rest-{place}.pt"
+            found[rest] = bytes_of([each.value.detach().cpu().clone() for each in self._wanted])
+            for index, each in enumerate(self._wanted):
+                self._note(each, rest, (index,), 0)
+        self._about["found"] = self._found
+        try:
+            check_plain(self._about, "what is kept of the optimizer's groups")
+        except BuildError as err:
+            self._about = {"why_not": f"an optimizer of which {err}"}
+        found[name_of(place)] = bytes_of(self._about)
+        return found
+
+    def _note(self, each: _Wanted, file: str, at: Any, offset: int) -> None:
+        self._found.append((each.name, each.key, each.start, each.value.numel(), file, at, offset))
+
+
+def name_of(place: int) -> str:
+    """The file with what ``Places`` of a rank has found."""
+    return f"places-{place}.pt"
+
+
+def tensors_in(value: Any, at: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """All in dicts and lists, and how to get there."""
+    if isinstance(value, torch.Tensor):
+        yield at, value
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            if isinstance(key, str | int):
+                yield from tensors_in(each, (*at, key))
+    elif isinstance(value, list | tuple):
+        for index, each in enumerate(value):
+            yield from tensors_in(each, (*at, index))
+
+
+def _offset(value: torch.Tensor, of: torch.Tensor) -> int | None:
+    """How many numbers of a tensor are before these, if they are of it."""
+    offset = int(value.storage_offset()) - int(of.storage_offset())
+    fits = value.dtype is of.dtype and value.is_contiguous() and 0 <= offset <= of.numel() - value.numel()
+    return offset if fits else None
+
+
+def _is_copy(value: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        value.dtype is other.dtype
+        and value.numel() == other.numel()
+        and torch.equal(value.flatten().cpu(), other.flatten().cpu())
+    )

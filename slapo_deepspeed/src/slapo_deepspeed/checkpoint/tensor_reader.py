@@ -1,0 +1,182 @@
+"""A checkpoint of DeepSpeed's by original names: any part of any tensor, from where ``places`` says that it is."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from slapo_core.reporting.errors import BuildError
+from slapo_training.model.pieces import Chunk, Piece, Ranges
+
+from .tensor_index import WEIGHT, name_of
+
+SAME_LAYOUT = "load it on the layout and with the stage of ZeRO that it was saved with"
+
+
+class _Found(NamedTuple):
+    """Numbers in a file, ``start`` of a part on, which begin ``offset`` into the tensor that ``at`` leads to."""
+
+    start: int
+    size: int
+    file: str
+    at: tuple[Any, ...]
+    offset: int
+
+
+class _Part(NamedTuple):
+    """What ranks of one pipeline stage and tensor-parallel place, all replicas together, have saved of a tensor."""
+
+    full_shape: tuple[int, ...]
+    ranges: tuple[Ranges, ...]
+    found: dict[str, list[_Found]]
+
+
+class Saved:
+    """A checkpoint by original names.
+
+    Args:
+        folder: That of its files.
+        ranks: How many have written it.
+
+    Raises:
+        BuildError: it cannot be loaded at another layout.
+    """
+
+    def __init__(self, folder: Path, ranks: int) -> None:
+        self._folder = folder
+        self._files: dict[str, Any] = {}
+        self.places = [torch.load(folder / name_of(place), weights_only=True) for place in range(ranks)]
+        for each in self.places:
+            if each["why_not"]:
+                raise BuildError(f"the checkpoint is of {each['why_not']}, which no other layout takes; {SAME_LAYOUT}")
+        self.parts: dict[str, dict[Any, _Part]] = {}
+        for each in self.places:
+            for name, (shape, ranges) in each["pieces"].items():
+                self.parts.setdefault(name, {}).setdefault((shape, ranges), _Part(shape, ranges, {}))
+            for name, key, *found in each["found"]:
+                self.parts[name][each["pieces"][name]].found.setdefault(key, []).append(_Found(*found))
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all parameters and buffers."""
+        return {name: next(iter(parts.values())).full_shape for name, parts in self.parts.items()}
+
+    def keys(self, name: str) -> set[str]:
+        """The states that have a number for each element of a parameter."""
+        return {key for part in self.parts[name].values() for key in part.found} - {WEIGHT}
+
+    def read(self, name: str, key: str, wanted: Piece, start: int, size: int) -> torch.Tensor:
+        """Numbers of a tensor, in one line; of the files no more is read than rows that have some of them.
+
+        Args:
+            name: In the unmodified model.
+            key: A state, or ``WEIGHT``.
+            wanted: Where a part of the whole tensor lies, which has them.
+            start: How many numbers of that part are before them.
+            size: How many they are.
+
+        Raises:
+            BuildError: the checkpoint leaves some of them out.
+        """
+        if wanted.ranges:
+            row = wanted.tensor[0].numel()
+            first = start // row
+            wanted, start = wanted.rows(first, -(-(start + size) // row)), start - first * row
+        made: torch.Tensor | None = None
+        has = torch.zeros(wanted.tensor.shape, dtype=torch.bool)
+        for part in self.parts[name].values():
+            if key not in part.found or bool(has.all()):
+                continue
+            source, before = _overlapping(part, wanted)
+            if source is None:
+                continue
+            local, known = self._local(part.found[key], source.tensor.shape, before)
+            made = torch.empty(wanted.tensor.shape, dtype=local.dtype) if made is None else made
+            for one, other in _common(source, wanted):
+                other.of(made).copy_(one.of(local))
+                other.of(has).logical_or_(one.of(known))
+        if made is None or not has.all():
+            what = f"the state {key!r} of {name!r}" if key else repr(name)
+            raise BuildError(f"the checkpoint has {int(has.sum())} of {has.numel()} numbers of {what}; load another one")
+        return made.view(-1).narrow(0, start, size)
+
+    def _local(self, found: list[_Found], shape: torch.Size, before: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What all replicas have saved of some rows of a part, and which numbers of these they have.
+
+        Args:
+            found: Where numbers of the part are.
+            shape: Of the rows.
+            before: How many numbers of the part are before them.
+        """
+        line, known = torch.empty(0), torch.zeros(shape.numel(), dtype=torch.bool)
+        for each in found:
+            first, last = max(each.start, before), min(each.start + each.size, before + shape.numel())
+            if first >= last and len(line):
+                continue
+            numbers = self._tensor(each).reshape(-1)
+            if not len(line):
+                line = torch.empty(shape.numel(), dtype=numbers.dtype)
+            if first < last:
+                own = slice(first - before, last - before)
+                line[own].copy_(numbers[each.offset + first - each.start : each.offset + last - each.start])
+                known[own].fill_(True)
+        return line.view(shape), known.view(shape)
+
+    def _tensor(self, found: _Found) -> Any:
+        value = self.file(found.file)
+        for key in found.at:
+            value = value[key]
+        return value.detach()
+
+    def file(self, name: str) -> Any:
+        """One of DeepSpeed's files, whose tensors are read when they are needed."""
+        if name not in self._files:
+            path = self._folder / name
+            options: dict[str, Any] = {"mmap": True} if zipfile.is_zipfile(path) else {}
+            self._files[name] = torch.load(path, map_location="cpu", weights_only=False, **options)
+        return self._files[name]
+
+    def numbers(self, name: str) -> dict[str, set[tuple[Any, Any]]]:
+        """What the optimizer keeps once for a parameter, with its type; no rank should have another one."""
+        found: dict[str, set[tuple[Any, Any]]] = {}
+        for each in self.places:
+            for key, value in each["numbers"].get(name, {}).items():
+                found.setdefault(key, set()).add(value)
+        return found
+
+    def odd(self, name: str) -> str:
+        """A state that has neither one number nor one for each element; nothing where there is none."""
+        return next((key for each in self.places for key in each["odd"].get(name, ())), "")
+
+
+def _sizes(ranges: tuple[Ranges, ...]) -> list[int]:
+    return [sum(stop - start for start, stop in each) for each in ranges]
+
+
+def _overlapping(part: _Part, wanted: Piece) -> tuple[Piece | None, int]:
+    """The rows of a part that have some of what is wanted, or None, and how many of its numbers are before them."""
+    source = Piece(torch.empty(_sizes(part.ranges), device="meta"), part.full_shape, part.ranges)
+    boxes = [one for one, _ in _common(source, wanted)]
+    if not boxes or not part.ranges:
+        return (source if boxes else None), 0
+    first, last = min(box.local[0] for box in boxes), max(box.local[0] + box.sizes[0] for box in boxes)
+    return source.rows(first, last), first * source.tensor[0].numel()
+
+
+def _common(source: Piece, wanted: Piece) -> Iterator[tuple[Chunk, Chunk]]:
+    """The boxes that both have, in each of them."""
+    for one in source.chunks():
+        for other in wanted.chunks():
+            lows = [max(each) for each in zip(one.offset, other.offset, strict=True)]
+            ends = zip(one.offset, one.sizes, other.offset, other.sizes, strict=True)
+            sizes = [min(a + size, b + own) - low for (a, size, b, own), low in zip(ends, lows, strict=True)]
+            if all(size > 0 for size in sizes):
+                yield _box(one, lows, sizes), _box(other, lows, sizes)
+
+
+def _box(chunk: Chunk, offset: list[int], sizes: list[int]) -> Chunk:
+    local = (at + low - start for at, low, start in zip(chunk.local, offset, chunk.offset, strict=True))
+    return Chunk(tuple(local), tuple(offset), tuple(sizes))

@@ -1,0 +1,163 @@
+"""DeepSpeed reads its configuration before anything is started; what it passes over or refuses is one sentence."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from slapo_core.reporting.errors import BuildError, UnknownNameError
+from slapo_training.engines.warning_filter import without_warnings
+
+from .config_optimizer import check_made
+
+
+def check_config(config: Mapping[str, Any], given: Mapping[str, Any], replicas: int) -> None:
+    """Let DeepSpeed, which knows its ranks, read a configuration, and see to it that it reads all of what was given.
+
+    DeepSpeed takes no notice of a key that it does not know, ``zero_optimisation`` for one, and would train with its defaults.
+
+    Args:
+        config: What DeepSpeed is to get.
+        given: What of it the user has said.
+        replicas: Data-parallel ranks, which sizes of batches depend on.
+
+    Raises:
+        BuildError: it has a key that DeepSpeed never asks for, or DeepSpeed refuses it, or cannot make its optimizer.
+    """
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+    from pydantic import ValidationError  # noqa: PLC0415  comes with DeepSpeed
+
+    check_made(config)
+    _check_pipeline(given)
+    asked = _Asked(config)
+    try:
+        with without_warnings():
+            DeepSpeedConfig(asked, mpu=_Replicas(replicas))
+    except ValidationError as err:
+        raise BuildError(f"DeepSpeed refuses its config: {'; '.join(_refusals(err, given))}") from err
+    except (DeepSpeedConfigError, AssertionError, TypeError, ValueError, KeyError) as err:
+        raise BuildError(f"DeepSpeed refuses its config: {str(err) or type(err).__name__}") from err
+    for section, key, known in asked.unread():
+        if _holds(given, [section, key] if section else [key]):
+            whose = f"{section} in DeepSpeed's config" if section else "DeepSpeed's config"
+            raise BuildError(str(UnknownNameError.of("key", key, known, whose=whose)))
+
+
+_PIPELINE = ("activation_checkpoint_interval", "grad_partitioned", "pipe_partitioned", "use_reentrant")
+
+
+def _check_pipeline(given: Mapping[str, Any]) -> None:
+    """DeepSpeed goes through all of this section, and reads these."""
+    for key in given.get("pipeline", {}):
+        if key not in _PIPELINE:
+            notes = ["the schedule says what the stages are"]
+            raise BuildError(str(UnknownNameError.of("key", key, _PIPELINE, notes, "pipeline in DeepSpeed's config")))
+
+
+class _Replicas:
+    """What DeepSpeed asks for as it reads sizes of batches."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._number
+
+
+class _Asked(dict[str, Any]):
+    """A dict that knows which keys were asked for, in the dicts in it too; whoever goes through all of one asks for all."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__({key: _Asked(value) if isinstance(value, Mapping) else value for key, value in values.items()})
+        self._asked: set[str] = set()
+
+    def unread(self) -> Iterator[tuple[str, str, set[str]]]:
+        """The section of a key that nobody asked for, the key, and what was asked for there.
+
+        What is in a section's own sections are arguments of others, of an optimizer's class for one, which look at them.
+        """
+        for section, value in super().items():
+            if section not in self._asked:
+                yield "", section, self._asked
+            elif isinstance(value, _Asked) and value._asked:  # else it was taken as it is
+                for key in dict.keys(value) - value._asked:
+                    yield section, key, value._asked
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._asked.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self._asked.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self._asked.add(str(key))
+        return super().__contains__(key)
+
+    def __iter__(self) -> Iterator[str]:
+        self._asked.update(super().keys())
+        return super().__iter__()
+
+    def items(self) -> Any:
+        self._asked.update(super().keys())
+        return super().items()
+
+    def keys(self) -> Any:
+        return _Keys(self)
+
+    def __copy__(self) -> _Asked:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> _Asked:
+        return self
+
+
+class _Keys:
+    """The keys of one: to look for a key among them is to ask for it."""
+
+    def __init__(self, of: _Asked) -> None:
+        self._of = of
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._of
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._of)
+
+
+def _refusals(error: Any, given: Mapping[str, Any]) -> Iterator[str]:
+    """Return what pydantic found, each with its place in the configuration."""
+    for found in error.errors():
+        place = [str(key) for key in found["loc"]]
+        section = [key for key, value in given.items() if isinstance(value, Mapping) and _holds(value, place)]
+        sentence = f"{'.'.join([*section[:1], *place])}: {found['msg']}"
+        near = difflib.get_close_matches(place[-1], _fields(error.title), n=1) if found["type"] == "extra_forbidden" else []
+        yield f"{sentence}, did you mean {near[0]!r}?" if near else sentence
+
+
+def _fields(title: str) -> list[str]:
+    """The names that a section of DeepSpeed's, and those in it, can have."""
+    from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+
+    models: list[Any] = [DeepSpeedConfigModel]
+    for model in models:
+        models.extend(model.__subclasses__())
+    return [name for model in models if model.__name__ == title for name in _names(model)]
+
+
+def _names(model: Any) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield name
+        for kind in getattr(field.annotation, "__args__", (field.annotation,)):
+            if hasattr(kind, "model_fields"):
+                yield from kind.model_fields
+
+
+def _holds(values: Any, path: list[str]) -> bool:
+    for key in path:
+        if not isinstance(values, Mapping) or key not in values:
+            return False
+        values = values[key]
+    return True

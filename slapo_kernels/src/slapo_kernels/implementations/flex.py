@@ -1,0 +1,69 @@
+"""Attention as torch's FlexAttention compiles it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from .attention_masks import hides_all
+
+Tensor = torch.Tensor
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """FlexAttention; keys that a causal query does not see are not read."""
+    return attend(_compiled(), q, k, v, mask, is_causal, scale)
+
+
+def refuses(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, dropout_p: float = 0.0, **options: Any
+) -> str | None:
+    """What FlexAttention does not compute."""
+    if dropout_p:
+        return f"has no dropout, and dropout_p is {dropout_p}"
+    if mask is not None and mask.requires_grad:
+        return "gives a mask no gradient"
+    return "has wrong gradients where an added mask hides all keys from a query" if hides_all(mask) else None
+
+
+def attend(
+    flex: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
+) -> Tensor:
+    """By ``flex``, which is ``flex_attention`` or made of it."""
+    if is_causal and mask is not None:
+        raise ValueError("attention takes a mask or is_causal, not both")
+    score = None if mask is None else _scores(mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
+    block = _causal(q.shape[2], k.shape[2], str(q.device)) if is_causal else None
+    grouped = q.shape[1] != k.shape[1]
+    out: Tensor = flex(q, k, v, score_mod=score, block_mask=block, scale=scale, enable_gqa=grouped)
+    return out
+
+
+def _scores(mask: Tensor) -> Callable[..., Tensor]:
+    if mask.dtype is torch.bool:
+        return lambda score, b, h, query, key: torch.where(mask[b, h, query, key], score, -math.inf)
+    return lambda score, b, h, query, key: score + mask[b, h, query, key]
+
+
+@functools.lru_cache(maxsize=16)
+def _causal(queries: int, keys: int, device: str) -> BlockMask:
+    return create_block_mask(lambda b, h, query, key: query >= key, None, None, queries, keys, device=device)
+
+
+@functools.cache
+def _compiled() -> Any:
+    return torch.compile(flex_attention)

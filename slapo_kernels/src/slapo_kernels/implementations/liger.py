@@ -1,0 +1,139 @@
+"""Kernels of the package Liger-Kernel.
+
+Its rotary embedding is not among them: it writes over its inputs and over the gradients it is given. Where a backward of
+Liger's writes over what the forward kept, it gets a copy, so that a graph can be gone through twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+
+from .autocast import as_multiplied, is_autocast
+from .cross_entropy_labels import check_labels, mean_of, with_one_that_counts
+from .eager import check_cast
+
+Tensor = torch.Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0, cast: str = "input") -> Tensor:
+    """``LigerRMSNormFunction``, its gradient beside that of the output, not over it."""
+    from liger_kernel.ops import LigerRMSNormFunction
+
+    check_cast(cast)
+    mode = "gemma" if cast == "weight" else "llama"
+    out: Tensor = LigerRMSNormFunction.apply(x, weight, eps, offset, mode, False)
+    return out
+
+
+def refuses_rms_norm(x: Tensor, weight: Tensor, **options: Any) -> str | None:
+    """What Liger computes otherwise than torch."""
+    return None if x.dtype is weight.dtype else f"takes one dtype, not {x.dtype} and {weight.dtype}"
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
+    """``LigerLayerNormFunction``."""
+    from liger_kernel.ops import LigerLayerNormFunction
+
+    out: Tensor = LigerLayerNormFunction.apply(x, weight, bias, eps)
+    return out
+
+
+def refuses_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, **options: Any) -> str | None:
+    """What Liger does not compute, or otherwise than torch."""
+    if weight is None or bias is None:
+        return "takes a weight and a bias"
+    if is_autocast(x):
+        return "does not give float32 under autocast, as torch does"
+    return None if x.dtype is weight.dtype is bias.dtype else f"takes one dtype, not {x.dtype} and {weight.dtype}"
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Liger's ``swiglu_forward`` and ``swiglu_backward``."""
+    out: Tensor = _gated("swiglu").apply(gate, up)
+    return out
+
+
+def geglu(gate: Tensor, up: Tensor, *, approximate: str = "none") -> Tensor:
+    """Liger's ``geglu_forward`` and ``geglu_backward``, of the tanh approximation alone."""
+    out: Tensor = _gated("geglu").apply(gate, up)
+    return out
+
+
+def refuses_gate(gate: Tensor, up: Tensor, *, approximate: str = "tanh") -> str | None:
+    """What Liger does not compute."""
+    if approximate != "tanh":
+        return "knows the tanh approximation of gelu alone"
+    if gate.shape != up.shape or gate.dtype is not up.dtype:
+        return "takes two values of one shape and dtype"
+    return None
+
+
+def refuses_geglu(gate: Tensor, up: Tensor, *, approximate: str = "none") -> str | None:
+    """What Liger does not compute."""
+    return refuses_gate(gate, up, approximate=approximate)
+
+
+@functools.cache
+def _gated(name: str) -> Any:
+    """Liger's forward and backward, the latter on copies: it writes the gradients over its arguments."""
+    import liger_kernel.ops as ops
+
+    forward_kernel, backward_kernel = getattr(ops, f"{name}_forward"), getattr(ops, f"{name}_backward")
+
+    class Gated(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+            gate, up = gate.contiguous(), up.contiguous()
+            ctx.save_for_backward(gate, up)
+            out: Tensor = forward_kernel(gate, up)[2]
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            gate, up = (saved.clone().view(-1, saved.shape[-1]) for saved in ctx.saved_tensors)
+            of_gate, of_up = backward_kernel(gate, up, grad.contiguous())
+            return of_gate, of_up
+
+    return Gated
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+) -> Tensor:
+    """``LigerFusedLinearCrossEntropyFunction``, gradients made in the forward; only one backward is right."""
+    from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction
+
+    check_labels(hidden, labels)
+    rows, weight, bias = as_multiplied(hidden.flatten(0, -2), weight, bias)
+    targets, counts = labels.flatten(), None
+    if reduction == "mean":
+        targets, counts = with_one_that_counts(targets, ignore_index, len(weight))
+    settings = {"ignore_index": ignore_index, "reduction": reduction, "accum_dtype": torch.float32}
+    positions = list(inspect.signature(LigerFusedLinearCrossEntropyFunction.forward).parameters.values())[5:]
+    rest = [settings.get(each.name, each.default) for each in positions]
+    loss: Tensor = LigerFusedLinearCrossEntropyFunction.apply(rows, weight, targets, bias, *rest)[0].float()
+    loss = mean_of(loss, counts)
+    return loss.view(labels.shape) if reduction == "none" else loss
+
+
+def embedding(ids: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:
+    """``LigerEmbeddingFunction``, which adds gradients up in the dtype of the weight, in any order."""
+    from liger_kernel.ops import LigerEmbeddingFunction
+
+    out: Tensor = LigerEmbeddingFunction.apply(weight, ids)
+    return out
+
+
+def refuses_embedding(ids: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> str | None:
+    """What Liger does not compute."""
+    return None if padding_idx is None else "gives the row of padding_idx gradients"

@@ -1,0 +1,83 @@
+"""Kernels that torch has itself."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import LinearCrossEntropyOptions
+from torch.nn import functional as F
+
+from . import eager
+from .attention_masks import hides_all
+from .autocast import as_multiplied
+from .cross_entropy_labels import check_labels, mean_of, with_one_that_counts
+from .eager import check_cast
+
+Tensor = torch.Tensor
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """``F.scaled_dot_product_attention``, which has the flash, memory-efficient and cuDNN kernels behind it.
+
+    Their gradients are wrong of queries from which an added mask hides all keys: of such masks, plain operations.
+    """
+    if is_causal and mask is not None:
+        raise ValueError("attention takes a mask or is_causal, not both")
+    if hides_all(mask):
+        return eager.attention(q, k, v, mask, dropout_p=dropout_p, scale=scale)
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped)
+
+
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0, cast: str = "input") -> Tensor:
+    """``F.rms_norm``, which rounds after the weight; where it is to be rounded before, the weight comes after it."""
+    check_cast(cast)
+    shape = weight.shape
+    if cast == "weight":
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(wide), shape, offset + weight.to(wide) if offset else weight.to(wide), eps).to(x.dtype)
+    scale = offset + weight if offset else weight
+    if x.dtype is scale.dtype and x.dtype in (torch.float32, torch.float64):
+        return F.rms_norm(x, shape, scale, eps)
+    return scale * F.rms_norm(x, shape, None, eps).to(x.dtype)
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
+    """``F.layer_norm``."""
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+) -> Tensor:
+    """``F.linear_cross_entropy`` by chunks of rows, gradients made in the forward; a second backward is an error of torch's."""
+    check_labels(hidden, labels)
+    rows, weight, bias = as_multiplied(hidden.flatten(0, -2), weight, bias)
+    targets, counts = labels.flatten(), None
+    if reduction == "mean":
+        targets, counts = with_one_that_counts(targets, ignore_index, len(weight))
+    options = LinearCrossEntropyOptions(allow_retain_graph=torch.compiler.is_compiling())
+    loss = F.linear_cross_entropy(
+        rows, weight, targets, linear_bias=bias, reduction=reduction, ignore_index=ignore_index, options=options
+    )
+    loss = mean_of(loss, counts).to(torch.promote_types(loss.dtype, torch.float32))
+    return loss.view(labels.shape) if reduction == "none" else loss
+
+
+def embedding(ids: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:
+    """``F.embedding``."""
+    return F.embedding(ids, weight, padding_idx)

@@ -1,0 +1,203 @@
+"""Self-attention in the place of a model's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..dispatch.dispatcher import run
+from ..dispatch.registry import table
+from .fused import FusedQKV, check_heads
+from .linear import check_probability
+
+_MEANS_NOTHING = ("cache_position", "position_ids", "use_cache")
+"""Arguments of Transformers' models that change nothing here."""
+
+
+class FlashAttention(nn.Module):
+    """Multi-head self-attention by the kernel ``attention``, called as Transformers calls its own, with positions in the input.
+
+    Weights are ``query``, ``key`` and ``value``, each an ``nn.Linear``, or ``qkv``, a ``FusedQKV``; and ``out_proj``.
+
+    Args:
+        hidden_size: Width of the input and of the output.
+        num_attention_heads: They divide the width.
+        is_decoder: Each position sees those up to itself, and there are an ``out_proj`` and a dropout behind, as in GPT-2;
+            otherwise each sees all, and there is nothing behind, as in BERT.
+        attn_pdrop: Dropout of the probabilities.
+        resid_pdrop: Of the dropout behind ``out_proj``.
+        attn_op_name: Implementation of ``attention``, or as ``FlashAttentionOp``; ``"auto"``: the first that is usable.
+        fused_qkv: Whether the three projections are one product.
+        bias: Of all projections.
+        output_proj: Whether there are an ``out_proj`` and a dropout; default: as ``is_decoder``.
+
+    Raises:
+        ValueError: the heads do not divide the width, or ``attn_pdrop`` is no probability.
+        ScheduleError: there is no such implementation.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        is_decoder: bool = False,
+        attn_pdrop: float = 0.0,
+        resid_pdrop: float = 0.0,
+        attn_op_name: str = "auto",
+        fused_qkv: bool = False,
+        bias: bool = True,
+        output_proj: bool | None = None,
+    ) -> None:
+        super().__init__()
+        check_heads(hidden_size, num_attention_heads)
+        check_probability("attn_pdrop", attn_pdrop)
+        self.hidden_size, self.num_attention_heads = hidden_size, num_attention_heads
+        self.attention_head_size = hidden_size // num_attention_heads
+        self.is_decoder, self.attn_pdrop, self.attn_op_name, self.fused_qkv = is_decoder, attn_pdrop, attn_op_name, fused_qkv
+        self.choice = implementation_named(attn_op_name)
+        if fused_qkv:
+            self.qkv = FusedQKV(hidden_size, num_attention_heads, bias=bias)
+        else:
+            self.query, self.key, self.value = (nn.Linear(hidden_size, hidden_size, bias) for _ in range(3))
+        self.output_proj = is_decoder if output_proj is None else output_proj
+        if self.output_proj:
+            self.out_proj = nn.Linear(hidden_size, hidden_size, bias)
+            self.resid_dropout = nn.Dropout(resid_pdrop)
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **others: Any
+    ) -> tuple[torch.Tensor, None]:
+        """Attend.
+
+        Args:
+            hidden_states: ``[batch, length, hidden_size]``.
+            attention_mask: ``[batch, length]``, which positions count; or what is added to the scores, or whether each may be
+                looked at, broadcast to ``[batch, heads, length, length]``.
+            others: What Transformers passes besides.
+
+        Returns:
+            ``[batch, length, hidden_size]``, and None for the probabilities, which are never there as a whole.
+
+        Raises:
+            ValueError: an argument among the others asks for something that this does not do, the mask is neither of bools nor
+                of floats where it is broadcast, or the input has no batch.
+        """
+        for name, value in others.items():
+            if value is not None and value is not False and name not in _MEANS_NOTHING:
+                raise ValueError(f"FlashAttention has no {name}; call the model without it, or keep its own attention")
+        if isinstance(hidden_states, torch.Tensor) and hidden_states.dim() != 3:
+            raise ValueError(f"FlashAttention takes [batch, length, width], not {list(hidden_states.shape)}")
+        q, k, v = (each.transpose(1, 2) for each in self._projected(hidden_states))
+        mask = None if attention_mask is None else _kernel_mask(attention_mask, q.shape[2], self.is_decoder)
+        out: torch.Tensor = run(
+            "attention",
+            q,
+            k,
+            v,
+            mask,
+            choice=self.choice,
+            dropout_p=self.attn_pdrop if self.training else 0.0,
+            is_causal=self.is_decoder and mask is None,
+        )
+        out = out.transpose(1, 2).flatten(2)
+        return (self.resid_dropout(self.out_proj(out)) if self.output_proj else out), None
+
+    def extra_repr(self) -> str:
+        """Describe what the parts do not show."""
+        return f"heads={self.num_attention_heads}, is_decoder={self.is_decoder}, attn_pdrop={self.attn_pdrop}"
+
+    def _projected(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Query, key and value: ``[batch, length, heads of this rank, head size]``."""
+        if self.fused_qkv:
+            return self.qkv(x)  # type: ignore[no-any-return]
+        return tuple(each(x).unflatten(-1, (-1, self.attention_head_size)) for each in (self.query, self.key, self.value))
+
+
+class FlashAttentionOp(nn.Module):
+    """Attention by the kernel ``attention``, without weights, between projections of a model's own.
+
+    Args:
+        attn_op_name: Implementation of ``attention``; ``"auto"``: the first that is usable. Of the established names
+            ``"native_xformers"`` and ``"native_flash_attn"`` are plain operations, ``"cutlass"`` is torch's own kernel, and
+            ``"cuda"`` and ``"triton"`` are flash-attention where it is usable, or else the next.
+        apply_causal_mask: Whether each position sees those up to itself alone.
+        scale: Of the scores; default: the size of a head to the power of -0.5.
+
+    Raises:
+        ScheduleError: there is no such implementation.
+    """
+
+    def __init__(self, attn_op_name: str, apply_causal_mask: bool, scale: float | None = None) -> None:
+        super().__init__()
+        self.attn_op_name, self.choice = attn_op_name, implementation_named(attn_op_name)
+        self.apply_causal_mask, self.scale = apply_causal_mask, scale
+
+    def forward(
+        self,
+        query_layer: torch.Tensor,
+        key_layer: torch.Tensor,
+        value_layer: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        p: float,
+    ) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            query_layer: ``[batch, length, heads, head size]``.
+            key_layer: Likewise.
+            value_layer: Likewise.
+            attention_mask: As ``FlashAttention`` takes it, or None.
+            p: Dropout of the probabilities, in training.
+
+        Returns:
+            As ``query_layer``.
+
+        Raises:
+            ValueError: ``p`` is no probability, or the mask is neither of bools nor of floats where it is broadcast.
+        """
+        check_probability("p", p)
+        mask = None if attention_mask is None else _kernel_mask(attention_mask, query_layer.shape[1], self.apply_causal_mask)
+        heads = (each.transpose(1, 2) for each in (query_layer, key_layer, value_layer))
+        out: torch.Tensor = run(
+            "attention",
+            *heads,
+            mask,
+            choice=self.choice,
+            dropout_p=p if self.training else 0.0,
+            is_causal=self.apply_causal_mask and mask is None,
+            scale=self.scale,
+        )
+        return out.transpose(1, 2)
+
+    def extra_repr(self) -> str:
+        """With all that is given."""
+        return f"attn_op_name={self.attn_op_name!r}, apply_causal_mask={self.apply_causal_mask}, scale={self.scale}"
+
+
+_ESTABLISHED = {"auto": None, "cuda": None, "triton": None, "cutlass": "native"}
+_ESTABLISHED |= dict.fromkeys(("native_xformers", "native_flash_attn"), "eager")
+
+
+def implementation_named(attn_op_name: str) -> str | None:
+    """The implementation of ``attention`` that a name means; None: the first that is usable.
+
+    Raises:
+        ScheduleError: there is none.
+    """
+    if isinstance(attn_op_name, str) and attn_op_name in _ESTABLISHED:
+        return _ESTABLISHED[attn_op_name]
+    return table().get("attention", attn_op_name).name
+
+
+def _kernel_mask(mask: torch.Tensor, length: int, is_causal: bool) -> torch.Tensor:
+    """Return a mask as the kernel takes it, causal too where asked; a mask in that form stays as it is."""
+    if mask.dim() == 2:
+        mask = mask.bool()[:, None, None, :]
+    if not (mask.dtype is torch.bool or mask.is_floating_point()):
+        raise ValueError(f"FlashAttention takes a mask of bools or of what is added to the scores, not of {mask.dtype}")
+    if not is_causal:
+        return mask
+    seen = torch.ones(length, mask.shape[-1], dtype=torch.bool, device=mask.device).tril(mask.shape[-1] - length)
+    return mask & seen if mask.dtype is torch.bool else mask.masked_fill(~seen, torch.finfo(mask.dtype).min)

@@ -1,0 +1,50 @@
+"""A look at what passes between two modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from ..implementations._torch_private import is_dry_run
+
+
+class Print(nn.Module):
+    """Prints shape, dtype and device of what it is called with, and returns that.
+
+    Nothing is printed while the model is traced, when tensors have no numbers.
+
+    Args:
+        message: Put in front.
+        values: Whether to print the numbers too.
+    """
+
+    def __init__(self, message: str = "", values: bool = False) -> None:
+        super().__init__()
+        self.message, self.values = message, values
+
+    def forward(self, *inputs: Any) -> Any:
+        """One input is returned as it is, several as a tuple."""
+        if not any(is_dry_run(each) for each in inputs):
+            rank = f"[rank {dist.get_rank()}] " if dist.is_available() and dist.is_initialized() else ""
+            shown = ", ".join(str(tree_map_only(torch.Tensor, self._shown, each)) for each in inputs)
+            print(f"{rank}{self.message}{': ' if self.message else ''}{shown}", flush=True)
+        return inputs[0] if len(inputs) == 1 else inputs
+
+    def extra_repr(self) -> str:
+        """With the message."""
+        return repr(self.message)
+
+    def _shown(self, tensor: torch.Tensor) -> _Shown:
+        facts = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
+        return _Shown(f"{facts} {tensor.tolist()}" if self.values else facts)
+
+
+class _Shown(str):
+    """Text that is printed without quotes in a tuple."""
+
+    def __repr__(self) -> str:
+        return str(self)

@@ -1,0 +1,143 @@
+"""What stays lazy of what is made of lazy logits: casts, and views and slices that keep the last dimension whole.
+
+Each says None where it does not; the operation is done with numbers then, and says itself what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional as F
+
+from .cross_entropy import LazyLoss, Loss
+
+if TYPE_CHECKING:
+    from .logits import LazyLogits
+
+Found = torch.Tensor | None
+
+
+def _to(logits: LazyLogits, *args: Any, dtype: Any = None, device: Any = None, **others: Any) -> Found:
+    for arg in args:
+        dtype, device = (arg, device) if isinstance(arg, torch.dtype) else (dtype, arg)
+    same = device is None or (isinstance(device, (str, torch.device)) and torch.device(device) == logits.device)
+    if others or not same or not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
+        return None
+    return logits if dtype in (None, logits.dtype) else _other(logits, lambda values: values, dtype)
+
+
+def _float(logits: LazyLogits, **others: Any) -> Found:
+    return _to(logits, torch.float32, **others)
+
+
+def _contiguous(logits: LazyLogits, **others: Any) -> Found:
+    return None if others else logits
+
+
+def _view(logits: LazyLogits, *shape: Any, **others: Any) -> Found:
+    if len(shape) == 1 and isinstance(shape[0], Sequence):
+        shape = tuple(shape[0])
+    if others or not shape or not all(type(size) is int for size in shape):
+        return None
+    *batch, last = shape
+    if last == -1:
+        last = logits.numel() // (math.prod(batch) or 1)
+    if last != logits.shape[-1] or (-1 not in batch and math.prod(batch) != math.prod(logits.shape[:-1])):
+        return None
+    return _other(logits, lambda values: values.reshape(*batch, values.shape[-1]))
+
+
+def _flatten(logits: LazyLogits, start_dim: Any = 0, end_dim: Any = -1) -> Found:
+    dims = range(-logits.dim(), logits.dim())
+    if not (type(start_dim) is type(end_dim) is int and start_dim in dims and end_dim in dims):
+        return None
+    start, end = start_dim % logits.dim(), end_dim % logits.dim()
+    return _other(logits, lambda values: values.flatten(start, end)) if end < logits.dim() - 1 else None
+
+
+def _getitem(logits: LazyLogits, index: Any) -> Found:
+    parts = list(index) if isinstance(index, tuple) else [index]
+    (first, *others) = parts or [None]
+    if isinstance(first, torch.Tensor) and not others and first.dtype is torch.bool and 0 < first.dim() < logits.dim():
+        return _other(logits, lambda values: values[index])
+    if not all(part is Ellipsis or isinstance(part, slice) for part in parts) or parts.count(Ellipsis) > 1:
+        return None
+    given = [part for part in parts if part is not Ellipsis]
+    reaches = len(given) == logits.dim() or (Ellipsis in parts and parts[-1] is not Ellipsis)
+    if reaches and parts[-1] != slice(None):
+        return None
+    return _other(logits, lambda values: values[index])
+
+
+def _other(logits: LazyLogits, change: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype | None = None) -> Found:
+    if logits.requires_grad and not torch.is_grad_enabled():  # of what has a history all the same
+        return None
+    try:
+        return logits.other(change, dtype)
+    except (RuntimeError, IndexError, TypeError, ValueError):  # of hidden states, not of logits
+        return None
+
+
+def _cross_entropy(
+    logits: LazyLogits,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: Any = -100,
+    reduce: Any = None,
+    reduction: Any = "mean",
+    label_smoothing: Any = 0.0,
+) -> Found:
+    if weight is not None or size_average is not None or reduce is not None or label_smoothing or logits.watch:
+        return None
+    if (
+        type(ignore_index) is not int
+        or reduction not in ("mean", "sum", "none")
+        or not _is_labels(target, logits, ignore_index)
+    ):
+        return None
+    source = logits.checked()
+    logits.watch.note_loss()
+    tensors = [source.hidden, source.weight, source.bias]
+    if not logits.requires_grad:  # a view that was made without gradients
+        tensors = [each if each is None else each.detach() for each in tensors]
+    loss = Loss(source.choice, ignore_index, reduction, _dtype_of_loss(logits), logits.dtype)
+    found: torch.Tensor = LazyLoss.apply(*tensors, logits, target, loss, logits.watch)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _is_labels(target: Any, logits: LazyLogits, ignore_index: int) -> bool:
+    """Whether these are labels of rows; on a GPU, whose kernels trap those of no class, the numbers are not looked at."""
+    if type(target) is not torch.Tensor or target.dtype is not torch.long or target.device != logits.device:
+        return False
+    if logits.dim() != 2 or target.shape != logits.shape[:1] or not len(target):
+        return False
+    if target.device.type != "cpu" or torch.compiler.is_compiling():
+        return True
+    return bool(((target >= 0) & (target < logits.shape[-1]) | (target == ignore_index)).all())
+
+
+def _dtype_of_loss(logits: LazyLogits) -> torch.dtype:
+    kind = logits.device.type
+    if not torch.is_autocast_enabled(kind):
+        return logits.dtype
+    row = torch.zeros(1, 1, dtype=logits.dtype, device=logits.device)
+    return F.cross_entropy(row, torch.zeros(1, dtype=torch.long, device=logits.device)).dtype
+
+
+LAZY: dict[Any, Callable[..., Found]] = {
+    F.cross_entropy: _cross_entropy,
+    torch.Tensor.__getitem__: _getitem,
+    torch.Tensor.contiguous: _contiguous,
+    torch.Tensor.flatten: _flatten,
+    torch.Tensor.float: _float,
+    torch.Tensor.reshape: _view,
+    torch.Tensor.to: _to,
+    torch.Tensor.view: _view,
+    torch.flatten: _flatten,
+    torch.reshape: _view,
+}
+"""Function of torch to what is done instead."""

@@ -1,0 +1,130 @@
+"""The files of ``megatron.core.dist_checkpointing``: planned by Megatron, written by torch, also by a thread.
+
+Megatron's own save starts processes to write, and meets in the default group whenever it is done; so its plan, its format and
+its checks are used, and what writes is ``torch.distributed.checkpoint``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+from slapo_training.checkpoint.async_save import Buffers, copied, keep
+from slapo_training.distributed.ranks import Ranks
+from slapo_training.engines.checkpoint_files import bytes_of
+
+_FILES_OF_A_RANK = 2
+"""As many as Megatron writes."""
+_Tensors = dict[tuple[str, tuple[int, ...]], torch.Tensor]
+"""By their name in the checkpoint, and where they lie in the whole tensor."""
+
+
+class MegatronFiles:
+    """Those of an engine, planned anew where something else is written than before."""
+
+    def __init__(self) -> None:
+        self._facts: list[Any] | None = None
+        self._plan = SavePlan([])
+        self._metadata = Metadata({})
+
+    def prepared(self, state: dict[str, Any], folder: Path, ranks: Ranks, copies: Buffers | None) -> Callable[[Ranks], None]:
+        """What writes a sharded state dict, collective over the ranks that it is given. Collective.
+
+        Args:
+            state: Changed by Megatron as it is planned.
+            folder: Where the files go.
+            ranks: All.
+            copies: Memory for what this rank is to write as it is now; None to write the tensors as they are when it comes to
+                that.
+
+        Raises:
+            BuildError: on every rank: Megatron refuses the state.
+        """
+        from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+        from megatron.core.dist_checkpointing.dict_utils import nested_values
+        from megatron.core.dist_checkpointing.mapping import is_main_replica
+        from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+        from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+        from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+
+        found: dict[str, Any] = {}
+        tensors: _Tensors = {}
+        files: dict[str, bytes] = {}
+
+        def look() -> bool:
+            found["sharded"], found["common"] = save_preprocess(state, validate_access_integrity=False)
+            own = [*nested_values(found["sharded"])]
+            tensors.update({(each.key, each.global_offset): each.data for each in own if is_main_replica(each.replica_id)})
+            found["facts"] = [(each.key, each.global_offset, each.local_shape, each.dtype, each.replica_id) for each in own]
+            if ranks.place == 0:
+                files[COMMON_STATE_FNAME] = bytes_of(found["common"])
+            return bool(found["facts"] == self._facts)
+
+        def copy() -> None:
+            if copies is not None:
+                keep(tensors.keys(), copies)
+                tensors.update({key: copied(tensor.detach(), key, copies) for key, tensor in tensors.items()})
+
+        if not all(ranks.on_all(look)):
+            self._facts = None
+            self._make_plan(found["sharded"], found["common"], ranks)
+            self._facts = found["facts"]
+        ranks.on_all(copy)
+        plan, metadata = self._plan, self._metadata
+        writer, strategy = FileSystemWriter(folder, thread_count=_FILES_OF_A_RANK), get_default_save_sharded_strategy()
+
+        def put() -> list[Any]:
+            for name, content in files.items():
+                (folder / name).write_bytes(content)
+            writer.set_up_storage_writer(ranks.place == 0)
+            return writer.write_data(plan, _Planner(tensors)).value()
+
+        def write(meeting: Ranks) -> None:
+            everyone = meeting.on_all(put)
+
+            def finish() -> None:
+                writer.finish(metadata, everyone)
+                save_config(CheckpointingConfig(strategy.backend, strategy.version), str(folder))
+
+            meeting.first(finish)
+
+        return write
+
+    def _make_plan(self, sharded: dict[str, Any], common: dict[str, Any], ranks: Ranks) -> None:
+        """What this rank writes of what, and the first one's list of all. Collective."""
+        from megatron.core.dist_checkpointing import validation
+        from megatron.core.dist_checkpointing.strategies import torch as megatron
+
+        planner = megatron.MCoreSavePlanner(flatten_state_dict=False)
+
+        def plan() -> SavePlan:
+            everyone = validation.determine_global_metadata(sharded)[1]
+            validation.validate_sharding_integrity(everyone, common_state_dict=common)
+            own, *_ = megatron._replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+            planner.set_up_planner(megatron.mcore_to_pyt_state_dict(own), is_coordinator=ranks.place == 0)
+            found: SavePlan = planner.create_local_plan()
+            return found
+
+        plans = FileSystemWriter(".").prepare_global_plan(ranks.on_all(plan))
+        self._plan = plans[ranks.place]
+        self._metadata = ranks.first(lambda: planner.create_global_plan(plans)[1])
+
+
+class _Planner(DefaultSavePlanner):
+    """Gives what is written its numbers."""
+
+    def __init__(self, tensors: _Tensors) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        index = write_item.index
+        assert index.offset is not None
+        return self._tensors[index.fqn, tuple(index.offset)]

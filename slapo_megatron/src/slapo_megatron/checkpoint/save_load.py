@@ -1,0 +1,252 @@
+"""Checkpoints of Megatron's, beside them what it does not know: of what they are, and each rank's random states."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from slapo_core.distributed.agreement import compare
+from slapo_core.reporting.errors import BuildError
+from slapo_training.checkpoint import folder as checkpoint_folder
+from slapo_training.checkpoint.async_save import Buffers
+from slapo_training.checkpoint.state_loading import StateLoading
+from slapo_training.distributed.ranks import Ranks
+from slapo_training.engines import checkpoint_files
+from slapo_training.engines.checkpoint_files import Position
+from slapo_training.model.named_tensors import write
+from slapo_training.optimizers import whole_tensor_checkpoint
+from slapo_training.optimizers.rank_optimizer import rate_kind
+from slapo_training.optimizers.whole_tensor_optimizer import WholeTensorOptimizer
+
+from ..optimizer.local_tensors import Held
+from ..optimizer.optimizer_state import OptimizerState
+
+if TYPE_CHECKING:
+    from ..engine import MegatronEngine
+
+
+def prepared(
+    engine: MegatronEngine, path: str | PathLike[str], position: Position, ranks: Ranks, copies: Buffers | None
+) -> Callable[[Ranks], None]:
+    """What writes Megatron's checkpoint and what belongs to it, given the ranks to meet. Collective.
+
+    Args:
+        engine: What is saved.
+        path: The same folder on every rank.
+        position: Where training is.
+        ranks: All of the program.
+        copies: Memory that what this rank writes is copied to; None to write it as it is when it comes to that.
+    """
+    program = engine.program
+    held = Held(program)
+    state: dict[str, Any] = {"model": held.sharded(held.tensors), "common": _common(engine)}
+
+    def check() -> None:
+        _check_extra_state(program.module)
+        if engine.optimizer is not None:
+            OptimizerState(engine, held).check()
+
+    def collect(folder: Path, ranks: Ranks) -> Callable[[Ranks], None]:
+        if engine.optimizer is not None:
+            state["optimizer"], _ = OptimizerState(engine, held).sharded(engine.has_stepped, is_loading=False)
+        write = engine.files.prepared(state, folder, ranks, copies)
+        found: list[bytes | None] = []
+        ranks.on_all(lambda: found.append(whole_tensor_checkpoint.packed(_inner(engine), _stepped(held))))
+
+        def put(meeting: Ranks) -> None:
+            if (states := found[0]) is not None:
+                (folder / whole_tensor_checkpoint.file_of(meeting.place)).write_bytes(states)
+            write(meeting)
+
+        return put
+
+    compare([f"what Megatron's checkpoint has once for all ranks, {_common(engine)!r}"], program.mesh)
+    ranks.on_all(check)
+    if engine.optimizer is not None:
+        kept = OptimizerState(engine, held)
+        kept.check_alike()
+        kept.check_numbers()
+    target, about = engine.options.target, _about(engine, held)
+    given = path, target, program, about, position, collect, ranks, held.buffers()
+    return checkpoint_files.prepared(*given, engine.averages, copies is not None)
+
+
+def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[], AbstractContextManager[None]]) -> Position:
+    """Read it. Collective.
+
+    Args:
+        engine: What it is read into.
+        path: The directory.
+        reading: Around what changes the engine.
+
+    Returns:
+        Where training was.
+
+    Raises:
+        BuildError: on every rank: it is none, or of something else than this engine trains; the engine is as before then.
+    """
+    from megatron.core import dist_checkpointing
+
+    program = engine.program
+    held, found = Held(program), dict[str, Any]()
+    ranks = Ranks.of(program)
+    complete = checkpoint_folder.opened(path, engine.options.target, ranks)
+    has_stepped = complete.about["has_stepped"]
+
+    def read() -> None:
+        fresh = {key: torch.empty_like(tensor) for key, tensor in held.tensors.items()}
+        state: dict[str, Any] = {"model": held.sharded(fresh)}
+        if engine.optimizer is not None:
+            is_whole = complete.about["whole"]
+            whole_tensor_checkpoint.check_kind(is_whole, _inner(engine))
+            kept = OptimizerState(engine, held)
+            state["optimizer"], found["take"] = kept.sharded(has_stepped and not is_whole, is_loading=True)
+            if not is_whole:
+                _check_kept(complete.about, kept)
+            else:
+                found["states"] = whole_tensor_checkpoint.read(complete.data, complete.about["places"])
+        try:
+            found["state"] = dist_checkpointing.load(state, str(complete.data))
+        except (Exception, CheckpointException) as err:  # whatever Megatron and torch raise of files that are missing or broken
+            raise BuildError(
+                f"{str(complete.folder)!r} is a broken checkpoint: {type(err).__name__}: {_first(err)}; load another"
+            ) from err
+
+    def put() -> None:
+        state = found["state"]
+        for key, saved in state["model"].items():
+            write(held.tensors[key], saved)
+        if (inner := _inner(engine)) is not None:
+            if not has_stepped:
+                inner.state.clear()
+            found["take"](state["optimizer"])
+            for group, saved in zip(inner.param_groups, state["common"]["groups"], strict=True):
+                group.update(saved)
+            if "states" in found:
+                whole_tensor_checkpoint.put(inner, _stepped(held), found["states"])
+        beside.put(held.buffers())
+        engine.has_stepped = has_stepped
+
+    def hand() -> None:
+        if (rate := engine.lr_scheduler) is not None:
+            saved = found["state"]["common"]["rate"]
+            loading.load(rate_kind(rate), rate.load_state_dict, saved, lambda: copy.deepcopy(rate.state_dict()))
+
+    own, loading = _about(engine, held), StateLoading()
+    ranks.on_all(lambda: _check(complete.about, own))
+    with checkpoint_folder.reading(complete):
+        checkpoint_folder.verify(complete, ranks)
+        beside = checkpoint_files.read_beside(complete, program, held.buffers())
+        averages = engine.averages.read(complete, ranks)
+        inner = _inner(engine)
+        is_new = inner is not None and not inner.state
+        try:
+            ranks.on_all(read)  # which makes the optimizer's state
+            ranks.on_all(hand)
+        except Exception:
+            loading.roll_back()
+            if inner is not None and is_new:
+                inner.state.clear()
+            raise
+    with reading():
+        ranks.on_all(put)
+    engine.averages.put(averages)
+    return beside.position
+
+
+def _check_extra_state(model: nn.Module) -> None:
+    """Raise ``BuildError`` where a module has more to save than tensors."""
+    for path, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state and module.get_extra_state() is not None:
+            raise BuildError(
+                f"{path!r} has extra state (get_extra_state), which a checkpoint of Megatron's does not keep; keep it in a "
+                "buffer, or use target='torch'"
+            )
+
+
+def _check_kept(saved: Mapping[str, Any], own: OptimizerState) -> None:
+    """Raise ``BuildError`` where the optimizer keeps something else than what was saved."""
+    before = saved["kept"]
+    if saved["has_stepped"] and before != (now := own.kept()):
+        raise BuildError(
+            f"saved with {', '.join(before)} in the optimizer's state, but this engine's has {', '.join(now)}; build with the "
+            "same options of the optimizer"
+        )
+
+
+def _first(error: BaseException) -> str:
+    """The first line that says something."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:200]
+
+
+def _stepped(held: Held) -> dict[str, torch.Tensor]:
+    """Return the tensors that Megatron's optimizer steps on this rank: fp32 copies where there are some."""
+    return {key: getattr(tensor, "main_param", tensor) for key, tensor in held.tensors.items()}
+
+
+def _inner(engine: MegatronEngine) -> Any:
+    return None if engine.optimizer is None else engine.optimizer.optimizer
+
+
+def _common(engine: MegatronEngine) -> dict[str, Any]:
+    """What Megatron writes of the first rank alone: options of the optimizer's groups, and the learning rate's schedule."""
+    inner, rate = _inner(engine), engine.lr_scheduler
+    groups = [] if inner is None else [{k: v for k, v in group.items() if k != "params"} for group in inner.param_groups]
+    return {"groups": groups, "rate": None if rate is None else rate.state_dict()}
+
+
+def _about(engine: MegatronEngine, held: Held) -> dict[str, Any]:
+    """What is written of the engine, the same on every rank. Collective."""
+    optimizer = engine.optimizer
+    kind = None if optimizer is None else type(getattr(optimizer.optimizer, "inner", optimizer.optimizer)).__name__
+    return {
+        "precision": engine.options.precision,
+        "optimizer": kind,
+        "lr_scheduler": None if engine.lr_scheduler is None else rate_kind(engine.lr_scheduler),
+        "whole": isinstance(_inner(engine), WholeTensorOptimizer),
+        "places": math.prod(engine.program.axis_size(axis) for axis in ("pp", "dp", "tp")),
+        "groups": 0 if optimizer is None else len(optimizer.param_groups),
+        "group_of": {} if optimizer is None else OptimizerState(engine, held).groups(),
+        "shapes": held.shapes,
+        "has_stepped": engine.has_stepped,
+        "kept": [] if optimizer is None else OptimizerState(engine, held).kept(),
+    }
+
+
+_WORDS = {
+    "precision": "precision",
+    "optimizer": "the optimizer",
+    "lr_scheduler": "the learning rate's schedule",
+    "groups": "the number of the optimizer's groups",
+}
+
+
+def _check(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Refuse what is of something else than this engine trains."""
+    for key, word in _WORDS.items():
+        is_of_steps = key != "precision"  # an engine that only evaluates takes the weights alone
+        if saved[key] != own[key] and not (is_of_steps and own["optimizer"] is None):
+            raise BuildError(f"saved with {saved[key]!r} for {word}, but this engine has {own[key]!r}; build with the same")
+    shapes: dict[str, Any] = saved["shapes"]
+    for name in sorted(shapes.keys() ^ own["shapes"].keys()):
+        where = "the checkpoint, not the model" if name in shapes else "the model, not the checkpoint"
+        raise BuildError(f"{name!r} is in {where}; load it into the same model")
+    for name, shape in own["shapes"].items():
+        if shapes[name] != shape:
+            raise BuildError(f"{name!r} was saved with the shape {shapes[name]}, and has {shape}; load it into the same model")
+    groups = saved["group_of"]
+    for name, number in own["group_of"].items():
+        if groups.get(name) != number:
+            before = f"in group {groups[name]} of the optimizer" if name in groups else "untrained"
+            raise BuildError(
+                f"{name!r} was saved {before}, and is in group {number}; build with the same groups in the same order"
+            )

@@ -1,0 +1,111 @@
+"""What Megatron cannot do; the table in the README has the same words."""
+
+from __future__ import annotations
+
+import torch
+
+from slapo_core.interfaces.program import Program
+from slapo_training.engines.dialect import ALL_RANKS, NO_PLATEAU, Limit, holds_copies
+
+from ..optimizer.optimizer_wrappers import is_shared_out
+from ..process_state.process_groups import device_of
+from .options import MegatronOptions
+
+
+def _chunks(program: Program) -> int:
+    return len(program.stages) // program.axis_size("pp")
+
+
+def _has_several_stages_alone(program: Program, options: MegatronOptions) -> bool:
+    return len(program.stages) > 1 and program.axis_size("pp") == 1
+
+
+def _interleaves_batched(program: Program, options: MegatronOptions) -> bool:
+    given = {"overlap_p2p_comm": True, "batch_p2p_comm": False, **options.section("transformer")}
+    return _chunks(program) > 1 and (given["batch_p2p_comm"] or not given["overlap_p2p_comm"])
+
+
+def _overlaps_one_stage(program: Program, options: MegatronOptions) -> bool:
+    return _chunks(program) == 1 and bool(options.section("transformer").get("overlap_p2p_comm"))
+
+
+def _interleaves_unevenly(program: Program, options: MegatronOptions) -> bool:
+    return _chunks(program) > 1 and options.microbatches % program.axis_size("pp") != 0
+
+
+def _leaves_ranks_idle(program: Program, options: MegatronOptions) -> bool:
+    trained = {
+        program.rank_of(stage.index)
+        for stage in program.stages
+        if any(parameter.requires_grad for parameter in stage.module.parameters())
+    }
+    return options.trains and len(trained) < program.axis_size("pp")
+
+
+def _shares_out_nothing(program: Program, options: MegatronOptions) -> bool:
+    return options.distributed_optimizer and not options.trains
+
+
+def _shares_out_another(program: Program, options: MegatronOptions) -> bool:
+    given, named = options.optimizer, options.section("optimizer").get("optimizer", "adam")
+    return options.distributed_optimizer and (
+        named != "adam" or (isinstance(given, torch.optim.Optimizer) and not is_shared_out(given))
+    )
+
+
+def _odd_type(program: Program, options: MegatronOptions) -> str:
+    kinds = (torch.float32, torch.bfloat16) if options.precision == "bf16" else (torch.float32,)
+    named = program.module.named_parameters()
+    return next((f"{name} is {parameter.dtype}" for name, parameter in named if parameter.dtype not in kinds), "")
+
+
+def _is_on_cpu_beside_cuda(program: Program, options: MegatronOptions) -> bool:
+    return device_of(program) == "cpu" and torch.cuda.is_available()
+
+
+ANOTHER_OPTIMIZER = Limit(
+    "the distributed optimizer with another optimizer than Adam or AdamW",
+    "give one of these, or leave distributed_optimizer out",
+    _shares_out_another,
+)
+"""What a factory makes shows only later, as the engine is built."""
+LIMITS = (
+    *ALL_RANKS,
+    Limit("fp16", "use precision='bf16', or target='torch'", lambda program, options: options.precision == "fp16"),
+    Limit("several stages on one rank along pp", "leave the cuts out, or use target='torch'", _has_several_stages_alone),
+    Limit(
+        "interleaved stages with batched messages",
+        "leave overlap_p2p_comm and batch_p2p_comm out of config['transformer']: messages between two ranks would cross",
+        _interleaves_batched,
+    ),
+    Limit(
+        "overlap_p2p_comm without interleaved stages",
+        "leave it out of config['transformer'], or cut several stages for each rank",
+        _overlaps_one_stage,
+    ),
+    Limit(
+        "interleaved stages with a number of micro-batches that the ranks along pp do not divide",
+        "give microbatches= as a multiple of these ranks, or cut one stage for each rank",
+        _interleaves_unevenly,
+    ),
+    Limit(
+        "clipping where several ranks hold the same part of a parameter, as of shared key and value heads",
+        "its norm would count them several times; use clip=0, or target='torch'",
+        lambda program, options: options.clip > 0 and holds_copies(program),
+    ),
+    Limit("a rank with nothing to train", "cut so that each rank has something, or use target='torch'", _leaves_ranks_idle),
+    NO_PLATEAU,
+    Limit("the distributed optimizer without an optimizer", "leave distributed_optimizer out", _shares_out_nothing),
+    ANOTHER_OPTIMIZER,
+    Limit(
+        "parameters of another type than float32, or with bf16 bfloat16",
+        "turn the model into float32, or use target='torch'",
+        _odd_type,
+    ),
+    Limit(
+        "training on a CPU where there is CUDA",
+        "make the mesh of 'cuda', or hide the devices with CUDA_VISIBLE_DEVICES=",
+        _is_on_cpu_beside_cuda,
+    ),
+)
+"""In the order in which they are asked."""

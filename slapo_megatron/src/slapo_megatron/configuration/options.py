@@ -1,0 +1,136 @@
+"""Options of this dialect's engine, and the configurations that Megatron gets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from slapo_core.reporting.errors import BuildError, UnknownNameError
+from slapo_training.options.common_options import CommonOptions
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Precision to the type of floating-point weights."""
+SECTIONS = ("transformer", "ddp", "optimizer")
+"""Of ``config``: keyword arguments of Megatron's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig."""
+
+TAKEN: dict[str, dict[str, type]] = {
+    "transformer": {
+        "overlap_p2p_comm": bool,
+        "batch_p2p_comm": bool,
+        "batch_p2p_sync": bool,
+        "overlap_p2p_comm_warmup_flush": bool,
+        "microbatch_group_size_per_vp_stage": int,
+        "deallocate_pipeline_outputs": bool,
+    },
+    "ddp": {
+        "grad_reduce_in_fp32": bool,
+        "overlap_grad_reduce": bool,
+        "check_for_nan_in_grad": bool,
+        "check_for_large_grads": bool,
+        "bucket_size": int,
+        "pad_buckets_for_high_nccl_busbw": bool,
+        "average_in_collective": bool,
+    },
+    "optimizer": {
+        "optimizer": str,
+        "lr": float,
+        "weight_decay": float,
+        "adam_beta1": float,
+        "adam_beta2": float,
+        "adam_eps": float,
+        "decoupled_weight_decay": bool,
+        "sgd_momentum": float,
+    },
+}
+"""What each section may say, and of what type; all else follows from the schedule and the other options, or describes a model
+of Megatron's."""
+
+
+@dataclass(frozen=True)
+class MegatronOptions(CommonOptions):
+    """The arguments of ``build`` for target ``"megatron"``.
+
+    Args:
+        distributed_optimizer: Share out the optimizer's state, and with bf16 the fp32 weights, over the replicas.
+        config: Megatron's own configurations, ``{"transformer": {...}, "ddp": {...}, "optimizer": {...}}``, each the keyword
+            arguments of its ``TransformerConfig``, ``DistributedDataParallelConfig`` or ``OptimizerConfig`` that are in
+            ``TAKEN``. With ``"optimizer"`` that names one and without ``optimizer=``, the optimizer is Megatron's own.
+        timeout_minutes: How long a process group that Megatron makes waits for its other ranks.
+    """
+
+    target: ClassVar[str] = "megatron"
+
+    distributed_optimizer: bool = False
+    config: Mapping[str, Mapping[str, Any]] | None = None
+    timeout_minutes: int = 10
+
+    def validate(self) -> None:
+        """Raise ``BuildError`` for a value that cannot work."""
+        super().validate()
+        if self.precision not in ("fp32", "bf16", "fp16"):
+            raise BuildError(f"precision is {self.precision!r}; give one of {', '.join(DTYPES)}")
+        if type(self.distributed_optimizer) is not bool:
+            raise BuildError(f"distributed_optimizer is {self.distributed_optimizer!r}; give True or False")
+        if type(self.timeout_minutes) is not int or self.timeout_minutes < 1:
+            raise BuildError(f"timeout_minutes is {self.timeout_minutes!r}; give a whole number from 1 on")
+        for name in self._given():
+            if name not in SECTIONS:
+                raise BuildError(str(UnknownNameError.of("section", str(name), SECTIONS, whose="config of target 'megatron'")))
+        for name in SECTIONS:
+            whose = f"config[{name!r}] of target 'megatron'"
+            for key, value in self.section(name).items():
+                if (kind := TAKEN[name].get(key)) is not None:
+                    _check_kind(f"config[{name!r}][{key!r}]", value, kind)
+                else:
+                    raise BuildError(
+                        f"{UnknownNameError.of('key', str(key), TAKEN[name], whose=whose)}; the schedule and the other options "
+                        "say all else"
+                    )
+        if self.optimizer is not None and self.section("optimizer"):
+            raise BuildError("optimizer= and config['optimizer'] are two optimizers; give one of them")
+        own = self.section("optimizer")
+        if own and (own.get("optimizer") not in ("adam", "sgd") or not isinstance(own.get("lr"), (int, float))):
+            raise BuildError(
+                "config['optimizer'] is no optimizer of Megatron's; give it 'optimizer': 'adam' or 'sgd', and 'lr', or give "
+                "optimizer="
+            )
+
+    @property
+    def trains(self) -> bool:
+        """True if there is an optimizer, ours or Megatron's."""
+        return self.optimizer is not None or "optimizer" in self.section("optimizer")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of floating-point weights."""
+        return DTYPES[self.precision]
+
+    def section(self, name: str) -> dict[str, Any]:
+        """The keyword arguments of one of Megatron's configurations."""
+        section = self._given().get(name, {})
+        if not isinstance(section, Mapping):
+            raise BuildError(f"config[{name!r}] is {section!r}; give keyword arguments as a dict")
+        return dict(section)
+
+    def agreed(self) -> list[str]:
+        """Return the options that have to be the same on all ranks."""
+        given = {name: sorted(self.section(name).items()) for name in SECTIONS}
+        return [f"distributed_optimizer={self.distributed_optimizer}", f"megatron's config {given!r}", *super().agreed()]
+
+    def _given(self) -> Mapping[str, Any]:
+        if self.config is None:
+            return {}
+        if not isinstance(self.config, Mapping):
+            raise BuildError(f"config is a {type(self.config).__name__}; give a dict with {', '.join(SECTIONS)}")
+        return self.config
+
+
+def _check_kind(what: str, value: Any, kind: type) -> None:
+    """Megatron takes what it is given, and goes by whether it is true, or fails within a step."""
+    fits = type(value) is kind or (kind is float and type(value) is int)
+    if not fits or (kind in (int, float) and not 0 <= value < float("inf")) or (kind is int and value < 1):
+        wanted = {bool: "True or False", int: "a whole number from 1 on", float: "a number from 0 on", str: "a name"}[kind]
+        raise BuildError(f"{what} is {value!r}; give {wanted}")

@@ -1,0 +1,116 @@
+"""Megatron-Core's own parallel layers in the place of split ones: ``tensor_parallel(backend="megatron")``.
+
+A layer of Megatron's is made without weights and takes those of the split layer. It is given the schedule's group, so that
+Megatron's ``parallel_state`` need not be set up. A column-parallel layer that is alone with its input sums the gradient of that
+while it computes its weight's, as Megatron does; layers that share an input leave the sum to the schedule, one for all of them.
+
+Norms stay as they are. Without Apex and Transformer Engine Megatron's are ``torch.nn.LayerNorm``, which models have, and
+``torch.nn.RMSNorm``, which rounds otherwise than theirs in low precision. The loss of ``tensor_parallel(parallel_loss=True)``
+is Megatron's fused one where it is right, from logits in bfloat16: ``layers_loss``.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_core.modules.parameters import ShardSpec, shard_spec
+from slapo_core.reporting.logger import get_logger
+from slapo_training.engines.warning_filter import without_warnings
+
+from .fused_cross_entropy import FusedLosses
+from .parallel_layers import layer_classes
+
+_UNEVEN = "its parts are not equal on all ranks, or some are copies"
+_OF_EVERY_MODULE = {*vars(nn.Module()), "forward"}
+
+
+def engine_layer(module: nn.Module, kind: str, spec: ShardSpec, *, sums_gradient: bool) -> nn.Module | str:
+    """Megatron's layer for one that is split, or why there is none.
+
+    Args:
+        module: The split layer.
+        kind: ``"columns"``, ``"rows"``, ``"vocabulary"``, or ``"loss"`` of what computes the losses of tokens.
+        spec: How its weight was split; of a loss, that of the head.
+        sums_gradient: Of columns: whether the layer has to sum the gradient of its input.
+    """
+    _tell_of_norms()
+    if kind == "loss":
+        return FusedLosses(module, spec) if spec.dealt is None else _UNEVEN
+    if (why := _unlike(module, kind, spec)) is not None:
+        return why
+    layer = _made(module, kind, spec, sums_gradient)
+    own = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+    for name, value in own.items():
+        if not name.startswith("_slapo"):
+            vars(layer).setdefault(name, value)
+    for name, parameter in module.named_parameters():
+        setattr(layer, name, parameter)
+        _mark(parameter)
+    return layer
+
+
+@cache
+def _tell_of_norms() -> None:
+    with without_warnings():
+        from megatron.core.extensions.transformer_engine import HAVE_TE
+        from megatron.core.fusions.fused_layer_norm import HAVE_FUSED_LAYER_NORM
+    if HAVE_TE or HAVE_FUSED_LAYER_NORM:
+        get_logger().info("norms stay the model's own, though Megatron-Core has fused ones here")
+
+
+def _unlike(module: nn.Module, kind: str, spec: ShardSpec) -> str | None:
+    """Why no layer of Megatron's computes exactly this."""
+    if type(module) is not (nn.Embedding if kind == "vocabulary" else nn.Linear):
+        return f"Megatron-Core has no layer for a {type(module).__name__}"
+    if spec.dealt is not None:
+        return _UNEVEN
+    if len(spec.blocks) > 1:
+        return f"it is fused of {len(spec.blocks)} blocks, each split for itself"
+    if {*module._parameters, *module._buffers, *module._modules} - {"weight", "bias"}:
+        return "it holds more than weight and bias"
+    return None
+
+
+def _made(module: Any, kind: str, spec: ShardSpec, sums_gradient: bool) -> nn.Module:
+    """A layer without weights."""
+    make, sizes = layer_classes()[kind], spec.full_shape
+    given: dict[str, Any] = {"config": _config(spec.num_shards, module.weight.dtype), "tp_group": spec.group}
+    if kind != "vocabulary":
+        sizes = (sizes[1], sizes[0])
+        given |= {"bias": module.bias is not None, "skip_bias_add": kind == "columns"}
+    given |= {
+        "vocabulary": {},
+        "columns": {"disable_grad_reduce": not sums_gradient},
+        "rows": {"input_is_parallel": True},
+    }[kind]
+    with torch.device("meta"):
+        layer: nn.Module = make(*sizes, init_method=_no_init, **given)
+    layer._load_state_dict_pre_hooks.clear()  # of a state beside the parameters, which is for Transformer Engine
+    return layer
+
+
+@cache
+def _config(ranks: int, dtype: torch.dtype) -> Any:
+    """What Megatron's layers look at; one object for all of a model."""
+    with without_warnings():
+        from megatron.core.model_parallel_config import ModelParallelConfig
+    return ModelParallelConfig(
+        tensor_model_parallel_size=ranks, params_dtype=dtype, use_cpu_initialization=True, perform_initialization=False
+    )
+
+
+def _no_init(weight: torch.Tensor) -> None:
+    """Leave a weight as it is."""
+
+
+def _mark(parameter: nn.Parameter) -> None:
+    """Put on a parameter what Megatron's DDP, optimizers and checkpoints look for."""
+    spec = shard_spec(parameter)
+    marks: dict[str, Any] = {"allreduce": True, "sequence_parallel": False, "tensor_model_parallel": spec is not None}
+    if spec is not None:
+        marks |= {"partition_dim": spec.dim, "partition_stride": 1}
+    vars(parameter).update(marks)

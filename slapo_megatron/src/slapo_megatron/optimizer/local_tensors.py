@@ -1,0 +1,162 @@
+"""A rank's parameters and buffers as Megatron's ``dist_checkpointing`` wants them: where each part lies in the whole tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_core.interfaces.program import Program
+from slapo_core.modules.parameters import ShardSpec, facts, is_part
+from slapo_training.model.pieces import boxes
+
+
+class Held:
+    """What this rank's stages hold, by the first of its original names.
+
+    Args:
+        program: Whose stages.
+
+    Attributes:
+        tensors: Parameters and the buffers that are saved.
+        shapes: Those of the whole tensors of the whole model, the same on every rank.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        own, places = program.axis_rank("pp"), dict[str, set[int]]()
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.shapes: dict[str, list[int]] = {}
+        for stage in program.stages:
+            rank = program.rank_of(stage.index)
+            for name, tensor in _saved(stage.module):
+                key = (facts(tensor).names or program.original_names.get(name) or (name,))[0]
+                spec = facts(tensor).spec
+                self.shapes[key] = list(spec.full_shape if spec is not None else tensor.shape)
+                places.setdefault(key, set()).add(rank)
+                if rank == own:
+                    self.tensors[key] = tensor
+        self._copy = {key: sorted(places[key]).index(own) for key in self.tensors}
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Those of ``tensors`` that are no parameters."""
+        return {key: tensor for key, tensor in self.tensors.items() if not isinstance(tensor, nn.Parameter)}
+
+    def sharded(self, tensors: dict[str, torch.Tensor], prefix: str = "") -> dict[str, Any]:
+        """These tensors, each in the place of one that is held, for Megatron; without those that have no elements.
+
+        Args:
+            tensors: By the keys of those held.
+            prefix: Of the names in the checkpoint.
+        """
+        return {key: self._one(key, tensor, prefix) for key, tensor in tensors.items() if tensor.numel()}
+
+    def alike(self, numbers: dict[str, torch.Tensor], prefix: str) -> dict[str, Any]:
+        """Tensors that are the same on all ranks that hold something of these keys."""
+        from megatron.core.dist_checkpointing import ShardedTensor
+
+        axes = self._program.axis_rank("tp"), self._program.axis_rank("dp")
+        return {
+            key: ShardedTensor.from_rank_offsets(prefix + key, number, replica_id=(self._copy[key], *axes))
+            for key, number in numbers.items()
+        }
+
+    def shared_out(self, ranges: dict[str, tuple[torch.Tensor, int]], prefix: str) -> dict[str, Any]:
+        """What this replica alone has, and the others have the rest of.
+
+        Args:
+            ranges: By the keys of tensors held, with at least one element, some following ones of these elements, without
+                dimensions, and how many are before them.
+            prefix: Of the names in the checkpoint.
+        """
+        found: dict[str, Any] = {}
+        for key, (values, start) in ranges.items():
+            spec, copies = self._spec(key), (*self._copies(key)[:2], 0)
+            shape = tuple(self.tensors[key].shape) or (1,)
+            at, found[key] = 0, []
+            for offset, sizes in boxes(shape, start, start + values.numel()):
+                data = values[at : at + math.prod(sizes)].view(sizes)
+                found[key] += _parts(prefix + key, data, offset, self.shapes[key] or [1], spec, copies)
+                at += data.numel()
+        return found
+
+    def _spec(self, key: str) -> ShardSpec | None:
+        held = self.tensors[key]
+        return facts(held).spec if is_part(held) else None
+
+    def _copies(self, key: str) -> tuple[int, int, int]:
+        """How many ranks come before this one along each axis that have the same of it."""
+        program = self._program
+        return self._copy[key], program.axis_rank("tp") if self._spec(key) is None else 0, program.axis_rank("dp")
+
+    def _one(self, key: str, tensor: torch.Tensor, prefix: str) -> Any:
+        from megatron.core.dist_checkpointing import ShardedTensor
+        from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+        shape, spec, copies = self.tensors[key].shape, self._spec(key), self._copies(key)
+
+        def taken_apart(key: str, tensor: torch.Tensor, replica: Any, flattened_range: Any) -> list[Any]:
+            data = tensor.detach()
+            if spec is None:
+                return [ShardedTensor.from_rank_offsets(key, data.view(-1) if data.dim() == 0 else data, replica_id=copies)]
+            return [*_parts(key, data, (0,) * data.dim(), spec.full_shape, spec, copies)]
+
+        def put_together(parts: list[torch.Tensor]) -> torch.Tensor:
+            return torch.cat(parts, spec.dim) if spec is not None else parts[0].view(shape)
+
+        return ShardedTensorFactory(prefix + key, tensor, taken_apart, put_together, copies)
+
+
+def _parts(
+    key: str, data: torch.Tensor, offset: tuple[int, ...], shape: Sequence[int], spec: ShardSpec | None, copies: tuple[int, ...]
+) -> Iterator[Any]:
+    """The pieces of a box that are whole ranges of the full tensor, each with how many other ranks come before with it.
+
+    Args:
+        key: Its name in the checkpoint.
+        data: The numbers of the box.
+        offset: Where it lies in what this rank has of the tensor.
+        shape: That of the full tensor.
+        spec: What of that this rank has; None for all.
+        copies: How many ranks come before along pp, tp and dp that have the same.
+    """
+    if spec is None:
+        yield _part(key, data, offset, shape, copies)
+        return
+    held = [spec.ranges(rank) for rank in range(spec.num_shards)]
+    cuts = sorted({edge for ranges in held for each in ranges for edge in each})
+    at, dim, begin = 0, spec.dim, offset[spec.dim]
+    for start, stop in held[spec.rank]:
+        inside = [edge for edge in cuts if start <= edge <= stop]
+        for low, high in zip(inside, inside[1:], strict=False):
+            before = sum(any(a <= low and high <= b for a, b in ranges) for ranges in held[: spec.rank])
+            first, last = max(at, begin), min(at + high - low, begin + data.shape[dim])
+            if first < last:
+                where = (*offset[:dim], low + first - at, *offset[dim + 1 :])
+                yield _part(key, data.narrow(dim, first - begin, last - first), where, shape, (copies[0], before, copies[2]))
+            at += high - low
+
+
+def _part(key: str, data: torch.Tensor, offset: tuple[int, ...], shape: Sequence[int], copies: tuple[int, ...]) -> Any:
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    return ShardedTensor(
+        key=key,
+        data=data,
+        dtype=data.dtype,
+        local_shape=tuple(data.shape),
+        global_shape=tuple(shape),
+        global_offset=offset,
+        axis_fragmentations=None,
+        replica_id=copies,
+    )
+
+
+def _saved(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, and the buffers that a state dict has."""
+    yield from module.named_parameters()
+    kept = module.state_dict().keys()
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if name in kept)

@@ -1,0 +1,210 @@
+"""What Megatron's optimizers keep for each parameter: in the shape of this rank's shard, or the elements that a replica has.
+
+Megatron's own way of writing it loses what is behind padding between the buckets of its distributed optimizer, and knows
+Adam alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from slapo_core.distributed.agreement import gather
+from slapo_core.reporting.errors import BuildError
+from slapo_training.optimizers.whole_tensor_optimizer import WholeTensorOptimizer
+
+from .local_tensors import Held
+from .optimizer_wrappers import prepared
+
+if TYPE_CHECKING:
+    from ..engine import MegatronEngine
+
+MASTER = "fp32"
+"""The name under which weights are kept in the optimizer, where the model has them in bf16."""
+
+
+class _Part(NamedTuple):
+    """What this rank's optimizer has of a parameter: a tensor of it, and which of the parameter's elements it is."""
+
+    parameter: torch.Tensor
+    main: torch.Tensor | None
+    start: int
+    stop: int
+
+
+class OptimizerState:
+    """The state of an engine's optimizer by the names of parameters.
+
+    Args:
+        engine: Has an optimizer.
+        held: What its rank holds.
+
+    Raises:
+        BuildError: it keeps something else than tensors of its parameters' shapes and single numbers.
+    """
+
+    def __init__(self, engine: MegatronEngine, held: Held) -> None:
+        self._inner: torch.optim.Optimizer = engine.optimizer.optimizer
+        self._wrapper, self._held, self._groups = engine.optimizer, held, engine.groups
+        self._is_shared_out = engine.options.distributed_optimizer
+        self._has_masters = engine.options.precision == "bf16"
+        self._mesh = engine.program.mesh
+        trained = ((key, tensor) for key, tensor in held.tensors.items() if tensor.requires_grad)
+        self._parts = {key: self._part(parameter) for key, parameter in trained}
+
+    def _part(self, parameter: torch.Tensor) -> _Part:
+        if not self._is_shared_out:
+            return _Part(parameter, getattr(parameter, "main_param", parameter), 0, parameter.numel())
+        if parameter not in self._wrapper.model_param_group_index_map:
+            return _Part(parameter, None, 0, 0)
+        group, order = self._wrapper.model_param_group_index_map[parameter]
+        found = self._wrapper._get_model_param_range_map(parameter)["param"]
+        return _Part(parameter, self._inner.param_groups[group]["params"][order], found.start, found.end)
+
+    def check(self) -> None:
+        """Raise ``BuildError`` for what cannot be written."""
+        kind = type(self._inner).__name__
+        for main, state in self._inner.state.items():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.shape in (main.shape, torch.Size()):
+                    continue
+                raise BuildError(
+                    f"{kind} keeps {name!r} in another shape than its parameter's, which cannot be written here; use another "
+                    "optimizer, or target='torch'"
+                )
+
+    def kept(self) -> list[str]:
+        """The names of what is kept for each parameter. Collective."""
+        whole, single = self._names()
+        return sorted([*whole, *single])
+
+    def check_alike(self) -> None:
+        """Refuse what is not kept for every parameter. Collective.
+
+        Raises:
+            BuildError: the same on every rank.
+        """
+        own = {tuple(sorted(self._inner.state[main])) for main in self._inner.state}
+        found = sorted({kinds for each in gather(sorted(own), self._mesh) for kinds in each})
+        if len(found) > 1:
+            odd = sorted(set(found[0]) ^ set(found[1]))[0]
+            raise BuildError(
+                f"{type(self._inner).__name__} keeps {odd!r} for some parameters and not for others, which Megatron does not "
+                "write; give all groups the same options of that kind, or use target='torch'"
+            )
+
+    def check_numbers(self) -> None:
+        """Refuse single numbers of a parameter that ranks with parts of it have different ones of. Collective.
+
+        Raises:
+            BuildError: the same on every rank.
+        """
+        own: dict[tuple[str, str], str] = {}
+        for key, (_, main, _, _) in self._parts.items():
+            if main is not None and main.dim():
+                state = self._inner.state.get(main, {})
+                own |= {(key, name): repr(value.item()) for name, value in state.items() if value.dim() == 0}
+        found: dict[tuple[str, str], str] = {}
+        for each in gather(own, self._mesh):
+            for (key, name), number in each.items():
+                if (other := found.setdefault((key, name), number)) != number:
+                    raise BuildError(
+                        f"{type(self._inner).__name__} keeps {other} on one rank and {number} on another as {name!r} of "
+                        f"{key!r}, which Megatron writes once; use another optimizer, or target='torch'"
+                    )
+
+    def groups(self) -> dict[str, int]:
+        """The number of the optimizer's group that each parameter is in. Collective."""
+        places = {id(main): number for number, group in enumerate(self._inner.param_groups) for main in group["params"]}
+        own = {key: places[id(part.main)] for key, part in self._parts.items() if id(part.main) in places}
+        return {key: number for each in gather(own, self._mesh) for key, number in each.items()}
+
+    def mains(self) -> Iterator[tuple[str, torch.Tensor, int]]:
+        """Iterate over the tensors that this rank's optimizer steps: key, values, and number of elements before them."""
+        for key, (_, main, start, stop) in self._parts.items():
+            if main is not None and start < stop:
+                yield key, main, start
+
+    def masters(self) -> dict[str, torch.Tensor]:
+        """The weights in fp32, of what is trained. Collective over the replicas."""
+        return self._whole(MASTER) if self._has_masters else {}
+
+    def sharded(self, has_state: bool, is_loading: bool) -> tuple[dict[str, Any], Callable[[dict[str, Any]], None]]:
+        """What Megatron writes or reads, and what takes over what was read. Collective.
+
+        Args:
+            has_state: Whether there is a state beside the weights.
+            is_loading: Whether tensors of their own are to be read into.
+        """
+        if is_loading and has_state and not isinstance(self._inner, WholeTensorOptimizer):
+            prepared(self._inner)
+        whole, single = self._names() if has_state else ([], [])
+        state: dict[str, Any] = {}
+        for name in [*whole, *([MASTER] if self._has_masters else [])]:
+            prefix = f"optimizer.{name}."
+            if is_loading:
+                state[name] = self._held.sharded(self._fresh(), prefix)
+            elif self._is_shared_out:
+                state[name] = self._held.shared_out(self._ranges(name), prefix)
+            else:
+                state[name] = self._held.sharded(self._whole(name), prefix)
+        state |= {name: self._held.alike(self._single(name), f"optimizer.{name}.") for name in single}
+        return state, self._take
+
+    def _names(self) -> tuple[list[str], list[str]]:
+        """Of what is kept for each parameter: tensors of its shape, and single numbers; the same on every rank."""
+        own = {
+            (name, value.dim() == 0 and main.dim() > 0)
+            for main, state in self._inner.state.items()
+            for name, value in state.items()
+        }
+        found = {each for names in gather(sorted(own), self._mesh) for each in names}
+        numbers = {name for name, is_single in found if is_single}  # of a parameter without dimensions all is one
+        return sorted({name for name, _ in found} - numbers), sorted(numbers)
+
+    def _fresh(self) -> dict[str, torch.Tensor]:
+        return {key: torch.zeros_like(part.parameter, dtype=torch.float32) for key, part in self._parts.items()}
+
+    def _ranges(self, name: str) -> dict[str, tuple[torch.Tensor, int]]:
+        """What this rank's optimizer has, in fp32 without dimensions, and how many elements of the parameter are before it."""
+        found = {}
+        for key, (_, main, start, stop) in self._parts.items():
+            if main is not None and start < stop:
+                kept = main if name == MASTER else self._inner.state[main][name]
+                found[key] = kept.detach().to(torch.float32).reshape(-1), start
+        return found
+
+    def _whole(self, name: str) -> dict[str, torch.Tensor]:
+        """In fp32; as the optimizer has it, where this replica has all. Collective over the replicas where it has not."""
+        ranges, whole = self._ranges(name), {}
+        for key, (parameter, _, _, _) in self._parts.items():
+            values, start = ranges.get(key, (parameter.new_zeros(0, dtype=torch.float32), 0))
+            if self._is_shared_out:
+                full = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+                full[start : start + values.numel()] = values
+                dist.all_reduce(full, group=self._groups.dp)
+                values = full
+            whole[key] = values.view(parameter.shape)
+        return whole
+
+    def _single(self, name: str) -> dict[str, torch.Tensor]:
+        parts = self._parts.values()
+        own = [0.0 if part.main is None else float(self._inner.state[part.main][name]) for part in parts]
+        numbers = torch.tensor(own, dtype=torch.float64, device=next((part.parameter.device for part in parts), None))
+        if self._is_shared_out:  # a replica without a part does not know it
+            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._groups.dp)
+        return {key: numbers[index : index + 1] for index, key in enumerate(self._parts)}
+
+    @torch.no_grad()
+    def _take(self, read: dict[str, Any]) -> None:
+        for name, each in read.items():
+            for key, value in each.items():
+                _, main, start, stop = self._parts[key]
+                if main is None:
+                    continue
+                kept = main if name == MASTER else self._inner.state[main][name]
+                own = value if kept.dim() == 0 else value.reshape(-1)[start:stop]
+                kept.copy_(own.reshape(kept.shape))

@@ -1,0 +1,130 @@
+"""The optimizer of a rank in Megatron's wrappers: fp32 weights beside low ones, state shared out over replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_core.interfaces.program import Program
+from slapo_training.optimizers.introspection.parameter_tables import replace_parameters
+from slapo_training.optimizers.whole_tensor_construction import Layout
+from slapo_training.optimizers.whole_tensor_optimizer import WholeTensorOptimizer
+
+from ..configuration.options import MegatronOptions
+from ..process_state.process_groups import config_of
+
+
+def optimizer_config(options: MegatronOptions) -> Any:
+    """Megatron's ``OptimizerConfig``."""
+    from megatron.core.optimizer import OptimizerConfig
+
+    given = options.section("optimizer")
+    precision = {"bf16": options.precision == "bf16", "params_dtype": options.dtype}
+    given |= {
+        "use_distributed_optimizer": options.distributed_optimizer,
+        "clip_grad": float(options.clip) or float("inf"),
+    }  # of 0 it computes no norm
+    return config_of(OptimizerConfig, {**given, **precision})
+
+
+def megatrons(config: Any, chunks: Sequence[Any], groups: Any) -> Any:
+    """Megatron's own optimizer, as its configuration says."""
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    made = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False, pg_collection=groups)
+    several = getattr(made, "chained_optimizers", [])
+    return several[0] if len(several) == 1 else made
+
+
+def wrapped(optimizer: torch.optim.Optimizer, config: Any, chunks: Sequence[Any], groups: Any) -> Any:
+    """An optimizer of this rank's parameters in the wrapper of Megatron's that its configuration asks for.
+
+    Args:
+        optimizer: Its parameters become views or copies of these.
+        config: Megatron's ``OptimizerConfig``.
+        chunks: Megatron's ``DistributedDataParallel`` around each stage of this rank.
+        groups: Megatron's ``ProcessGroupCollection``.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+
+    for group in optimizer.param_groups:
+        group.update(is_expert_parallel=False, wd_mult=1.0, lr_mult=1.0, is_decoupled_lr=False)  # which Megatron looks for
+    if config.use_distributed_optimizer:
+        made = DistributedOptimizer(
+            optimizer,
+            config,
+            None,
+            prepared,
+            model_chunks=list(chunks),
+            per_model_buffers={index: chunk.buffers for index, chunk in enumerate(chunks)},
+            data_parallel_group=groups.intra_dp_cp,
+            data_parallel_group_gloo=None,
+            data_parallel_group_idx=torch.distributed.get_rank(groups.mp),
+            distributed_optimizer_instance_id=0,
+        )
+        made.grad_stats_parallel_group = groups.intra_dist_opt
+    else:
+        wrapper = Float16OptimizerWithFloat16Params if config.bf16 else FP32Optimizer
+        made = wrapper(optimizer, config, *([None] if config.bf16 else []), prepared)
+        made.grad_stats_parallel_group = groups.mp
+    made.tp_group = groups.tp
+    return made
+
+
+def whole_layout(options: MegatronOptions, program: Program, module: nn.Module) -> Layout:
+    """Return the layout of the parameters that this rank's optimizer steps; with bf16 fp32 copies of them."""
+    dtype = torch.float32 if options.precision == "bf16" else None
+    refusal = (
+        "the distributed optimizer gives each rank ranges of flattened ones; leave distributed_optimizer out"
+        if options.distributed_optimizer
+        else ""
+    )
+    return Layout.of_engine(program, module, dtype, is_flat=options.distributed_optimizer, refusal=refusal)
+
+
+def bind_masters(optimizer: torch.optim.Optimizer) -> None:
+    """Bind an optimizer of whole tensors to the fp32 copies that Megatron has put in the places of its parameters."""
+    if not isinstance(optimizer, WholeTensorOptimizer):
+        return
+    optimizer.hide_state()
+    sources = {id(whole.source) for each in optimizer.stand_ins for whole in each.wholes}
+    replace_parameters(optimizer.inner, lambda each: [each if id(each) in sources else getattr(each, "main_param", each)])
+    for each in optimizer.stand_ins:
+        each.move(lambda source: getattr(source, "main_param", source))
+
+
+def is_shared_out(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether Megatron's distributed optimizer takes an optimizer."""
+    return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
+
+
+@torch.no_grad()
+def prepared(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
+    """Let an optimizer make the state it would have after a step, to be loaded into; weights stay as they are.
+
+    Args:
+        optimizer: One that has stepped is left alone.
+        config: Not used; Megatron gives it.
+    """
+    if optimizer.state:
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = [parameter.grad for parameter in held]
+    weights = [parameter.detach().clone() for parameter in held]
+    for parameter in held:
+        parameter.grad = torch.zeros_like(parameter)
+    try:
+        for group in optimizer.param_groups:
+            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+        optimizer.step()
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for parameter, gradient, weight in zip(held, gradients, weights, strict=True):
+            parameter.grad = gradient
+            parameter.copy_(weight)

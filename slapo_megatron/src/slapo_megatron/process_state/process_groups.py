@@ -1,0 +1,175 @@
+"""Importing Megatron-Core, and its ``parallel_state`` for the mesh of a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
+
+import torch.distributed as dist
+
+from slapo_core.interfaces.program import Program
+from slapo_core.reporting.errors import BuildError
+from slapo_training.distributed.ranks import on_all
+from slapo_training.distributed.single_process_group import OwnWorld
+from slapo_training.engines import stale_engines
+from slapo_training.engines.warning_filter import without_warnings
+
+_AXES = {"tp": "get_tensor_model_parallel_group", "pp": "get_pipeline_model_parallel_group", "dp": "get_data_parallel_group"}
+
+
+class ParallelState:
+    """Megatron's groups for a program: found as the user set them up, or made here. Collective.
+
+    Args:
+        program: Its mesh has all ranks, row-major over pp, dp, tp.
+        chunks: Stages on each rank.
+        timeout_minutes: How long one of the groups made here waits for its other ranks.
+
+    Attributes:
+        groups: Megatron's ``ProcessGroupCollection``.
+        is_ours: Whether they were made here.
+
+    Raises:
+        BuildError: it was set up for another layout.
+    """
+
+    _users = 0
+    _world_of_users: Any = None
+
+    def __init__(self, program: Program, chunks: int, timeout_minutes: int) -> None:
+        self._world, self._made = OwnWorld(), list[Any]()
+        try:
+            self._find(program, chunks, timeout_minutes)
+        except BaseException:
+            self._leave_world()
+            raise
+
+    def _find(self, program: Program, chunks: int, timeout_minutes: int) -> None:
+        with without_warnings():
+            from megatron.core import parallel_state
+            from megatron.core.process_groups_config import ProcessGroupCollection
+        self._state = parallel_state
+        is_new = not parallel_state.model_parallel_is_initialized()
+        ParallelState._users = 0 if is_new else ParallelState._users
+        self.is_ours = is_new or ParallelState._users > 0
+        if is_new:
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=program.axis_size("tp"),
+                pipeline_model_parallel_size=program.axis_size("pp"),
+                virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+                create_gloo_process_groups=False,
+                distributed_timeout_minutes=timeout_minutes,
+            )
+        else:
+            on_all(lambda: self._check_found(program, chunks), program)
+        self.groups = ProcessGroupCollection.use_mpu_process_groups()
+        ParallelState._users += self.is_ours
+        ParallelState._world_of_users = dist.group.WORLD
+        if self.is_ours:
+            stale_engines.add(ParallelState)
+
+    @classmethod
+    def abandon(cls) -> None:
+        """Forget Megatron's groups, which were made in a process group that is gone; nobody closed the engine."""
+        from megatron.core import parallel_state
+
+        if cls._users and cls._world_of_users is not dist.group.WORLD:
+            parallel_state.destroy_model_parallel()
+        cls._users, cls._world_of_users = 0, None
+
+    def _check_found(self, program: Program, chunks: int) -> None:
+        try:
+            self._check(program, chunks)
+        except BuildError as err:
+            if not self.is_ours:
+                raise
+            raise BuildError(
+                "an engine of target 'megatron' for another mesh or other stages is still open in this process, and megatron's "
+                "parallel_state is one for all; call its engine.close() first"
+            ) from err
+
+    def _check(self, program: Program, chunks: int) -> None:
+        """Refuse groups of the user's that are not those of the mesh."""
+        for axis, getter in _AXES.items():
+            if dist.get_process_group_ranks(getattr(self._state, getter)()) != _ranks(program, axis):
+                raise BuildError(
+                    f"megatron's parallel_state is set up with other groups along {axis} than the schedule's mesh; call "
+                    "initialize_model_parallel for the mesh, or leave it to build"
+                )
+        for name in ("context", "expert_model"):
+            if (size := getattr(self._state, f"get_{name}_parallel_world_size")()) != 1:
+                raise BuildError(
+                    f"megatron's parallel_state is set up with {size} ranks for {name}_parallel, which no schedule has; use 1"
+                )
+        if dist.get_world_size(self._state.get_intra_distributed_optimizer_instance_group()) != dist.get_world_size():
+            raise BuildError("megatron's parallel_state has several instances of the distributed optimizer; use one")
+        virtual = self._state.get_virtual_pipeline_model_parallel_world_size() or 1
+        if chunks > 1 and virtual != chunks:
+            raise BuildError(
+                f"megatron's parallel_state is set up with {virtual} virtual stages on a rank, and the schedule has {chunks}; "
+                "cut as many, or leave it to build"
+            )
+
+    def group(self, ranks: list[int]) -> Any:
+        """A group of these ranks for this engine alone; what torch gives others where this rank is none of them. Collective."""
+        self._made.append(dist.new_group(ranks))
+        return self._made[-1]
+
+    def close(self) -> None:
+        """Destroy what was made here, Megatron's groups with the last engine of this process that uses them. Collective."""
+        destroy(self._made)
+        own = [getattr(self.groups, field.name, None) for field in fields(self.groups)]
+        if self.forget():
+            destroy(own)
+        del own
+        self._leave_world()
+
+    def forget(self) -> bool:
+        """Forget all groups, whose threads end with the last reference; return whether Megatron's were, with the last user."""
+        self._made.clear()
+        was_ours, self.is_ours = self.is_ours, False
+        ParallelState._users = max(ParallelState._users - was_ours, 0)
+        is_last = was_ours and ParallelState._users == 0
+        if is_last and self.groups.pp is self._state.get_pipeline_model_parallel_group(check_initialized=False):
+            self._state.destroy_model_parallel()  # which leaves them running
+        for field in fields(self.groups):
+            setattr(self.groups, field.name, None)
+        return is_last
+
+    def _leave_world(self) -> None:
+        if self._world.leave():
+            dist.destroy_process_group()
+
+
+def destroy(groups: Iterable[Any]) -> None:
+    """Give back what process groups hold, threads and sockets; what is no group of this rank's is passed over."""
+    found = {id(group): group for group in groups if isinstance(group, dist.ProcessGroup) and group is not dist.group.WORLD}
+    for group in found.values():
+        dist.destroy_process_group(group)
+
+
+def device_of(program: Program) -> str:
+    """Type of the device that a program runs on: the mesh's, or without one that of its parameters."""
+    if program.mesh is not None:
+        return program.mesh.device_type
+    return next((parameter.device.type for parameter in program.module.parameters()), "cpu")
+
+
+def config_of(kind: Any, given: dict[str, Any]) -> Any:
+    """A configuration of Megatron's, which checks what is in it.
+
+    Raises:
+        BuildError: it does not take this.
+    """
+    try:
+        return kind(**given)
+    except (TypeError, ValueError, AssertionError) as err:
+        raise BuildError(f"{kind.__name__} of megatron-core does not take this: {err}") from err
+
+
+def _ranks(program: Program, axis: str) -> list[int]:
+    mesh = program.mesh
+    if mesh is None or axis not in (mesh.mesh_dim_names or ()):
+        return [dist.get_rank()]
+    return dist.get_process_group_ranks(mesh.get_group(axis))

@@ -1,0 +1,155 @@
+"""Modules that take sizes from whole values, sharded by hand or by a plan of one's own: a sentence says what works instead."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from slapo_core import build, create_schedule
+from slapo_core.reporting.errors import SlapoError
+from slapo_testing import run_distributed
+from tests.slapo_sharding.handwritten import SPLIT
+from tests.slapo_sharding.handwritten_branches import BRANCHES
+from tests.slapo_sharding.planning.local_sizes.test_handwritten import net, tokens
+
+pytestmark = pytest.mark.multiproc
+
+ROWS = {
+    "c_proj",
+    "wo",
+    "fc",
+    "output",
+    "out_proj",
+    "proj",
+    "o",
+    "out",
+    "to_out",
+    "down",
+    "w3",
+    "w_out",
+    "o_proj",
+    "attn_out",
+    "ff_out",
+    "fc2",
+}
+
+
+ONE_LAYER = {"ParameterHeads", "TextConvolutions"}
+"""Lists of branches without layers, before one that a plan may split."""
+
+
+def layers(kind: str) -> tuple[list[str], list[str]]:
+    """Return the paths of the layers of a part that are split along their outputs and along their inputs."""
+    part = net(kind).blocks[0].part
+    paths = [path for path, module in part.named_modules() if isinstance(module, nn.Linear) and path != "pair"]
+    rows = [path for path in paths if path.rpartition(".")[2] in ROWS]
+    return [path for path in paths if path not in rows], rows
+
+
+def with_plan(sch: Any, columns: list[str], rows: list[str]) -> None:
+    plans = ({f"blocks.*.part.{path}": style for path in paths} for paths, style in ((columns, "colwise"), (rows, "rowwise")))
+    sch.tensor_parallel({path: style for plan in plans for path, style in plan.items()})
+
+
+def by_shard(sch: Any, columns: list[str], rows: list[str]) -> None:
+    for block in range(2):
+        for path in columns:
+            layer = sch[f"blocks.{block}.part.{path}"]
+            names = ["weight"] if layer.mod.bias is None else ["weight", "bias"]
+            layer.shard(names, axis=0, blocks=1).sync("bwd_post", "all_reduce")
+        for path in rows:
+            sch[f"blocks.{block}.part.{path}"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+
+
+def sentences(rank: int, kinds: list[str], way: Any) -> dict[str, str]:
+    """Return the sentences that kinds end in; the outputs and gradients of the others are the unmodified module's."""
+    found = {}
+    for kind in kinds:
+        expected, model = net(kind), net(kind)
+        sch = create_schedule(model, example_inputs=(tokens(2, 8),))
+        try:
+            way(sch, *layers(kind))
+            build(sch)
+            model(tokens(2, 8))
+        except SlapoError as err:
+            found[kind] = str(err)
+            continue
+        for each in (expected, model):
+            each(tokens(2, 8)).square().mean().backward()
+        for name, gradient in sch.full_state("grad").items():
+            torch.testing.assert_close(gradient, expected.get_parameter(name).grad, atol=1e-5, rtol=1e-3)
+    return found
+
+
+NAMED = re.compile(
+    r"^\w+ 'blocks\.0\.part[\w.]*'(: it fails| uses '[\w.]+' in \w+)? at \S+handwritten\w*\.py:\d+[:,] .*; check=False turns"
+)
+
+
+def test_shards_by_hand_end_in_a_sentence() -> None:
+    kinds = [kind for kind in SPLIT if kind not in ONE_LAYER]
+    first, second = run_distributed(sentences, 2, kinds, by_shard, timeout=100)
+    assert first == second
+    assert [message for message in first.values() if not NAMED.search(message)] == []
+    assert len(first) > 35
+
+
+ONE_KEY = {"OneKey", "OneKeyEach", "OneKeyEinsum", "OneKeyRepeated"}
+LISTS = {kind.__name__ for kind in BRANCHES} - ONE_LAYER
+OTHERWISE = {"Einops", "BiasOfPairs", "BatchedExperts", "SelectiveScan", "WeightRead", *ONE_KEY, *LISTS}
+"""Kinds whose plans here split a layer that stays whole or along the wrong dimension, or leave one out that has to be split."""
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_plan_is_right_where_the_forward_shows_it_and_ends_in_a_sentence_elsewhere(every: int) -> None:
+    kinds = [kind for kind in SPLIT if any(layers(kind)) and kind not in ONE_LAYER][::every]
+    first, second = run_distributed(sentences, 2, kinds, with_plan, timeout=160)
+    assert first == second
+    assert first.keys() == OTHERWISE & set(kinds)
+    assert first
+    assert [message for message in first.values() if not NAMED.search(message)] == []
+
+
+def unpacks(rank: int) -> None:
+    sch = create_schedule(net("SplitByWidth"))
+    with_plan(sch, *layers("SplitByWidth"))
+    build(sch)
+    sch.mod(tokens(2, 8))
+
+
+def test_an_error_of_python_names_the_layer_and_what_works() -> None:
+    expected = (
+        r"SplitByWidth 'blocks.0.part': it fails at \S+handwritten_projections.py:\d+, ValueError: not enough values to unpack "
+        r"\(expected 3, got 2\), where each rank has a part of the output of 'blocks.0.part.c_attn'; tensor_parallel\(\) "
+        r"without plan= divides sizes that code takes from whole values; or gather the output there"
+    )
+    with pytest.raises(Exception, match=expected):
+        run_distributed(unpacks, 2)
+
+
+def wrong_call(rank: int) -> None:
+    sch = create_schedule(net("SplitByWidth"))
+    with_plan(sch, *layers("SplitByWidth"))
+    build(sch)
+
+    class Refusing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = sch.mod
+
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            if given.dim() > 1:
+                raise ValueError("give one row")
+            return self.model(given)
+
+    with pytest.raises(ValueError, match="^give one row$"):
+        Refusing()(tokens(2, 8))
+
+
+def test_an_error_before_any_layer_ran_is_the_models_own() -> None:
+    run_distributed(wrong_call, 2)

@@ -1,0 +1,122 @@
+"""Subclasses of Linear with a forward of their own are split where it is a Linear's, and nowhere else."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.models.falcon.modeling_falcon import FalconLinear
+
+from slapo_core.building.build import build
+from slapo_core.registration.registry import Registry
+from slapo_core.schedules.schedule import create_schedule
+from slapo_sharding import plugin
+from slapo_sharding.rules.layers import is_linear
+from slapo_testing import assert_equivalent, run_distributed
+
+
+class Calls(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input)
+
+
+class Transposed(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        product = torch.matmul(input, self.weight.transpose(0, 1))
+        return product if self.bias is None else torch.add(product, self.bias)
+
+
+class Clamped(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).clamp(-65000, 65000)
+
+
+class LooksAtShape(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) if input.shape[0] < 100 else input.new_zeros(input.shape[0], self.out_features)
+
+
+class LooksAtWidth(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) if self.out_features < 100 else super().forward(input + 1)
+
+
+class InTraining(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input + input) if self.training else super().forward(input)
+
+
+class WithoutGradient(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return super().forward(input)
+
+
+class TwoBiases(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) + self.bias
+
+
+class Scaled(nn.Linear):
+    """Nothing is wrong as long as the scale is not there."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return F.linear(input, self.weight, self.bias) + getattr(self, "scale", torch.tensor(0.0))
+
+
+class Defaulted(nn.Linear):
+    def forward(self, input: torch.Tensor, offset: Any = None) -> torch.Tensor:
+        return super().forward(input if getattr(self, "offset", None) is None else input + self.offset)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", [nn.Linear, FalconLinear, Calls, Transposed])
+def test_a_forward_that_is_a_linear_one(kind, bias):
+    assert is_linear(kind(4, 6, bias=bias))
+    with torch.device("meta"), torch.no_grad():
+        assert is_linear(kind(4, 6, bias=bias))
+
+
+@pytest.mark.parametrize("kind", [Clamped, LooksAtShape, LooksAtWidth, InTraining, WithoutGradient, TwoBiases, Scaled])
+def test_a_forward_that_is_not_or_might_not_be(kind):
+    assert not is_linear(kind(4, 6))
+
+
+def test_what_a_module_has_besides_weight_and_bias_may_matter():
+    layer = Defaulted(4, 6)
+    assert is_linear(layer)
+    layer.offset = torch.ones(4)
+    assert not is_linear(layer)
+    child = Defaulted(4, 6)
+    child.offset = nn.Identity()
+    assert not is_linear(child)
+
+
+def test_the_random_numbers_are_as_before():
+    class Fresh(Calls):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input)
+
+    torch.manual_seed(0)
+    layer, state = Fresh(4, 6), torch.get_rng_state()
+    assert is_linear(layer)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def _split(rank: int) -> None:
+    model = nn.Sequential(FalconLinear(8, 16), nn.GELU(), FalconLinear(16, 8))
+    before = copy.deepcopy(model)
+    sch = create_schedule(model, plugins=Registry([plugin]))
+    sch["0"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
+    sch["2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    build(sch)
+    assert_equivalent(before, model, torch.randn(2, 3, 8, requires_grad=True))
+
+
+@pytest.mark.multiproc
+def test_correctness_02_falcon_s_linear_adds_its_bias_once():
+    run_distributed(_split, 2)

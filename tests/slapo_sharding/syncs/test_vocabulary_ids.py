@@ -1,0 +1,69 @@
+"""Functions before and after a vocabulary-parallel embedding may count its own rows from 0, as classic scripts do."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from slapo_core.building.build import build
+from slapo_core.registration.registry import Registry
+from slapo_core.schedules.schedule import create_schedule
+from slapo_sharding import plugin
+from slapo_sharding.communication.sync_ops import reduce_forward_output
+from slapo_testing import assert_equivalent, run_distributed
+
+pytestmark = pytest.mark.multiproc
+
+Call = tuple[Any, ...]
+
+
+def _masked(start: int, stop: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The classic pair: ids of other ranks are masked, and their rows are zero."""
+    masks = []
+
+    def before(module: nn.Module, args: Call) -> torch.Tensor:
+        masks.append((args[0] < start) | (args[0] >= stop))
+        return (args[0] - start).masked_fill(masks[-1], 0)
+
+    def after(module: nn.Module, args: Call, output: torch.Tensor) -> torch.Tensor:
+        output[masks.pop(), :] = 0.0
+        return reduce_forward_output(output)
+
+    return before, after
+
+
+def _same(ranks: int) -> None:
+    """The pair, and functions that leave ids as they are, or give other ids of the whole vocabulary."""
+    rows = 12 // ranks
+    rank = torch.distributed.get_rank()
+    functions = [
+        _masked(rank * rows, rank * rows + rows),
+        (lambda module, args: None, lambda module, args, output: reduce_forward_output(output)),
+        (lambda module, args: args[0].clone(), lambda module, args, output: reduce_forward_output(output)),
+        (lambda module, args, kwargs: ((args[0].flip(0),), kwargs), lambda module, args, output: reduce_forward_output(output)),
+    ]
+    for before, after in functions:
+        model = nn.Sequential(nn.Embedding(12, 4, padding_idx=7), nn.Linear(4, 4))
+        unmodified = copy.deepcopy(model)
+        if before is functions[-1][0]:
+            unmodified[0].register_forward_pre_hook(lambda module, args: (args[0].flip(0),))
+        sch = create_schedule(model, plugins=Registry([plugin]))
+        sch["0"].shard("weight", axis=0).sync("fwd_pre", before).sync("fwd_post", after)
+        module = build(sch).module
+        for ids in (torch.arange(12), torch.tensor([0, 1, 0]), torch.tensor([7, 8, 11, 7])):
+            assert_equivalent(unmodified, module, ids)
+
+
+def _rank(rank: int) -> None:
+    torch.manual_seed(0)
+    _same(torch.distributed.get_world_size())
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ids_of_this_rank_s_rows_and_of_the_whole_vocabulary(ranks: int) -> None:
+    run_distributed(_rank, ranks)
