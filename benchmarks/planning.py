@@ -2,8 +2,9 @@
 
 Run ``python -m benchmarks.planning``; it prints a section for ``benchmarks/README.md``. Weights are on meta, and the group of
 eight ranks is one of torch that sends nothing. The number of Python calls of a layer does not depend on the number of layers,
-see ``tests/slapo_sharding/primitives/test_step_cost.py``. What grows is Python's garbage collection: a schedule keeps what undoes its
-steps, and once what is new in a process is a quarter of what was there before, Python goes through all. Its share is printed.
+see ``tests/slapo_sharding/primitives/test_step_cost.py``. What grows is Python's garbage collection: a schedule keeps what
+undoes its steps, and once what is new in a process is a quarter of what was there before, Python goes through all. Its
+share is printed.
 """
 
 from __future__ import annotations

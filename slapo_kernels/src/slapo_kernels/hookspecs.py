@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 def slapo_kernels() -> Mapping[str, Mapping[str, Implementation | str]]:  # type: ignore[empty-body]
     """Implementations of kernels: the kernel's name to the implementation's to what it is.
 
-    A function with the arguments of the kernel's eager implementation (``slapo_kernels.implementations.eager``), gradients included, as
-    ``"module:NAME"``, imported when first called. Say where it works with ``slapo_kernels.Implementation``. They come
-    after those of ``slapo-kernels``, so they have to be forced, unless they are ``preferred``. If your plugin is of use without
-    ``slapo-kernels`` too, mark the hook ``@hookimpl(optionalhook=True)``.
+    A function with the arguments of the kernel's eager implementation (``slapo_kernels.implementations.eager``), gradients
+    included, as ``"module:NAME"``, imported when first called. Say where it works with ``slapo_kernels.Implementation``. They
+    come after those of ``slapo-kernels``, so they have to be forced, unless they are ``preferred``. If your plugin is of use
+    without ``slapo-kernels`` too, mark the hook ``@hookimpl(optionalhook=True)``.
 
     Example:
         >>> @hookimpl

@@ -37,11 +37,11 @@ from slapo_training.optimizers.construction import made_on_all
 
 from .checkpoint import save_load
 from .checkpoint.file_writer import MegatronFiles
-from .configuration.limits import ANOTHER_OPTIMIZER
+from .configuration.limits import ANOTHER_OPTIMIZER, is_shared_out
 from .configuration.options import MegatronOptions
 from .optimizer.local_tensors import Held
 from .optimizer.optimizer_state import OptimizerState
-from .optimizer.optimizer_wrappers import bind_masters, is_shared_out, megatrons, optimizer_config, whole_layout, wrapped
+from .optimizer.optimizer_wrappers import bind_masters, megatrons, optimizer_config, whole_layout, wrapped
 from .optimizer.reduced_gradients import ReducedGradients
 from .pipeline import Borders, RunningStage, Ties, borders, mark_shards, numbered
 from .process_state.cpu_mode import mode_of

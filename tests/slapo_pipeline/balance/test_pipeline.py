@@ -20,7 +20,7 @@ from slapo_core.reporting.logger import get_logger
 from slapo_core.schedules.schedule import Schedule
 from slapo_core.schedules.schedule_files import load_schedule
 from slapo_pipeline.balance.stage_table import StageTable
-from slapo_pipeline.cut_pipeline_stage import cuts
+from slapo_pipeline.tracing.cuts import cuts
 
 from ..stage_comparison import assert_same, cut, loss_of
 from ..test_transformers import SIZES, T5, TEXT, _model

@@ -13,8 +13,9 @@ from slapo_core.reporting.errors import ScheduleError
 from slapo_core.schedules.schedule import Schedule
 from slapo_tracing.tracers.synthetic_inputs import stand_ins
 
-from .cut_pipeline_stage import MARKS, refuse_inside_opaque
+from .cut_pipeline_stage import refuse_inside_opaque
 from .tracing.batch_arguments import apart, by_name
+from .tracing.cuts import CUT_AT_MARKS
 from .tracing.flat_trace import trace_flat
 from .tracing.pipe_split import Marks
 from .tracing.root_hooks import hooks_aside, is_whole
@@ -40,7 +41,7 @@ class CutAtMarksPrimitive(Primitive):
         TraceError: the model cannot be traced.
     """
 
-    name = MARKS
+    name = CUT_AT_MARKS
     scope = "module"
 
     @staticmethod
@@ -51,17 +52,17 @@ class CutAtMarksPrimitive(Primitive):
         for number in numbers:
             if not isinstance(number, int) or isinstance(number, bool) or number < 0:
                 raise _error(schedule, f"{number!r} is no mark; the first one that this module's forward runs into is 0")
-            if number in schedule.metadata.primitives.get(MARKS, ()) or numbers.count(number) > 1:
+            if number in schedule.metadata.primitives.get(CUT_AT_MARKS, ()) or numbers.count(number) > 1:
                 raise _error(schedule, f"a stage ends at mark {number} of this module's forward already")
         if is_whole(schedule.root_module, schedule.mod):
             raise _error(schedule, "its forward is wrapped or has hooks and runs as one piece; cut before wrapping it")
-        refuse_inside_opaque(schedule, MARKS)
+        refuse_inside_opaque(schedule, CUT_AT_MARKS)
         return []
 
     @staticmethod
     def apply(schedule: Schedule, *numbers: int) -> None:
         """Nothing to change: the journal holds the cuts."""
-        schedule.metadata.primitives[MARKS].update(numbers)
+        schedule.metadata.primitives[CUT_AT_MARKS].update(numbers)
         top = schedule.get_top_schedule()
         for path, count in schedule.checked:
             (top[path] if path else top).cut_at_marks(*range(count))
@@ -98,4 +99,4 @@ def _found(schedule: Schedule) -> list[tuple[str, int]]:
 
 
 def _error(schedule: Schedule, message: str) -> ScheduleError:
-    return ScheduleError(message, path=schedule.path, primitive=MARKS)
+    return ScheduleError(message, path=schedule.path, primitive=CUT_AT_MARKS)

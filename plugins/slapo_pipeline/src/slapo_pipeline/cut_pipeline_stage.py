@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from slapo_core.interfaces.primitive import Primitive
 from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.journal import Step
 from slapo_core.schedules.schedule import Schedule
 
+from .tracing.cuts import CUT_PIPELINE_STAGE, Where, cuts, where_of
 from .tracing.root_hooks import is_whole
 
-NAME = "cut_pipeline_stage"
-MARKS = "cut_at_marks"
-Where = Literal["after", "before"]
 _SAID = {"after": "a stage ends after this module", "before": "a stage begins with this module"}
 
 
@@ -41,30 +37,32 @@ class CutPipelineStagePrimitive(Primitive):
             or has hooks.
     """
 
-    name = NAME
+    name = CUT_PIPELINE_STAGE
     scope = "module"
 
     @staticmethod
     def check(schedule: Schedule, where: Where = "after") -> None:
         """Refuse a place where no stage can end."""
         if where not in _SAID:
-            raise ScheduleError(f"where is {where!r}; it is 'after' or 'before'", path=schedule.path, primitive=NAME)
+            raise ScheduleError(
+                f"where is {where!r}; it is 'after' or 'before'", path=schedule.path, primitive=CUT_PIPELINE_STAGE
+            )
         if not schedule.path:
             beyond = "nothing comes after" if where == "after" else "a stage begins with"
-            raise ScheduleError(f"{beyond} the whole model; cut {where} a module inside it", primitive=NAME)
+            raise ScheduleError(f"{beyond} the whole model; cut {where} a module inside it", primitive=CUT_PIPELINE_STAGE)
         known = (where_of(cut) for cut in cuts(schedule.journal) if cut == schedule.path)
-        if where in (*known, *schedule.metadata.primitives.get(NAME, ())):
-            raise ScheduleError(f"{_SAID[where]} already", path=schedule.path, primitive=NAME)
-        refuse_inside_opaque(schedule, NAME)
+        if where in (*known, *schedule.metadata.primitives.get(CUT_PIPELINE_STAGE, ())):
+            raise ScheduleError(f"{_SAID[where]} already", path=schedule.path, primitive=CUT_PIPELINE_STAGE)
+        refuse_inside_opaque(schedule, CUT_PIPELINE_STAGE)
 
     @staticmethod
     def apply(schedule: Schedule, where: Where = "after") -> None:
         """Nothing to change: the journal holds the cut, and the top schedule's metadata its path."""
-        schedule.metadata.primitives[NAME].add(where)
+        schedule.metadata.primitives[CUT_PIPELINE_STAGE].add(where)
         known = schedule.get_top_schedule().metadata.primitives
-        before = known.get(NAME)
+        before = known.get(CUT_PIPELINE_STAGE)
         schedule.on_undo(partial(_put_back, known, before))
-        known[NAME] = [*(before or ()), schedule.path]
+        known[CUT_PIPELINE_STAGE] = [*(before or ()), schedule.path]
 
     @staticmethod
     def init_metadata() -> set[str]:
@@ -74,47 +72,9 @@ class CutPipelineStagePrimitive(Primitive):
 
 def _put_back(known: dict[str, Any], before: list[str] | None) -> None:
     if before is None:
-        known.pop(NAME, None)
+        known.pop(CUT_PIPELINE_STAGE, None)
     else:
-        known[NAME] = before
-
-
-class Cut(str):
-    """The path of a module where a stage ends or begins.
-
-    Args:
-        path: Of the module.
-        where: ``"after"`` it, ``"before"`` it, or the number of a mark in its own forward.
-    """
-
-    where: Where | int
-
-    def __new__(cls, path: str, where: Where | int = "after") -> Cut:
-        cut = super().__new__(cls, path)
-        cut.where = where
-        return cut
-
-
-def where_of(path: str) -> Where | int:
-    """Return where a stage ends or begins at the module at a path: without a ``Cut``, after it."""
-    return path.where if isinstance(path, Cut) else "after"
-
-
-def is_at_mark(path: str) -> bool:
-    """Return whether the cut lies inside of the module's own forward."""
-    return isinstance(where_of(path), int)
-
-
-def cuts(steps: Iterable[Step]) -> list[str]:
-    """Paths of the modules where stages end or begin, each a ``Cut``, in the order in which they were cut."""
-    found: list[str] = []
-    for step in steps:
-        if step.name == NAME:
-            found.append(Cut(step.path, *step.args, **step.kwargs))
-        elif step.name == MARKS:
-            found += [Cut(step.path, number) for number in step.args]
-        found += cuts(step.children)
-    return found
+        known[CUT_PIPELINE_STAGE] = before
 
 
 def refuse_inside_opaque(schedule: Schedule, primitive: str) -> None:

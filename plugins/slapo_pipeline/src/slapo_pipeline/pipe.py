@@ -16,12 +16,12 @@ from slapo_core.reporting.errors import BuildError
 
 from .analysis import result_keys
 from .cut_at_marks import marks_in
-from .cut_pipeline_stage import Cut
 from .partition.partitioned_module import PartitionedModule
 from .partition.partitioner import Partitioner, check_open
 from .torch_pipe.split_points import noted_points, split_points
 from .torch_pipe.split_policy import PolicyPartitioner, SplitPolicy
 from .torch_pipe.transmitted_parameters import transmitted
+from .tracing.cuts import Cut
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage

@@ -19,9 +19,10 @@ from slapo_tracing.tracers.selection import Leaves, named_leaves
 from .balance.cut_search import placed, placed_at
 from .balance.stage_table import StageTable
 from .balance.unit_costs import BALANCES
-from .cut_pipeline_stage import CutPipelineStagePrimitive, cuts
+from .cut_pipeline_stage import CutPipelineStagePrimitive
 from .partition.partitioner import KEPT_TRACE, pipeline_ranks
 from .tracing.batch_arguments import apart, by_name
+from .tracing.cuts import cuts
 from .tracing.root_hooks import hooks_aside, is_whole
 from .tracing.trace_cache import KeptTrace
 

@@ -20,7 +20,6 @@ from slapo_core.reporting.errors import BuildError, TraceError
 from slapo_core.schedules.schedule import Schedule
 from slapo_tracing.nodes.nested_values import difference, fingerprint
 
-from .cut_pipeline_stage import cuts
 from .partition.module_tree import divide, prune
 from .partition.partitioner import pipeline_ranks
 from .partition.tie_groups import tie_groups
@@ -28,6 +27,7 @@ from .pipe import Pipe
 from .torch_pipe.transmitted_parameters import TransmittingStage
 from .tracing._torch_private import Name, StageCalls, flatten, stage_calls, unflatten
 from .tracing.batch_arguments import apart, by_name
+from .tracing.cuts import cuts
 
 _TABLES = ("_parameters", "_buffers")
 _given: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()

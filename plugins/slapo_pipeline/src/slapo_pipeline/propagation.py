@@ -17,10 +17,10 @@ from slapo_core.reporting.errors import BuildError, ScheduleError
 from slapo_core.schedules.schedule import Schedule
 from slapo_tracing.recording.sandbox import Sandbox
 
-from .cut_pipeline_stage import Cut, cuts, where_of
 from .partition.partitioned_module import PartitionedModule
 from .partition.partitioner import Partitioner
 from .tracing.batch_arguments import by_name
+from .tracing.cuts import Cut, cuts, where_of
 
 
 def generate_pipeline_partition(sch: Schedule) -> Schedule:

@@ -14,8 +14,7 @@ from slapo_core.reporting.errors import ScheduleError
 from slapo_core.reporting.logger import get_logger
 from slapo_core.schedules.schedule import Schedule
 
-from .communication.batch_norm_statistics import KINDS, ReplicaStatistics
-from .communication.collectives import Group
+from .communication.batch_norm_statistics import KINDS, ReplicaStatistics, replicas_of, statistics_of
 
 
 class SyncBatchNormPrimitive(Primitive):
@@ -66,27 +65,6 @@ class SyncBatchNormPrimitive(Primitive):
                 wrapped = forward_wrappers(layer)
                 wrap_forward(layer, ReplicaStatistics(group))
                 layer.__dict__[WRAPPERS] = (*forward_wrappers(layer)[len(wrapped) :], *wrapped)
-
-
-def replicas_of(schedule: Schedule) -> Group:
-    """Return the group of this rank's data-parallel replicas in the schedule's mesh; None where there is one."""
-    mesh = schedule.mesh
-    if mesh is None or "dp" not in (mesh.mesh_dim_names or ()) or mesh["dp"].size() == 1:
-        return None
-    return mesh["dp"].get_group()
-
-
-def resolve_replicas(schedule: Schedule) -> None:
-    """Give layers that were synced before there was a mesh their group of replicas."""
-    group = replicas_of(schedule)
-    for module in schedule.get_top_schedule().mod.modules():
-        if (found := statistics_of(module)) is not None:
-            found.group = group
-
-
-def statistics_of(module: nn.Module) -> ReplicaStatistics | None:
-    """Return the wrapper that gives a layer the statistics of all replicas, or None."""
-    return next((wrapper for wrapper in forward_wrappers(module) if isinstance(wrapper, ReplicaStatistics)), None)
 
 
 def _layers(schedule: Schedule) -> Iterator[nn.Module]:

@@ -63,9 +63,9 @@ def build(
             a function of the output; ``ignore_index``, the label value that the loss leaves out; ``loss_weights`` and
             ``loss_over``, for losses that are no mean over rows or labels; ``gradient_hooks``; ``optimizer_blocks``, for
             optimizers such as Muon; ``check`` and ``strict``, for the checks of the first step.
-            ``help(slapo_training.options.common_options.CommonOptions)`` says what each means. ``slapo_weights`` takes ``weights``, a folder
-            of safetensors for weights on the meta device. What else a dialect takes, ``config`` for an engine's own
-            configuration among it, its README says.
+            ``help(slapo_training.options.CommonOptions)`` says what each means. ``slapo_weights`` takes ``weights``, a folder
+            of safetensors for weights on the meta device. The README of a dialect says what else it takes, for example
+            ``config``, the engine's own configuration.
 
     Returns:
         An engine; it unpacks as ``module, optimizer``.

@@ -7,9 +7,13 @@ import torch
 from slapo_core.interfaces.program import Program
 from slapo_training.engines.dialect import ALL_RANKS, NO_PLATEAU, Limit, holds_copies
 
-from ..optimizer.optimizer_wrappers import is_shared_out
 from ..process_state.process_groups import device_of
 from .options import MegatronOptions
+
+
+def is_shared_out(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether Megatron's distributed optimizer takes an optimizer."""
+    return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
 
 
 def _chunks(program: Program) -> int:

@@ -97,11 +97,6 @@ def bind_masters(optimizer: torch.optim.Optimizer) -> None:
         each.move(lambda source: getattr(source, "main_param", source))
 
 
-def is_shared_out(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether Megatron's distributed optimizer takes an optimizer."""
-    return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
-
-
 @torch.no_grad()
 def prepared(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
     """Let an optimizer make the state it would have after a step, to be loaded into; weights stay as they are.

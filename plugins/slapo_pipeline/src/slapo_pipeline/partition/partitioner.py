@@ -26,8 +26,8 @@ from slapo_tracing.tracers.synthetic_inputs import stand_ins
 from ..assignment.block_inlining import Flat, divided, finer
 from ..assignment.node_assignment import Assignment
 from ..assignment.state_ownership import State
-from ..cut_pipeline_stage import cuts
 from ..tracing.batch_arguments import apart, by_name
+from ..tracing.cuts import cuts
 from ..tracing.flat_trace import opened_by, trace_flat
 from ..tracing.root_hooks import carry_hooks, hooks_aside, is_whole
 from ..tracing.trace_cache import KeptTrace

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..cut_pipeline_stage import Cut, Where
+from ..tracing.cuts import Cut, Where
 
 if TYPE_CHECKING:
     from ._torch_private import SplitPoint

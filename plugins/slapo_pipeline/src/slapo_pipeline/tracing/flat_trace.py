@@ -14,7 +14,7 @@ from slapo_core.reporting.errors import ScheduleError, TraceError
 from slapo_tracing import TracedModule, trace_module
 from slapo_tracing.nodes.mode_regions import is_region_node
 
-from ..cut_pipeline_stage import MARKS, NAME, is_at_mark, where_of
+from .cuts import CUT_AT_MARKS, CUT_PIPELINE_STAGE, is_at_mark, where_of
 from .pipe_split import is_mark, marked
 
 
@@ -104,14 +104,14 @@ def _end(nodes: Sequence[fx.Node], name: str, cut: str) -> int:
             return marks[where]
         many = f"{len(marks)} marks of this module's forward" if marks else "no mark of this module's forward"
         message = f"the model runs into {many} on the example inputs, so there is no mark {where}"
-        raise ScheduleError(message, path=cut, primitive=MARKS)
+        raise ScheduleError(message, path=cut, primitive=CUT_AT_MARKS)
     runs = _runs(nodes, name)
     if not runs:
         message = (
             "the model does not run this module on the example inputs, or on a micro-batch, as text alone runs no vision part; "
             "cut behind a module that all of them run"
         )
-        raise ScheduleError(message, path=cut, primitive=NAME)
+        raise ScheduleError(message, path=cut, primitive=CUT_PIPELINE_STAGE)
     return runs[-1] if where == "after" else runs[0] - 1
 
 
@@ -173,5 +173,5 @@ def _check_work_between(work: Sequence[int], cuts: Sequence[tuple[int, str]]) ->
         if not any(begin < index <= end for index in work):
             where = cuts[max(number - 1, 0)][1]
             what = f"nothing runs between it and {cuts[number][1]!r}" if 0 < number < len(cuts) else "nothing runs after it"
-            name = MARKS if is_at_mark(where) else NAME
+            name = CUT_AT_MARKS if is_at_mark(where) else CUT_PIPELINE_STAGE
             raise ScheduleError(f"{what if number else 'nothing runs before it'}; remove this cut", path=where, primitive=name)

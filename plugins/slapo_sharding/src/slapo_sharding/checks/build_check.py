@@ -13,7 +13,7 @@ from slapo_core.reporting.errors import BuildError
 from slapo_core.schedules.journal import Step
 from slapo_core.schedules.schedule import Schedule
 
-from .. import sync_batch_norm
+from ..communication.batch_norm_statistics import resolve_replicas
 from ..rules.sharding_rule import AppliedCut, applied_cut, holds, is_kept_for_inside, split_of
 from ..splitting import attention_heads
 from ..splitting.aliased_tensors import check_shared_memory
@@ -28,7 +28,7 @@ _LONGEST = 200  # of a step's arguments, which may be a whole plan
 
 def before_build(schedule: Schedule, target: str | None, config: dict[str, Any]) -> None:
     """Find the replicas, and check the shards unless ``check=False``, an option that some dialects take, too."""
-    sync_batch_norm.resolve_replicas(schedule)
+    resolve_replicas(schedule)
     if config.get("check", True):
         check(schedule)
         in_place = target is None or schedule.registry.dialect(target).trains_in_place(**config)

@@ -15,7 +15,11 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from slapo_core.modules.forward_wrapping import forward_wrappers
+from slapo_core.schedules.schedule import Schedule
+
 from . import collectives
+from .collectives import Group
 
 KINDS = (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward)
 """Forwards that it stands for; those of BatchNorm 1d, 2d and 3d, of lazy ones and of most subclasses are one function."""
@@ -137,3 +141,24 @@ def _others(x: torch.Tensor) -> list[int]:
 def _along(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """One value per channel, in the shape that goes with the input's."""
     return values.view(-1, *(1,) * (x.dim() - 2))
+
+
+def replicas_of(schedule: Schedule) -> Group:
+    """Return the group of this rank's data-parallel replicas in the schedule's mesh; None where there is one."""
+    mesh = schedule.mesh
+    if mesh is None or "dp" not in (mesh.mesh_dim_names or ()) or mesh["dp"].size() == 1:
+        return None
+    return mesh["dp"].get_group()
+
+
+def resolve_replicas(schedule: Schedule) -> None:
+    """Give layers that were synced before there was a mesh their group of replicas."""
+    group = replicas_of(schedule)
+    for module in schedule.get_top_schedule().mod.modules():
+        if (found := statistics_of(module)) is not None:
+            found.group = group
+
+
+def statistics_of(module: nn.Module) -> ReplicaStatistics | None:
+    """Return the wrapper that gives a layer the statistics of all replicas, or None."""
+    return next((wrapper for wrapper in forward_wrappers(module) if isinstance(wrapper, ReplicaStatistics)), None)

@@ -12,9 +12,9 @@ import torch
 from slapo_core.interfaces.program import Program
 from slapo_training.batches.microbatches import Batch
 from slapo_training.first_step import FirstStep
+from slapo_training.options import CommonOptions
 
 from ..gradients.ddp import Replicas
-from ..options import Options
 from .microbatch_weights import Share
 from .stage_call import precision
 from .tensor_parallel_failures import Peers
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class TorchFirstStep(FirstStep):
     """The checks, in the contexts that this engine puts around a forward."""
 
-    def __init__(self, program: Program, options: Options) -> None:
+    def __init__(self, program: Program, options: CommonOptions) -> None:
         super().__init__(program, options)
         self._torch_options = options
 

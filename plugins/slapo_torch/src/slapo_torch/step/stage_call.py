@@ -14,8 +14,8 @@ from slapo_core.reporting.errors import BuildError
 from slapo_training.losses.microbatch_loss import CountedLoss, MicroBatchLoss, run_stage
 from slapo_training.losses.reductions import UNKNOWN_REDUCTION, LossReduction, is_label_mean
 from slapo_training.model.named_tensors import is_wrapper
+from slapo_training.options import CommonOptions
 
-from ..options import Options
 from .microbatch_weights import Share
 
 
@@ -25,11 +25,11 @@ class StageCall(nn.Module):
     Args:
         stage: The stage.
         outputs: What the next stage receives; None for the last stage, which gives its share of the batch's mean loss.
-        options: Options of the engine.
+        options: CommonOptions of the engine.
         device_type: Of the mesh.
     """
 
-    def __init__(self, stage: Stage, outputs: tuple[Boundary, ...] | None, options: Options, device_type: str) -> None:
+    def __init__(self, stage: Stage, outputs: tuple[Boundary, ...] | None, options: CommonOptions, device_type: str) -> None:
         super().__init__()
         self.module = stage.module
         self.inputs = stage.inputs
@@ -99,7 +99,7 @@ class StageCall(nn.Module):
         return tuple(_copy(tensor, _storage(tensor) in held) for tensor in result)
 
 
-def precision(options: Options, device_type: str) -> torch.autocast:
+def precision(options: CommonOptions, device_type: str) -> torch.autocast:
     """The autocast context of an engine's precision."""
     dtype = torch.float16 if options.precision == "fp16" else torch.bfloat16
     return torch.autocast(device_type, dtype=dtype, enabled=options.precision != "fp32")

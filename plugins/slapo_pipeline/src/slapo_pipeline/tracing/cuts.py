@@ -1,0 +1,50 @@
+"""Cuts: the places where a user ends a pipeline stage or begins one, as the journal has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from slapo_core.schedules.journal import Step
+
+CUT_PIPELINE_STAGE = "cut_pipeline_stage"
+CUT_AT_MARKS = "cut_at_marks"
+Where = Literal["after", "before"]
+
+
+class Cut(str):
+    """The path of a module where a stage ends or begins.
+
+    Args:
+        path: Of the module.
+        where: ``"after"`` it, ``"before"`` it, or the number of a mark in its own forward.
+    """
+
+    where: Where | int
+
+    def __new__(cls, path: str, where: Where | int = "after") -> Cut:
+        cut = super().__new__(cls, path)
+        cut.where = where
+        return cut
+
+
+def where_of(path: str) -> Where | int:
+    """Return where a stage ends or begins at the module at a path: without a ``Cut``, after it."""
+    return path.where if isinstance(path, Cut) else "after"
+
+
+def is_at_mark(path: str) -> bool:
+    """Return whether the cut lies inside of the module's own forward."""
+    return isinstance(where_of(path), int)
+
+
+def cuts(steps: Iterable[Step]) -> list[str]:
+    """Paths of the modules where stages end or begin, each a ``Cut``, in the order in which they were cut."""
+    found: list[str] = []
+    for step in steps:
+        if step.name == CUT_PIPELINE_STAGE:
+            found.append(Cut(step.path, *step.args, **step.kwargs))
+        elif step.name == CUT_AT_MARKS:
+            found += [Cut(step.path, number) for number in step.args]
+        found += cuts(step.children)
+    return found
