@@ -10,3 +10,6 @@ probe on random inputs. The record of a cut that was made (``AppliedCut``) is he
 from .sharding_rule import Cut, ShardingRule
 
 __all__ = ["Cut", "ShardingRule"]
+
+
+__all__ = ["Cut", "ShardingRule"]

@@ -8,7 +8,7 @@ import transformers
 
 from slapo_core.reporting.errors import TraceError
 from slapo_tracing import trace, trace_module
-from tests.slapo_core.tracing.same import assert_same
+from tests.slapo_tracing.comparison import assert_same
 from tests.zoo.families import FAMILIES, layers
 
 WITH_DROPOUT = ("gpt2", "llama", "bert", "t5", "opt", "vit", "albert", "gpt_neox")

@@ -18,7 +18,7 @@ from torch.nn import functional
 import slapo
 from slapo_core.reporting.errors import TraceError
 from slapo_tracing import trace
-from tests.slapo_core.tracing.test_value import Forward
+from tests.slapo_tracing.tracers.test_value_tracer import Forward
 
 X = torch.randn(2, 4)
 Change = Callable[[Any], Any]

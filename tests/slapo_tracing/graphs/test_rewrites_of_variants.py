@@ -19,8 +19,8 @@ from slapo_core import Schedule, create_schedule
 from slapo_core.reporting.errors import ScheduleError, TraceError
 from slapo_tracing import TracedModule
 from slapo_tracing.matching.patterns import call_module
-from tests.slapo_core.tracing.parts import Result, assert_close, calls
-from tests.slapo_core.tracing.parts import run as run_batch
+from tests.slapo_tracing.model_parts import Result, assert_close, calls
+from tests.slapo_tracing.model_parts import run as run_batch
 from tests.zoo.families import FAMILIES
 
 WIDTH = 8

@@ -14,7 +14,7 @@ from torch import is_grad_enabled, nn
 from slapo_core import create_schedule
 from slapo_core.reporting.errors import TraceError
 from slapo_tracing import trace, trace_module
-from tests.slapo_core.tracing.test_value import Box, Forward
+from tests.slapo_tracing.tracers.test_value_tracer import Box, Forward
 
 X = torch.randn(2, 4)
 

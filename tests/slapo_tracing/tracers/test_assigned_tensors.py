@@ -10,7 +10,7 @@ import torch
 from slapo_core.reporting.errors import TraceError
 from slapo_tracing.tracers.selection import trace
 from slapo_tracing.tracers.value_tracer import trace_again
-from tests.slapo_core.tracing.test_value import Forward
+from tests.slapo_tracing.tracers.test_value_tracer import Forward
 
 X = torch.randn(2, 4)
 

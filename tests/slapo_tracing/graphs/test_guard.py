@@ -15,7 +15,7 @@ from torch import nn
 
 from slapo_tracing import trace
 from slapo_tracing.graphs.guard import argument_values, plain_signature
-from tests.slapo_core.tracing.test_value import Box, Forward
+from tests.slapo_tracing.tracers.test_value_tracer import Box, Forward
 
 FORWARDS: list[Callable[..., Any]] = [
     lambda self: None,

@@ -9,8 +9,8 @@ import pytest
 
 from slapo_core import create_schedule
 from slapo_testing import run_distributed
-from tests.slapo_core.tracing.parts import Part, Reference, assert_close, calls, parts_of, run
-from tests.slapo_core.tracing.test_families import LONG, VARIATIONS
+from tests.slapo_tracing.model_parts import Part, Reference, assert_close, calls, parts_of, run
+from tests.slapo_tracing.tracers.test_families import LONG, VARIATIONS
 from tests.zoo.families import FAMILIES, Family
 
 LACKING = {

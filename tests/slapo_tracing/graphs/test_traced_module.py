@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from slapo_tracing import TracedModule, trace_module
-from tests.slapo_core.tracing.same import assert_same
-from tests.slapo_core.tracing.test_value import Cube, Forward
+from tests.slapo_tracing.comparison import assert_same
+from tests.slapo_tracing.tracers.test_value_tracer import Cube, Forward
 from tests.zoo.families import FAMILIES
 
 X = torch.randn(2, 4)

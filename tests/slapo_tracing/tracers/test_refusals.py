@@ -12,7 +12,7 @@ from torch import nn
 
 from slapo_core.reporting.errors import TraceError, UnknownNameError
 from slapo_tracing import trace_module
-from tests.slapo_core.tracing.test_value import Box, Forward
+from tests.slapo_tracing.tracers.test_value_tracer import Box, Forward
 
 X = torch.randn(2, 4)
 HERE = r"test_refusals.py:\d+"

@@ -17,7 +17,7 @@ from torch import nn
 from slapo_core.modules.forward_wrapping import wrap_forward
 from slapo_core.reporting.errors import TraceError
 from slapo_tracing import TracedModule, trace_module
-from tests.slapo_core.tracing.same import assert_same, check
+from tests.slapo_tracing.comparison import assert_same, check
 
 X = torch.randn(2, 4)
 

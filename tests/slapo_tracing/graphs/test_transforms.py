@@ -12,7 +12,7 @@ from torch import nn
 from torch.func import functional_call, grad, jvp, vmap
 
 from slapo_tracing import trace
-from tests.slapo_core.tracing.test_other_calls import Attention
+from tests.slapo_tracing.graphs.test_variants import Attention
 
 X = torch.randn(2, 4, 8)
 

@@ -14,7 +14,7 @@ from slapo_core import create_schedule
 from slapo_core.reporting.errors import ScheduleError, TraceError, UnknownNameError
 from slapo_testing import assert_equivalent
 from slapo_tracing import TracedModule, trace, trace_module
-from tests.slapo_core.tracing.same import assert_same
+from tests.slapo_tracing.comparison import assert_same
 from tests.zoo.families import FAMILIES
 
 X = torch.randn(2, 4)
