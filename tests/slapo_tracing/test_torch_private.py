@@ -14,12 +14,12 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-import slapo_core
+import slapo_tracing
 from slapo_tracing.nodes import _torch_private as private
 
 
 def test_private_names_stay_in_one_module() -> None:
-    for file in Path(slapo_core.__file__).parent.joinpath("tracing").glob("*.py"):
+    for file in Path(slapo_tracing.__file__).parent.rglob("*.py"):
         names = [
             node.attr
             for node in ast.walk(ast.parse(file.read_text()))

@@ -7,9 +7,8 @@ probe on random inputs. The record of a cut that was made (``AppliedCut``) is he
 ``communication``, ``slapo_core`` and ``slapo_training``.
 """
 
-from .sharding_rule import Cut, ShardingRule
-
 __all__ = ["Cut", "ShardingRule"]
 
+from .sharding_rule import Cut, ShardingRule
 
 __all__ = ["Cut", "ShardingRule"]
