@@ -12,12 +12,12 @@ from torch import nn
 
 from slapo_core.building.build import build_program
 from slapo_core.interfaces.program import Program, Stage
-from slapo_core.modules.tied_parameters import analyze_tie_weights
 from slapo_core.reporting.errors import BuildError, ScheduleError, UnknownNameError
 from slapo_pipeline.analysis import (
     analyze_pipeline_module,
     module_stages,
 )
+from slapo_pipeline.partition.tied_parameters import analyze_tie_weights
 from slapo_pipeline.propagation import build_pipeline_model, generate_pipeline_partition
 
 from .stage_comparison import cut

@@ -18,7 +18,8 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 import slapo_torch.plugin
-from slapo_core.building.build import build, get_dialect_cls
+from slapo.framework_dialect import get_dialect_cls
+from slapo_core.building.build import build
 from slapo_core.registration.registry import Registry
 from slapo_core.reporting.errors import BuildError
 from slapo_core.schedules.schedule import create_schedule

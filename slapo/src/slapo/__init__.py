@@ -33,17 +33,14 @@ if TYPE_CHECKING:
         TraceError,
         UnknownNameError,
         VerifyError,
-        analyze_tie_weights,
         build,
         build_program,
         create_schedule,
         get_cuda_rng_tracker,
-        get_dialect_cls,
         get_logger,
         hookimpl,
         hookspec,
         init_empty_weights,
-        init_target_engine,
         is_module_list,
         is_random_seed_set,
         list_primitives,
@@ -54,12 +51,15 @@ if TYPE_CHECKING:
     )
     from slapo_memory.forward_wrappers.recomputation import checkpoint
     from slapo_models import apply_schedule
+    from slapo_pipeline.partition.tied_parameters import analyze_tie_weights
     from slapo_tracing import ModulePattern, Pattern, call_module, trace, trace_module
     from slapo_training.ema import ema
     from slapo_training.gradient_hooks import gradient_hook
     from slapo_tune import Database, Space, Symbol
     from slapo_verify import Report, Verify, verify, verify_engine
     from slapo_weights import Weights, consolidate_model, export_weights
+
+    from .framework_dialect import get_dialect_cls, init_target_engine
 
 __all__ = [
     "BuildError",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from slapo_core import analyze_tie_weights, build_program
+from slapo_core import build_program
 from slapo_pipeline.analysis import LiveValue, PipelineAnalysis, analyze_pipeline_module, module_stages
 from slapo_pipeline.describe import describe, stage_code
 from slapo_pipeline.partition.boundary_traffic import Traffic, boundary_bytes
 from slapo_pipeline.partition.partitioned_module import PartitionedModule, StageArguments
+from slapo_pipeline.partition.tied_parameters import analyze_tie_weights
 from slapo_pipeline.pipe import Pipe, pipeline
 from slapo_pipeline.program_of_pipe import program_of_pipe
 from slapo_pipeline.propagation import (

@@ -1,8 +1,7 @@
 """The schedule language for training large PyTorch models: core."""
 
-from .building.build import build, build_program, get_dialect_cls, init_target_engine
+from .building.build import build, build_program
 from .building.weights import init_empty_weights, materialize
-from .distributed import gloo_threads as gloo_threads  # waits for them as the process ends
 from .distributed.random import get_cuda_rng_tracker, is_random_seed_set, set_random_seed
 from .interfaces.dialect import Dialect
 from .interfaces.engine import Engine
@@ -10,7 +9,6 @@ from .interfaces.hookspecs import NAME, hookimpl, hookspec
 from .interfaces.primitive import Primitive
 from .interfaces.program import Boundary, Program, Stage, TieGroup
 from .modules.paths import is_module_list
-from .modules.tied_parameters import analyze_tie_weights
 from .registration.registry import Registry, default_registry, list_primitives, register_primitive
 from .reporting.errors import BuildError, PluginError, ScheduleError, SlapoError, TraceError, UnknownNameError, VerifyError
 from .reporting.logger import get_logger
@@ -40,18 +38,15 @@ __all__ = [
     "TraceError",
     "UnknownNameError",
     "VerifyError",
-    "analyze_tie_weights",
     "build",
     "build_program",
     "create_schedule",
     "default_registry",
     "get_cuda_rng_tracker",
-    "get_dialect_cls",
     "get_logger",
     "hookimpl",
     "hookspec",
     "init_empty_weights",
-    "init_target_engine",
     "is_module_list",
     "is_random_seed_set",
     "list_primitives",

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from slapo_core import create_schedule
-from slapo_core.modules.forward_wrapping import is_opaque
+from slapo_tracing.nodes.opaque_modules import is_opaque
 from slapo_tracing.tracers.selection import trace
 
 

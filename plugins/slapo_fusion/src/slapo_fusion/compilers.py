@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from slapo_core.modules.forward_wrapping import is_opaque
-from slapo_core.registration.entries import Entry, conflict
-from slapo_core.reporting.errors import PluginError, ScheduleError, UnknownNameError
+from slapo_core.registration.entries import conflict
+from slapo_core.reporting.errors import ScheduleError, UnknownNameError
 from slapo_core.reporting.failure_reason import reason
 from slapo_core.schedules.schedule import Schedule
+from slapo_tracing.nodes.opaque_modules import is_opaque
 
 from .cpu_operators.dropout import Draw, Dropout, dropout, fast_dropout
 from .cpu_operators.gelu import Gelu, gelu, options_for
@@ -160,12 +160,7 @@ def compiler_of(schedule: Schedule, name: object) -> Compiler:
         ScheduleError: no plugin registers it.
         PluginError: a plugin's hook fails, two register one name, or it cannot be imported.
     """
-    found: dict[str, list[Entry]] = {}
-    records = {id(record.plugin): record for record in schedule.registry.records}
-    for implementation in schedule.registry.hook.slapo_compilers.get_hookimpls():
-        record = records[id(implementation.plugin)]
-        for each, compiler in _registered(implementation.function, str(record)).items():
-            found.setdefault(each, []).append(Entry("compiler", each, compiler, record))
+    found = schedule.registry.provided("slapo_compilers", "compiler")
     lowered = str(name).lower()
     known = [each for each in found if each == name] or [each for each in found if each.lower() == lowered]
     if not isinstance(name, str) or len(known) != 1:
@@ -175,13 +170,3 @@ def compiler_of(schedule: Schedule, name: object) -> Compiler:
     if others:
         raise conflict(found[known[0]])
     return entry.load()  # type: ignore[no-any-return]
-
-
-def _registered(hook: Any, owner: str) -> Mapping[str, Any]:
-    try:
-        given = hook()
-    except (Exception, SystemExit) as error:
-        raise PluginError(f"slapo_compilers of {owner} failed: {reason(error)}", owner=owner) from error
-    if not isinstance(given, Mapping):
-        raise PluginError(f"slapo_compilers of {owner} returned {given!r}; return {{name: compiler}}", owner=owner)
-    return given

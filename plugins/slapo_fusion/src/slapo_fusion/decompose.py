@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from slapo_core.interfaces.primitive import Primitive
-from slapo_core.modules.forward_wrapping import is_opaque
 from slapo_core.reporting.errors import ScheduleError
 from slapo_core.schedules.schedule import Schedule
+from slapo_tracing.nodes.opaque_modules import is_opaque
 from slapo_tracing.recording.module_hooks import carry_around
 
 

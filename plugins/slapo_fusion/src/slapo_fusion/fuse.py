@@ -11,12 +11,12 @@ import torch
 from torch import fx, nn
 
 from slapo_core.interfaces.primitive import Primitive
-from slapo_core.modules.forward_wrapping import is_opaque
 from slapo_core.reporting.errors import ScheduleError
 from slapo_core.schedules.schedule import Schedule
 from slapo_tracing.editing import graph_edit
 from slapo_tracing.editing.subgraph import Part, resolve
 from slapo_tracing.matching.queries import matches_of
+from slapo_tracing.nodes.opaque_modules import is_opaque
 
 from ._torch_private import is_dry_run
 from .compilers import LAYER, Compiler, call_layer, compiler_of, eager

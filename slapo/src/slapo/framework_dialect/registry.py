@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from slapo_core import default_registry, get_dialect_cls
+from typing import Any
 
-__all__ = ["get_all_dialects", "get_dialect_cls"]
+from slapo_core import Engine, Registry, Schedule, UnknownNameError, build, default_registry
+from slapo_core.interfaces.engine import PlainEngine
+
+__all__ = ["get_all_dialects", "get_dialect_cls", "init_target_engine"]
 
 
 def get_all_dialects(cls_type: str) -> dict[str, type]:
@@ -15,3 +18,31 @@ def get_all_dialects(cls_type: str) -> dict[str, type]:
     """
     dialects = default_registry().importable("dialect")
     return {target: dialect.classes[cls_type] for target, dialect in dialects.items() if cls_type in dialect.classes}
+
+
+def init_target_engine(sch: Schedule, target: str | None, **kwargs: Any) -> Engine:
+    """The established name of ``build``: ``model, optimizer = init_target_engine(sch, "torch", optimizer=...)``."""
+    return build(sch, target, **kwargs)
+
+
+def get_dialect_cls(
+    cls_type: str, target: str | None, allow_none: bool = False, plugins: Registry | None = None
+) -> type | None:
+    """A dialect's class of a classic kind.
+
+    Args:
+        cls_type: One of ``"pipeline_stage"``, ``"pipeline_engine"``, ``"runtime_engine"``, ``"log_parser"``.
+        target: Name of the dialect; None is the plain one, whose only class is the ``"runtime_engine"``.
+        allow_none: Take the plain one where there is no such dialect, and give None where there is no such class.
+        plugins: Registry to look in; default: all installed plugins.
+
+    Raises:
+        UnknownNameError: no such dialect or class, without ``allow_none``.
+    """
+    try:
+        dialect = (plugins or default_registry()).dialect(target or "None")
+    except UnknownNameError:
+        if not allow_none and (target is not None or cls_type != "runtime_engine"):
+            raise
+        return PlainEngine if cls_type == "runtime_engine" else None
+    return dialect.classes.get(cls_type) if allow_none else dialect.get(cls_type)

@@ -14,8 +14,7 @@ from ..interfaces.dialect import Dialect
 from ..interfaces.engine import Engine, PlainEngine
 from ..interfaces.program import Program, Stage
 from ..modules.parameters import facts, shard_spec
-from ..registration.registry import Registry, default_registry
-from ..reporting.errors import BuildError, UnknownNameError
+from ..reporting.errors import BuildError
 from ..schedules.schedule import Schedule
 from .default_mesh import with_mesh
 from .weights import Initialiser, materialize
@@ -191,31 +190,3 @@ def build_program(sch: Schedule) -> Program:
         shard_specs={name: spec for name, p in module.named_parameters() if (spec := shard_spec(p)) is not None},
         original_names={name: facts(p).names for name, p in module.named_parameters()},
     )
-
-
-def init_target_engine(sch: Schedule, target: str | None, **kwargs: Any) -> Engine:
-    """The established name of ``build``: ``model, optimizer = init_target_engine(sch, "torch", optimizer=...)``."""
-    return build(sch, target, **kwargs)
-
-
-def get_dialect_cls(
-    cls_type: str, target: str | None, allow_none: bool = False, plugins: Registry | None = None
-) -> type | None:
-    """A dialect's class of a classic kind.
-
-    Args:
-        cls_type: One of ``"pipeline_stage"``, ``"pipeline_engine"``, ``"runtime_engine"``, ``"log_parser"``.
-        target: Name of the dialect; None is the plain one, whose only class is the ``"runtime_engine"``.
-        allow_none: Take the plain one where there is no such dialect, and give None where there is no such class.
-        plugins: Registry to look in; default: all installed plugins.
-
-    Raises:
-        UnknownNameError: no such dialect or class, without ``allow_none``.
-    """
-    try:
-        dialect = (plugins or default_registry()).dialect(target or "None")
-    except UnknownNameError:
-        if not allow_none and (target is not None or cls_type != "runtime_engine"):
-            raise
-        return PlainEngine if cls_type == "runtime_engine" else None
-    return dialect.classes.get(cls_type) if allow_none else dialect.get(cls_type)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Literal, TypeVar, cast, overload
@@ -16,6 +16,7 @@ from ..interfaces.codec import Codec
 from ..interfaces.dialect import Dialect
 from ..interfaces.primitive import Primitive
 from ..reporting.errors import PluginError, UnknownNameError
+from ..reporting.failure_reason import reason
 from .entries import CALLED_ON_SCHEDULES, HOOKS, Entry, class_name, conflict, entries_from
 from .plugins import PluginRecord, Plugins
 
@@ -135,6 +136,30 @@ class Registry:
                 raise conflict([other, entry])
         self._entries[entry.kind, entry.name] = [entry]
         self._loaded[entry.kind, entry.name] = primitive
+
+    def provided(self, hook: str, kind: str) -> dict[str, list[Entry]]:
+        """Return what plugins give for a registration hook of another plugin: each name with the entries that provide it.
+
+        Args:
+            hook: Name of the hook; each plugin returns a mapping from names to targets.
+            kind: What errors call one of them, e.g. ``"compiler"``.
+
+        Raises:
+            PluginError: a plugin's hook fails, or returns something else.
+        """
+        found: dict[str, list[Entry]] = {}
+        records = {id(record.plugin): record for record in self.records}
+        for implementation in getattr(self.hook, hook).get_hookimpls():
+            record = records[id(implementation.plugin)]
+            try:
+                given = implementation.function()
+            except (Exception, SystemExit) as error:
+                raise PluginError(f"{hook} of {record} failed: {reason(error)}", owner=str(record)) from error
+            if not isinstance(given, Mapping):
+                raise PluginError(f"{hook} of {record} returned {given!r}; return {{name: {kind}}}", owner=str(record))
+            for name, target in given.items():
+                found.setdefault(name, []).append(Entry(kind, name, target, record))
+        return found
 
     def hooks_of(self, record: PluginRecord) -> list[str]:
         """The names of the hooks a plugin implements, sorted."""

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..distributed.full_tensors import full_state
 from ..modules import paths
 from ..modules.holders import Holders, Place
 from ..modules.parameters import facts, name_parameters
@@ -75,7 +74,6 @@ class Root:
     checked: Any = None  # what the check of the step under way returned
     program: Program | None = None  # of the last build
     target: str | None = None  # the dialect that has built an engine from the model
-    whole: nn.Module | None = None  # the model whose stages the module holds, if it does
     handles: WeakValueDictionary[str, Schedule] = field(default_factory=WeakValueDictionary)  # one for each path in use
 
     @cached_property
@@ -379,7 +377,7 @@ class Schedule:
         Its journal has the steps so far, which only this schedule can undo. Both know the same of each module.
         """
         root, journal = self._root, self._root.journal.sealed_copy()
-        made = replace(root, module=module, journal=journal, program=program, whole=program.module)
+        made = replace(root, module=module, journal=journal, program=program)
         made.holders, made.children, made.handles = Holders(), [], WeakValueDictionary()
         made.metadata[module] = root.metadata_of(root.module)
         return Schedule._of(made)
@@ -398,17 +396,6 @@ class Schedule:
         """Add an action that takes back what the snapshot of modules cannot see; run newest first."""
         assert self._root.transaction is not None, "only a primitive's apply may change the model"
         self._root.transaction.on_undo(inverse)
-
-    def full_state(self, kind: str = "param") -> dict[str, torch.Tensor | None]:
-        """Full tensors under the unmodified model's names, on every rank; collective.
-
-        Args:
-            kind: ``"param"``, ``"grad"`` (a parameter without gradient gives None) or ``"buffer"``.
-
-        Returns:
-            Original name to detached tensor; a tied parameter stands under each of its names.
-        """
-        return full_state(self._root.whole or self._root.module, self._root.program, kind)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Schedule) and (self._root, self._path) == (other._root, other._path)

@@ -10,12 +10,12 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_arg
 
-from slapo_core.modules.forward_wrapping import is_opaque
 from slapo_core.reporting.errors import ScheduleError
 from slapo_core.schedules.schedule import Schedule
 from slapo_tracing.editing import graph_edit
 from slapo_tracing.matching.matcher import Match, traced_modules
 from slapo_tracing.matching.operators import bound_arguments, operator_of, signatures_of
+from slapo_tracing.nodes.opaque_modules import is_opaque
 from slapo_tracing.nodes.symbolic_sizes import SIZE
 
 from ..replacements.kernel_modules import KernelCall

@@ -16,8 +16,9 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 
-from slapo_core.modules.forward_wrapping import HOOK_TABLES, is_opaque
+from slapo_core.modules.forward_wrapping import HOOK_TABLES
 from slapo_tracing.nodes.nested_values import TABLES
+from slapo_tracing.nodes.opaque_modules import is_opaque
 
 from ..dispatch.dispatcher import run
 from ..implementations._torch_private import is_watched

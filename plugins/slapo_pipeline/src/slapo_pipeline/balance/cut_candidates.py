@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from slapo_core.modules.forward_wrapping import is_opaque
 from slapo_core.modules.paths import is_module_list, join, split
 from slapo_core.reporting.errors import TraceError
+from slapo_tracing.nodes.opaque_modules import is_opaque
 
 from ..assignment.block_inlining import Flat, finer
 from ..assignment.min_cut import nbytes

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import fx, nn
 
-from slapo_core.modules.forward_wrapping import is_opaque
 from slapo_core.reporting.errors import BuildError
 from slapo_tracing.nodes.mode_regions import is_region_node
+from slapo_tracing.nodes.opaque_modules import is_opaque
 
 from ..assignment.block_inlining import Flat
 from ..assignment.node_assignment import Assigner

@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from slapo_core.modules.forward_arguments import named_inputs, signature_of
-from slapo_core.modules.forward_wrapping import is_opaque
 from slapo_core.reporting.errors import BuildError
+from slapo_tracing.nodes.opaque_modules import is_opaque
 
 _TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 

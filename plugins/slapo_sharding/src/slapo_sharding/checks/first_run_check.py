@@ -25,9 +25,9 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from slapo_core.modules.forward_wrapping import is_taken_apart
 from slapo_core.modules.parameters import facts, is_part
 from slapo_core.reporting.errors import BuildError
+from slapo_tracing.nodes.opaque_modules import is_taken_apart
 from slapo_tracing.nodes.torch_calls import SHAPES, is_metadata, name_of
 
 from ..communication._torch_autograd import no_functions, watched_functions

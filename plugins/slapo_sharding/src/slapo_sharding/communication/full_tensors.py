@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from slapo_core.distributed.full_tensors import original_keys, over_group
 from slapo_core.modules.parameters import is_part, shard_spec
 from slapo_core.reporting.errors import ScheduleError
+from slapo_training.distributed.full_tensors import original_keys, over_group
 
 
 def gather_full(tensor: torch.Tensor) -> torch.Tensor:

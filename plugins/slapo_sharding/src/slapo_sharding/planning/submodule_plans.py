@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
-from slapo_core.modules.forward_wrapping import is_opaque
 from slapo_core.modules.parameters import is_part
 from slapo_core.reporting.errors import ScheduleError, TraceError
 from slapo_core.reporting.logger import get_logger
 from slapo_core.schedules.schedule import Schedule
+from slapo_tracing.nodes.opaque_modules import is_opaque
 from slapo_tracing.tracers.selection import is_container
 
 from .derivation.flat_graphs import layer_paths

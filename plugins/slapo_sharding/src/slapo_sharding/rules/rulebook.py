@@ -10,11 +10,11 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from slapo_core.modules.forward_wrapping import as_layer
 from slapo_core.registration.registry import Registry
 from slapo_core.reporting.errors import PluginError
 from slapo_core.reporting.failure_reason import reason
 from slapo_core.schedules.schedule import Schedule
+from slapo_tracing.nodes.opaque_modules import as_layer
 from slapo_training.model.named_tensors import is_wrapper
 
 from .convolutions import channel_dim

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_core.distributed.agreement import agree
-from slapo_core.distributed.replicated_gradients import compare_gradients
 from slapo_core.interfaces.program import Program
 from slapo_core.modules.parameters import is_part, successor
 from slapo_core.reporting.errors import BuildError
 from slapo_training.batches.microbatches import fingerprint
 from slapo_training.distributed.grad_norm import clip_grad_norm_
+from slapo_training.distributed.replicated_gradients import compare_gradients
 from slapo_training.engines.initial_weights import different
 
 from ..fsdp.replica_spec import as_replicas_see, in_replica, replica_spec

@@ -17,7 +17,6 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate
 
-from slapo_core.modules.forward_wrapping import is_opaque
 from slapo_core.reporting.errors import ScheduleError, TraceError
 from slapo_core.reporting.logger import get_logger
 
@@ -26,6 +25,7 @@ from ..nodes import mode_regions
 from ..nodes.codegen import compile_graph
 from ..nodes.graph_comparison import Twins, graph_data, same_graph
 from ..nodes.nested_values import Hidden, shallow_copy
+from ..nodes.opaque_modules import is_opaque
 from ..recording.attribute_reads import inside
 from ..recording.module_hooks import is_hooked
 from ..recording.sandbox import Sandbox

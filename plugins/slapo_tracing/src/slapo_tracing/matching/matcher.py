@@ -11,9 +11,9 @@ import torch
 from torch import fx, nn
 
 from slapo_core.modules import paths
-from slapo_core.modules.forward_wrapping import is_opaque
 from slapo_core.reporting.errors import ScheduleError
 
+from ..nodes.opaque_modules import is_opaque
 from .operators import COMMUTATIVE, bound_arguments, default_arguments, operator_of, signatures_of
 from .patterns import ModulePattern, Pattern, PatternTracer, call_module
 

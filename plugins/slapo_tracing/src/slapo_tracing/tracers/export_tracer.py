@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from slapo_core.modules.forward_wrapping import is_opaque
 from slapo_core.reporting.errors import TraceError
 
 from ..graphs.guard import Guard
 from ..graphs.traced_module import TracedModule
 from ..nodes import _torch_private as private
 from ..nodes.nested_values import getter
+from ..nodes.opaque_modules import is_opaque
 from .value_tracer import trace_again
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import fx, nn
 
-from slapo_core.modules.forward_wrapping import is_opaque
 from slapo_core.reporting.errors import TraceError
 from slapo_core.reporting.logger import get_logger
 
@@ -16,6 +15,7 @@ from ..graphs.traced_module import TracedModule, former, variants_of
 from ..nodes import _torch_private as private
 from ..nodes.mode_regions import autocast_state
 from ..nodes.nested_values import TABLES, difference, fingerprint, is_input
+from ..nodes.opaque_modules import is_opaque
 from ..recording.attribute_reads import OF_TORCH, Attributes
 from ..recording.module_hooks import carry_around
 from .value_tracer import trace_again

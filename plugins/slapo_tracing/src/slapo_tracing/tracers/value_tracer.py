@@ -13,7 +13,6 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from slapo_core.modules import paths
-from slapo_core.modules.forward_wrapping import is_opaque
 from slapo_core.reporting.errors import TraceError
 from slapo_core.reporting.logger import get_logger
 
@@ -23,6 +22,7 @@ from ..nodes import _torch_private as private
 from ..nodes.codegen import run_graph
 from ..nodes.graph_functions import expect
 from ..nodes.nested_values import distinct, has_tensor, map_tensors, replace_tensors
+from ..nodes.opaque_modules import is_opaque
 from ..nodes.torch_calls import is_open, model_source
 from ..recording.assigned_tensors import assigned_values, note_assigned
 from ..recording.attribute_reads import OF_TORCH, Attributes, facts_of

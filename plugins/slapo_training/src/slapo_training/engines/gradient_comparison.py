@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from slapo_core.distributed.agreement import agree, gather
-from slapo_core.distributed.replicated_gradients import compare_gradients
 from slapo_core.interfaces.program import Program
 from slapo_core.modules.parameters import facts, is_part
 from slapo_core.reporting.errors import BuildError
+
+from ..distributed.replicated_gradients import compare_gradients
 
 _STEPS = 10
 

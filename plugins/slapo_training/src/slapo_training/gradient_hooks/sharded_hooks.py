@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
-from slapo_core.distributed.full_tensors import gather_parts
 from slapo_core.modules.parameters import ShardSpec
 
+from ..distributed.full_tensors import gather_parts
 from .elementwise_marker import is_elementwise
 from .hook_tables import TABLES, Hook, HookRef, is_users, put_table, table_of
 from .whole_parameter import Place, whole_parameter

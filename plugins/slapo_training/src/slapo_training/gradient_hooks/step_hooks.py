@@ -12,11 +12,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from slapo_core.distributed.agreement import gather, mesh_groups
-from slapo_core.distributed.full_tensors import over_group
 from slapo_core.interfaces.program import Program
 from slapo_core.modules.parameters import ShardSpec, facts, is_part, shard_spec
 from slapo_core.reporting.errors import BuildError
 
+from ..distributed.full_tensors import over_group
 from ..distributed.synchronized_rng import equal_random_numbers
 from .closure_references import reads_weights
 from .elementwise_marker import is_elementwise

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from slapo_core.distributed.full_tensors import original_keys
+from ..distributed.full_tensors import original_keys
 
 Tensors = dict[str, torch.Tensor]
 

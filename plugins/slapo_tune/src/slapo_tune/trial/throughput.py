@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slapo_core import default_registry, get_dialect_cls
+from slapo_core import default_registry
 
 KEYS = ("throughput", "samples_per_second")
 """Names of the throughput in a line of JSON; the first that is there counts."""
@@ -47,8 +47,8 @@ def logged_result(lines: Sequence[str], values: Mapping[str, Any]) -> dict[str, 
         lines: Of the script's output and errors.
         values: Values of the symbols; ``batch_size`` counts where a log has seconds alone.
     """
-    for target in default_registry().importable("dialect"):
-        parser: Any = get_dialect_cls("log_parser", target, allow_none=True)
+    for target, dialect in default_registry().importable("dialect").items():
+        parser: Any = dialect.classes.get("log_parser")
         if parser is None or not hasattr(parser, "parse"):
             continue
         speeds = _speeds(parser, lines, values)

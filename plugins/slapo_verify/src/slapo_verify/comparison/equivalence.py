@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.distributed.full_tensors import over_group
 from slapo_core.distributed.random import rng_state, set_rng_state
 from slapo_core.modules.parameters import facts
+from slapo_training.distributed.full_tensors import over_group
 
 from .tensor_leaves import Leaves, Unopened, copied, dense, leaves_of
 

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from slapo_core.building.weights import materialize
-from slapo_core.distributed.full_tensors import over_group
 from slapo_core.modules.parameters import facts, shard_spec, successor
 from slapo_core.modules.paths import join
 from slapo_core.reporting.errors import BuildError, VerifyError
 from slapo_core.schedules.schedule import Schedule
+from slapo_training.distributed.full_tensors import over_group
 
 from .model_copies import copied
 

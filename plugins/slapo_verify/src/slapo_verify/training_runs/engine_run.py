@@ -13,10 +13,10 @@ from torch import nn
 
 from slapo_core.building.build import build
 from slapo_core.distributed.agreement import gather
-from slapo_core.distributed.full_tensors import over_group
 from slapo_core.modules.parameters import facts
 from slapo_core.reporting.errors import VerifyError
 from slapo_core.schedules.schedule import Schedule
+from slapo_training.distributed.full_tensors import over_group
 
 from ..comparison.model_results import OptimizerFactory
 from ..comparison.report import short

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 from torch import fx, nn
 
-from slapo_core.modules.forward_wrapping import is_opaque
 from slapo_core.reporting.errors import ScheduleError
 from slapo_core.schedules.schedule import Schedule
+from slapo_tracing.nodes.opaque_modules import is_opaque
 from slapo_tracing.tracers.selection import trace
 
 from ...rules.parametrization_hooks import computing_hooks

@@ -17,7 +17,7 @@ from torch import nn
 
 from slapo_core.modules.forward_wrapping import forward_wrappers
 from slapo_core.modules.parameters import ShardSpec
-from slapo_core.registration.entries import Entry, conflict
+from slapo_core.registration.entries import conflict
 from slapo_core.reporting.errors import PluginError, ScheduleError
 from slapo_core.reporting.failure_reason import reason
 from slapo_core.reporting.logger import get_logger
@@ -79,28 +79,13 @@ def backend_of(schedule: Schedule, name: object) -> LayerBackend:
         ScheduleError: no plugin registers it.
         PluginError: a plugin's hook fails, two register one name, or it cannot be imported.
     """
-    found: dict[str, list[Entry]] = {}
-    records = {id(record.plugin): record for record in schedule.registry.records}
-    for implementation in schedule.registry.hook.slapo_layer_backends.get_hookimpls():
-        record = records[id(implementation.plugin)]
-        for each, backend in _registered(implementation.function, str(record)).items():
-            found.setdefault(each, []).append(Entry("backend", each, backend, record))
+    found = schedule.registry.provided("slapo_layer_backends", "backend")
     if not isinstance(name, str) or name not in found:
         raise ScheduleError(_unknown(schedule, name, found), path=schedule.path, primitive="tensor_parallel")
     entry, *others = found[name]
     if others:
         raise conflict(found[name])
     return entry.load()  # type: ignore[no-any-return]
-
-
-def _registered(hook: Any, owner: str) -> Mapping[str, Any]:
-    try:
-        given = hook()
-    except (Exception, SystemExit) as error:
-        raise PluginError(f"slapo_layer_backends of {owner} failed: {reason(error)}", owner=owner) from error
-    if not isinstance(given, Mapping):
-        raise PluginError(f"slapo_layer_backends of {owner} returned {given!r}; return {{name: backend}}", owner=owner)
-    return given
 
 
 def _unknown(schedule: Schedule, name: object, found: Iterable[str]) -> str:

@@ -12,6 +12,7 @@ from torch import nn
 
 from slapo_core.modules.parameters import facts
 from slapo_core.schedules.schedule import Schedule
+from slapo_training.distributed.full_tensors import full_state
 
 from ..examples.case import Case, ConformanceError
 from .replicas import check_replicas
@@ -84,7 +85,7 @@ def _values(
     """The full parameters by name; not of parts where several parameters have one name, as nothing puts these together."""
     names = [name for name, _ in held]
     if len(names) == len({*names}):
-        return {name: [tensor] for name, tensor in schedule.full_state("param").items()}
+        return {name: [tensor] for name, tensor in full_state(schedule).items()}
     parts = {name for name, tensor in held if facts(tensor).spec is not None}
     return {
         name: [tensor.detach() for own, tensor in held if own == name] if name not in parts else [before.values[name]]

@@ -9,21 +9,32 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..interfaces.program import Program
-from ..modules.parameters import ShardSpec, facts, is_part, plain, shard_spec
-from ..reporting.errors import ScheduleError
-from .agreement import agree
+from slapo_core.distributed.agreement import agree
+from slapo_core.interfaces.program import Program
+from slapo_core.modules.parameters import ShardSpec, facts, is_part, plain, shard_spec
+from slapo_core.reporting.errors import ScheduleError
+from slapo_core.schedules.schedule import Schedule
+
 from .replicated_gradients import compare_gradients
 
 State = dict[str, torch.Tensor | None]
 Read = Callable[[torch.Tensor], torch.Tensor | None]
 
 
-def full_state(module: nn.Module, program: Program | None, kind: str) -> State:
-    """Full parameters, gradients or buffers under original names, equal on every rank; see ``Schedule.full_state``.
+def full_state(schedule: Schedule, kind: str = "param") -> State:
+    """Return full tensors under the unmodified model's names, on every rank. Collective.
 
-    A tied parameter whose copies sit in several stages is taken from the first.
+    A tied parameter stands under each of its names; where its copies sit in several stages it is taken from the first.
+
+    Args:
+        schedule: Any handle of the schedule.
+        kind: ``"param"``, ``"grad"`` (a parameter without gradient gives None) or ``"buffer"``.
+
+    Returns:
+        Original name to detached tensor.
     """
+    program = schedule.program
+    module = program.module if program is not None else schedule.root_module
     if kind not in ("param", "grad", "buffer"):
         raise ScheduleError(f"kind is {kind!r}; give 'param', 'grad' or 'buffer'", primitive="full_state")
     if kind == "grad":

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..modules.parameters import is_part, shard_spec
+from slapo_core.modules.parameters import is_part, shard_spec
 
 _NEAR = 1e-2
 """Share of a gradient by which ranks may differ."""
