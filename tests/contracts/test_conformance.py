@@ -431,7 +431,7 @@ def test_our_primitives_conform(check: Check) -> None:
 
 
 def test_no_primitive_is_missing() -> None:
-    assert sorted(PRIMITIVES) == Registry().primitive_names()
+    assert sorted(PRIMITIVES) == Registry().names("primitive")
 
 
 def test_the_example_plugin_s_page_runs_the_kit() -> None:

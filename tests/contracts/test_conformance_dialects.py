@@ -81,4 +81,4 @@ def test_our_dialects_conform(check: Check) -> None:
 
 
 def test_no_dialect_is_missing() -> None:
-    assert sorted(DIALECTS) == Registry().dialect_names()
+    assert sorted(DIALECTS) == Registry().names("dialect")

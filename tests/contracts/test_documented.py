@@ -26,7 +26,7 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize("name", REGISTRY.primitive_names())
+@pytest.mark.parametrize("name", REGISTRY.names("primitive"))
 def test_every_primitive_is_documented(name: str) -> None:
     primitive = REGISTRY.primitive(name)
     own = primitive.__dict__.get("__doc__")
@@ -37,7 +37,7 @@ def test_every_primitive_is_documented(name: str) -> None:
     assert not missing, f"{primitive.__name__} does not say what {missing} are"
 
 
-@pytest.mark.parametrize("name", REGISTRY.dialect_names())
+@pytest.mark.parametrize("name", REGISTRY.names("dialect"))
 def test_every_dialect_is_documented_and_says_what_it_can_do(name: str) -> None:
     dialect: type[Dialect] = REGISTRY.dialect(name)
     assert inspect.getdoc(dialect)

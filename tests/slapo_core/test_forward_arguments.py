@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from slapo_core.modules.forward_arguments import by_position, named_inputs, split_inputs
-from slapo_core.modules.forward_wrapping import wrap_forward
 from slapo_core.reporting.errors import BuildError
 from slapo_tracing import trace_module
+from slapo_tracing.nodes.forward_wrapping import wrap_forward
 
 X, Y = torch.randn(2, 3), torch.randn(2, 3)
 

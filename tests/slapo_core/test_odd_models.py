@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from slapo_core import PluginError, Primitive, Schedule, ScheduleError, Step, UnknownNameError, create_schedule, hookimpl
-from slapo_core.modules.forward_wrapping import forward_wrappers, wrap_forward
 from slapo_core.modules.parameters import facts, successor
 from slapo_core.registration.registry import Registry
 from slapo_testing import isolated_plugins
+from slapo_tracing.nodes.forward_wrapping import forward_wrappers, wrap_forward
 
 Picture = dict[str, Any]
 

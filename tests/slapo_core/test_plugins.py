@@ -101,7 +101,7 @@ def test_a_broken_plugin_is_recorded_and_the_rest_work(site: Path, source: str, 
     assert broken.failure.startswith("plugin 'broken' (slapo-broken 0.7) did not load: ")
     assert why in broken.failure
     assert "\n" not in broken.failure
-    assert {"quantize", "replace"} <= set(registry.primitive_names())
+    assert {"quantize", "replace"} <= set(registry.names("primitive"))
 
 
 @pytest.mark.parametrize("source", ["x = 1\nraise RuntimeError('no luck')", "\nimport megatron_of_nobody", "\nx = 1 / 0"])
@@ -152,7 +152,7 @@ def test_a_broken_plugin_is_logged_once(site: Path, capsys: pytest.CaptureFixtur
 def test_one_primitive_that_cannot_be_imported_is_noted_and_the_rest_listed(site: Path) -> None:
     write_distribution(site, "slapo-half", PLUGIN.format(provided='{"quantize": Quantize, "lazy": "module_of_nobody:Class"}'))
     registry = Registry()
-    usable = registry.primitives()
+    usable = registry.importable("primitive")
     assert {"quantize", "replace"} <= set(usable)
     assert "lazy" not in usable
     assert record_of(registry, "half").problems == [
@@ -176,8 +176,8 @@ def test_two_distributions_with_one_primitive_are_both_named_and_neither_wins(si
         PluginError, match=r"primitive 'quantize' is provided by slapo-one 1\.0 and slapo-two 2\.0; uninstall one"
     ):
         registry.primitive("quantize")
-    assert "quantize" not in registry.primitive_names()
-    assert "replace" in registry.primitive_names()
+    assert "quantize" not in registry.names("primitive")
+    assert "replace" in registry.names("primitive")
     assert "slapo-two 2.0" in record_of(registry, "one").problems[0]
 
 
@@ -289,5 +289,5 @@ def test_no_metadata_of_a_stranger_stops_loading(site: Path, entry_points: bytes
     (info / "entry_points.txt").write_bytes(b"[slapo]\n" + entry_points)
     (info / "METADATA").write_bytes(metadata)
     registry = Registry()
-    assert "replace" in registry.primitive_names()
+    assert "replace" in registry.names("primitive")
     assert all(record.loaded or record.failure for record in registry.records)

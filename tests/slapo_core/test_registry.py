@@ -55,7 +55,7 @@ def test_a_lazy_name_is_imported_on_first_use_and_once(tmp_path: Path, monkeypat
     )
     monkeypatch.syspath_prepend(tmp_path)
     registry = Registry([providing(lazy="slapo_lazy:Lazy")])
-    assert "lazy" in registry.primitive_names()
+    assert "lazy" in registry.names("primitive")
     assert "slapo_lazy" not in sys.modules
     assert registry.primitive("lazy") is registry.primitive("lazy") is sys.modules["slapo_lazy"].Lazy
     del sys.modules["slapo_lazy"]
@@ -139,12 +139,12 @@ def test_dialects_and_models_are_registered_like_primitives() -> None:
         slapo_models=hookimpl(lambda: {"gpt2": "collections:OrderedDict", "none": "string:digits"}),
     )
     registry = Registry([plugin])
-    assert registry.dialect_names() == ["odd"]
+    assert registry.names("dialect") == ["odd"]
     with pytest.raises(PluginError, match="is not a subclass of Dialect"):
         registry.dialect("odd")
-    assert callable(registry.model("gpt2"))
+    assert callable(registry.get("model", "gpt2"))
     with pytest.raises(PluginError, match="'0123456789' is not a function"):
-        registry.model("none")
+        registry.get("model", "none")
 
 
 def test_what_no_plugin_recorded_and_cannot_be_imported_names_its_module() -> None:

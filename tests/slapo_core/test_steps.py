@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from slapo_core import Primitive, Schedule, ScheduleError, SlapoError, Step, UnknownNameError, create_schedule, hookimpl
-from slapo_core.modules.forward_wrapping import wrap_forward
 from slapo_core.modules.parameters import facts, successor
 from slapo_core.schedules.steps import attempt
 from slapo_testing import isolated_plugins
 from slapo_tracing import plugin as tracing
+from slapo_tracing.nodes.forward_wrapping import wrap_forward
 
 
 class Mark(Primitive):

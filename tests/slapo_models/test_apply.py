@@ -18,11 +18,11 @@ import slapo.model_schedule
 import slapo_memory.plugin
 import slapo_models.plugin
 from slapo_core import Registry, Schedule, hookimpl
+from slapo_core.registration.registry import use_registry
 from slapo_core.reporting.errors import PluginError, ScheduleError, UnknownNameError
 from slapo_models import apply_schedule, get_schedule, register_schedule
 from slapo_models.registration import REGISTERED
 from slapo_testing import assert_equivalent
-from slapo_testing.plugin_isolation import using
 from tests.slapo_models.cases import CASES
 
 
@@ -167,7 +167,7 @@ def test_numbers_that_were_converted_are_put_back() -> None:
     model = CASES["gpt2"].model()
     before = copy.deepcopy(model)
     parameters = [*model.parameters()]
-    with using(Registry([slapo_models.plugin])), pytest.raises(UnknownNameError, match="no primitive 'checkpoint'"):
+    with use_registry(Registry([slapo_models.plugin])), pytest.raises(UnknownNameError, match="no primitive 'checkpoint'"):
         apply_schedule(model, "gpt2", bf16=True, ckpt_ratio=0.5)
     assert [*map(id, model.parameters())] == [*map(id, parameters)]
     for name, value in model.state_dict().items():

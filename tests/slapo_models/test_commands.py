@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from slapo.cli.app import create_app
 from slapo_core import Registry
+from slapo_core.registration.registry import use_registry
 from slapo_models.registration import REGISTERED
-from slapo_testing.plugin_isolation import using
 from tests.contracts.conftest import TOP
 from tests.slapo_models.cases import CASES
 
@@ -35,7 +35,7 @@ def test_it_says_what_did_not_load() -> None:
 
     registry = Registry([slapo_models.plugin])
     registry.records[-1].problems.append("model 'x' of y cannot be used: gone")
-    with using(registry):
+    with use_registry(registry):
         assert "! model 'x' of y cannot be used: gone" in CliRunner().invoke(create_app(), ["models"]).output
         data = json.loads(CliRunner().invoke(create_app(), ["models", "--json"]).output)
     assert data["problems"] == ["model 'x' of y cannot be used: gone"]

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from slapo_core.building.build import build_program
-from slapo_core.modules.forward_wrapping import wrap_forward
 from slapo_core.reporting.errors import BuildError, ScheduleError, TraceError
 from slapo_core.schedules.schedule import Schedule
+from slapo_tracing.nodes.forward_wrapping import wrap_forward
 
 from .stage_comparison import cut
 from .toy_models import Counts, Skips, Stateful, TwiceNormed

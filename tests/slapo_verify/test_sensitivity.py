@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from slapo_core import VerifyError, create_schedule
-from slapo_core.modules.forward_wrapping import wrap_forward
+from slapo_tracing.nodes.forward_wrapping import wrap_forward
 from slapo_verify import Report, Verify, verify
 from slapo_verify.comparison.equivalence import Tolerance, typical_size
 

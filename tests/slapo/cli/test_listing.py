@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from slapo.cli.app import create_app, main
 from slapo.run_data.versions import PACKAGES, versions
 from slapo_core import Registry, ScheduleError, hookimpl
+from slapo_core.registration.registry import use_registry
 from slapo_testing import isolated_plugins
-from slapo_testing.plugin_isolation import using
 from tests.distributions import write_distribution
 
 
@@ -135,7 +135,7 @@ def dialects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(str(tmp_path))
     write_distribution(tmp_path, "slapo-engines", DIALECT)
     write_distribution(tmp_path, "an-engine", "", entry_points="")
-    with using(Registry()):
+    with use_registry(Registry()):
         yield tmp_path
     del sys.modules["slapo_engines_plugin"]
 

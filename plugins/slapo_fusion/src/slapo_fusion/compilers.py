@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from slapo_core.registration.entries import conflict
+from slapo_core.registration.entries import Entry
 from slapo_core.reporting.errors import ScheduleError, UnknownNameError
 from slapo_core.reporting.failure_reason import reason
 from slapo_core.schedules.schedule import Schedule
@@ -168,5 +168,5 @@ def compiler_of(schedule: Schedule, name: object) -> Compiler:
         raise ScheduleError(str(unknown), path=schedule.path, primitive="fuse")
     entry, *others = found[known[0]]
     if others:
-        raise conflict(found[known[0]])
+        raise Entry.conflict(found[known[0]])
     return entry.load()  # type: ignore[no-any-return]

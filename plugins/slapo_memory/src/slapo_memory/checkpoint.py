@@ -9,12 +9,12 @@ from typing import Any
 from torch import fx, nn
 
 from slapo_core.interfaces.primitive import Primitive
-from slapo_core.modules.forward_wrapping import wrap_forward
 from slapo_core.reporting.errors import ScheduleError
 from slapo_core.schedules.schedule import Schedule
 from slapo_tracing.editing import graph_edit
 from slapo_tracing.editing.subgraph import resolve
 from slapo_tracing.matching.queries import matches_of
+from slapo_tracing.nodes.forward_wrapping import wrap_forward
 
 from .forward_wrappers.recomputation import Checkpointed, is_checkpointed
 from .module_lists import listed_in

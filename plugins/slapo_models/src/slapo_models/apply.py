@@ -55,7 +55,7 @@ def _schedule_of(key: str, registry: Registry) -> Callable[..., Schedule]:
     if key in REGISTERED:
         return partial(_applied, key, REGISTERED[key].target, True)
     try:
-        function = registry.model(key)
+        function = registry.get("model", key)
     except UnknownNameError as error:
         failures = [record.failure for record in registry.records if record.failure]
         raise UnknownNameError.of("schedule", key, available(registry), failures) from error

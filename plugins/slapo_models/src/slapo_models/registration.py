@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slapo_core.registration.entries import Entry, conflict
+from slapo_core.registration.entries import Entry
 from slapo_core.registration.registry import Registry, default_registry
 from slapo_core.reporting.errors import ScheduleError
 
@@ -41,7 +41,7 @@ def register_schedule(key: str | None = None) -> Callable[[Function], Function]:
         if before is not None and _import_path(before.target) != _import_path(function):
             others.append(before)
         if others:
-            raise conflict([*others, entry])
+            raise Entry.conflict([*others, entry])
         REGISTERED[entry.name] = entry
         return function
 

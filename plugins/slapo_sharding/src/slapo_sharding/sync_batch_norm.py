@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from slapo_core.interfaces.primitive import Primitive
-from slapo_core.modules.forward_wrapping import WRAPPERS, forward_wrappers, own_forward, wrap_forward
 from slapo_core.reporting.errors import ScheduleError
 from slapo_core.reporting.logger import get_logger
 from slapo_core.schedules.schedule import Schedule
+from slapo_tracing.nodes.forward_wrapping import WRAPPERS, forward_wrappers, own_forward, wrap_forward
 
 from .communication.batch_norm_statistics import KINDS, ReplicaStatistics, replicas_of, statistics_of
 
@@ -62,9 +62,7 @@ class SyncBatchNormPrimitive(Primitive):
         group = replicas_of(schedule)
         for layer in schedule.checked:
             if statistics_of(layer) is None:
-                wrapped = forward_wrappers(layer)
-                wrap_forward(layer, ReplicaStatistics(group))
-                layer.__dict__[WRAPPERS] = (*forward_wrappers(layer)[len(wrapped) :], *wrapped)
+                wrap_forward(layer, ReplicaStatistics(group), innermost=True)
 
 
 def _layers(schedule: Schedule) -> Iterator[nn.Module]:

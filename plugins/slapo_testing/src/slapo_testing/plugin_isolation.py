@@ -5,17 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from slapo_core.registration.registry import Registry, _Default
-
-
-@contextmanager
-def using(registry: Registry) -> Iterator[Registry]:
-    """Let ``registry`` be the default one for a while."""
-    before, _Default.registry = _Default.registry, registry
-    try:
-        yield registry
-    finally:
-        _Default.registry = before
+from slapo_core.registration.registry import Registry, use_registry
 
 
 @contextmanager
@@ -34,5 +24,5 @@ def isolated_plugins(*plugins: object) -> Iterator[Registry]:
     Raises:
         PluginError: a given plugin is broken.
     """
-    with using(Registry(plugins)) as registry:
+    with use_registry(Registry(plugins)) as registry:
         yield registry

@@ -13,11 +13,19 @@ from torch import nn
 
 from slapo_core.distributed.agreement import agree, all_reduce, compare, mesh_groups
 from slapo_core.interfaces.program import Program
-from slapo_core.modules.forward_arguments import variadic
 from slapo_core.reporting.errors import BuildError
 from slapo_training.batch_agreement import BatchFacts, check_boundaries, check_contents, check_shapes, content_slots
 from slapo_training.batch_arguments import arguments_of
-from slapo_training.batches.microbatches import Batch, check_labels, content, counted_labels, fingerprint, signature, split
+from slapo_training.batches.microbatches import (
+    Batch,
+    check_labels,
+    content,
+    counted_labels,
+    fingerprint,
+    signature,
+    split,
+    variadic,
+)
 from slapo_training.checkpoint.async_save import Saving
 from slapo_training.ema import AveragedEngine, MasterValue
 from slapo_training.engines.checkpoint_files import Position

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_map_only
 
 from slapo_core.distributed.agreement import all_reduce, gather
 from slapo_core.interfaces.program import Program
-from slapo_core.modules.forward_arguments import variadic
 from slapo_core.reporting.errors import BuildError
+from slapo_training.batches.microbatches import variadic
 
 from .batch_agreement import Cut, cut_together, weigh
 from .batch_arguments import arguments_of

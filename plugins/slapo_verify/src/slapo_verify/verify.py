@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.building.build import written_steps
-from slapo_core.distributed import agreement
+from slapo_core.distributed.agreement import compare, mesh_groups
 from slapo_core.modules.forward_arguments import split_inputs
 from slapo_core.modules.parameters import facts, is_part
 from slapo_core.reporting.errors import BuildError, UnknownNameError, VerifyError
@@ -158,7 +157,7 @@ class Verify:
 
 def _check_alike(reference: nn.Module, top: Schedule, task: Task, tolerance: Tolerance | None, blame: bool) -> None:
     """Raise ``VerifyError`` on all ranks where they verify other schedules, or otherwise. Collective."""
-    if not list(agreement.mesh_groups(top.mesh, top.group)):
+    if not list(mesh_groups(top.mesh, top.group)):
         return
     functions = {"loss": task.loss, "optimizer": task.optimizer}
     said = {"level": task.level, "eval_mode": not task.training, "blame": blame, "tolerance": tolerance}
@@ -169,7 +168,7 @@ def _check_alike(reference: nn.Module, top: Schedule, task: Task, tolerance: Tol
     lines += [f"an input {_told(value)}" for _, value in inputs]
     lines.append(f"a reference whose weights have the sum {sum(map(_checksum, whole))}")
     try:
-        agreement.compare([*lines, *written_steps(top)], top.mesh, top.group)
+        compare([*lines, *top.journal.comparable_lines()], top.mesh, top.group)
     except BuildError as error:
         raise VerifyError(str(error)) from None
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
 
-from slapo_core.building.build import DEFAULTS, prepare
-from slapo_core.building.weights import materialize
+from slapo_core.building.build import BuildPlan
 from slapo_core.distributed.agreement import agree, compare
 from slapo_core.reporting.errors import BuildError
 from slapo_core.schedules.schedule import Schedule
@@ -55,30 +53,20 @@ def consolidate_model(
             raise BuildError(
                 f"consolidate_model: the schedule was built for {sch._root.target!r} already; call it before build"
             )
-        unchecked = {"check": False} if "shard" in sch.registry.primitive_names() else {}  # steps may follow
+        unchecked = {"check": False} if "shard" in sch.registry.names("primitive") else {}  # steps may follow
         config: dict[str, Any] = {**unchecked, **kwargs}
-        common = {name: config.pop(name, default) for name, default in DEFAULTS.items()}
         if target is not None and sch.mesh is None and sch.group is not None:
             sch.registry.dialect(target)  # it runs stages along a mesh; without one each rank holds all of them
-            target, common = None, dict(DEFAULTS)
+            target = None
             config = {name: value for name, value in config.items() if name in ("check", "weights")}
-        _, program, fillers = prepare(sch, target, common, config)
-        agreed = [line for fill in fillers for line in getattr(fill, "agreed", list)()]
+        plan = BuildPlan.of(sch, target, **config)
+        agreed = plan.agreed_lines()
     except Exception as err:
         error = err
     agree(error, *ranks)
     compare(agreed, *ranks)
     if any(parameter.is_meta for parameter in sch.root_module.parameters()):
-        held = [stage.module for stage in program.stages if program.rank_of(stage.index) == program.axis_rank("pp")]
-        device = sch.mesh.device_type if sch.mesh is not None else "cpu"
-        with ExitStack() as filled:
-            try:
-                for fill in fillers:
-                    if undo := fill(program, held, device):
-                        filled.push(undo)
-                materialize(program.module, held, param_init_fn=param_init_fn, seed=seed, device=device)
-            except Exception as err:
-                error = err
-            agree(error, *ranks)
+        with plan.weights(param_init_fn, seed):
+            pass
         sch.journal.seal()
     return sch

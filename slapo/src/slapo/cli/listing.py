@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from slapo_core.registration.entries import HOOKS, Entry
+from slapo_core.registration.entries import Entry
 from slapo_core.registration.plugins import PluginRecord
 from slapo_core.registration.registry import Registry, default_registry
 
@@ -77,7 +77,7 @@ def dialects(
 def plugins(as_json: AsJson = False) -> None:
     """List the plugins, what each provides, and why any of them did not load."""
     registry = default_registry()
-    for kind in HOOKS:
+    for kind in Registry.KINDS:
         registry.importable(kind)  # what cannot be imported is then among the problems
     rows = [_plugin_row(registry, record) for record in registry.records]
     if as_json:
@@ -122,7 +122,7 @@ def _with_engine(row: Mapping[str, str], engine: EngineFacts) -> dict[str, str]:
 def _plugin_row(registry: Registry, record: PluginRecord) -> dict[str, Any]:
     provides = {
         hook.removeprefix("slapo_"): [entry.name for entry in registry.entries(kind) if entry.record is record]
-        for kind, hook in HOOKS.items()
+        for kind, hook in Registry.KINDS.items()
     }
     return {
         "name": record.name,
@@ -140,7 +140,7 @@ def _problems(record: PluginRecord) -> list[str]:
 
 def _flat(row: Mapping[str, Any]) -> dict[str, str]:
     """One line per kind of thing the plugin provides; the registration hooks are not news."""
-    provides = {**row["provides"], "hooks": [name for name in row["provides"]["hooks"] if name not in HOOKS.values()]}
+    provides = {**row["provides"], "hooks": [name for name in row["provides"]["hooks"] if name not in Registry.KINDS.values()]}
     lines = [f"{kind}: {', '.join(names)}" for kind, names in provides.items() if names]
     return {**{key: str(value) for key, value in row.items()}, "provides": "\n".join(lines)}
 

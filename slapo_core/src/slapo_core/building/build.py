@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..distributed.agreement import agree, compare
 from ..interfaces.dialect import Dialect
@@ -19,7 +21,6 @@ from ..schedules.schedule import Schedule
 from .default_mesh import with_mesh
 from .weights import Initialiser, materialize
 
-_OF_THIS_RANK = r"( at)? 0x[0-9a-f]+|(?<=cuda):\d+"
 DEFAULTS: dict[str, Any] = {"optimizer": None, "loss_fn": None, "microbatches": 1, "precision": "fp32", "clip": 0.0}
 """Options that mean the same to every dialect."""
 
@@ -74,103 +75,154 @@ def build(
         BuildError: the schedule and the engine do not go together, another rank failed, or has another schedule; nothing was
             built. After an error of ``slapo_after_build`` the schedule counts as built, and takes a new one to try again.
     """
-    common: dict[str, Any] = dict(zip(DEFAULTS, (optimizer, loss_fn, microbatches, precision, clip), strict=True))
+    options: dict[str, Any] = dict(zip(DEFAULTS, (optimizer, loss_fn, microbatches, precision, clip), strict=True))
     if not isinstance(sch, Schedule):
         raise BuildError(f"cannot build a {type(sch).__name__}; give what create_schedule returned")
-    root = sch._root
-    ranks = (root.mesh, sch.group if root.mesh is None else root.group)
-    compare(written_steps(sch), *ranks)
-    compare([f"build({target!r})"] if root.mesh is None else [], *ranks)
+    compare(sch.journal.comparable_lines(), *_ranks(sch))
+    compare([f"build({target!r})"] if sch.mesh is None else [], *_ranks(sch))
     with with_mesh(sch, target, build_program) if target is not None else nullcontext():
-        return _build(sch, target, init_weights, common, param_init_fn, seed, config)
+        plan = _agreed_plan(sch, target, init_weights, options, param_init_fn, config)
+        initialise = param_init_fn if isinstance(init_weights, bool) or init_weights is None else init_weights
+        with plan.weights(initialise, seed, fill_all=bool(init_weights)):
+            engine = plan.engine()
+        _announce(sch, target, plan.program, engine)
+    return engine
 
 
-def _build(
+def _ranks(sch: Schedule) -> tuple[DeviceMesh | None, dist.ProcessGroup | None]:
+    """Return the mesh and the group whose ranks build together."""
+    return sch.mesh, sch.group if sch.mesh is None else sch._root.group
+
+
+@dataclass
+class BuildPlan:
+    """The first phase of ``build``: what this rank's engine will be made of. Nothing has changed yet.
+
+    The second phase, ``weights``, gives values to meta parameters; the third, ``engine``, hands the program to the dialect.
+
+    Attributes:
+        schedule: Any handle of the schedule.
+        dialect: The target; None for the plain module.
+        program: What the engine will run.
+        fillers: What ``slapo_before_build`` returned; each gives values to meta parameters.
+        options: Every option of ``DEFAULTS``.
+        config: The other options, less those that plugins took.
+    """
+
+    schedule: Schedule
+    dialect: type[Dialect] | None
+    program: Program
+    fillers: list[Callable[..., Any]]
+    options: dict[str, Any]
+    config: dict[str, Any]
+
+    @classmethod
+    def of(cls, sch: Schedule, target: str | None, **config: Any) -> BuildPlan:
+        """Make the plan of this rank; communicates nothing.
+
+        Args:
+            sch: Any handle of the schedule.
+            target: As for ``build``.
+            **config: All other options of ``build``.
+
+        Raises:
+            BuildError: the schedule and the options do not go together.
+        """
+        if sch._root.target is not None:
+            raise BuildError(f"the schedule was built for {sch._root.target!r} already; start a new schedule to build again")
+        options = {name: config.pop(name, default) for name, default in DEFAULTS.items()}
+        dialect = sch.registry.dialect(target) if target is not None else None
+        fillers = sch.registry.hook.slapo_before_build(schedule=sch, target=target, config=config)
+        program = build_program(sch)
+        if dialect is not None:
+            program = dialect.check(program, **options, **config) or program
+        elif unused := [*(key for key, value in options.items() if value != DEFAULTS[key]), *config]:
+            raise BuildError(f"target=None gives a plain module and has no use for {', '.join(unused)}")
+        return cls(sch, dialect, program, fillers, options, config)
+
+    def agreed_lines(self) -> list[str]:
+        """Return what plugins compare between ranks before they give values."""
+        return [line for fill in self.fillers for line in getattr(fill, "agreed", list)()]
+
+    @contextmanager
+    def weights(self, initialise: Initialiser | None, seed: int | None, *, fill_all: bool = True) -> Iterator[None]:
+        """Give values to the meta parameters of this rank's stages; undone by plugins where the block fails. Collective.
+
+        Args:
+            initialise: See ``materialize``; None takes the model's own.
+            seed: Of the weights that are drawn.
+            fill_all: Whether parameters that no plugin fills are initialised.
+        """
+        program, error = self.program, None
+        device = program.mesh.device_type if program.mesh is not None else "cpu"
+        held = [stage.module for stage in program.stages if program.rank_of(stage.index) == program.axis_rank("pp")]
+        with ExitStack() as filled:
+            try:
+                for fill in self.fillers:
+                    if undo := fill(program, held, device):
+                        filled.push(undo)
+                if fill_all:
+                    materialize(program.module, held, param_init_fn=initialise, seed=seed, device=device)
+            except Exception as err:
+                error = err
+            agree(error, *_ranks(self.schedule))
+            yield
+
+    def engine(self) -> Engine:
+        """Make the engine of this rank; collective where the dialect's is."""
+        if self.dialect is None:
+            return PlainEngine(self.program.module)
+        return self.dialect.build(self.program, **self.options, **self.config)
+
+
+def _agreed_plan(
     sch: Schedule,
     target: str | None,
     init_weights: bool | Initialiser | None,
-    common: dict[str, Any],
+    options: dict[str, Any],
     param_init_fn: Initialiser | None,
-    seed: int | None,
     config: dict[str, Any],
-) -> Engine:
-    """Build on the mesh that there is now; see ``build``."""
-    root, error = sch._root, None
-    ranks = (root.mesh, sch.group if root.mesh is None else root.group)
+) -> BuildPlan:
+    """Make the plan on every rank, or raise one rank's error on all of them. Collective."""
+    error, lines = None, []
     try:
         init_weights = False if init_weights is None else init_weights
-        initialise = param_init_fn if isinstance(init_weights, bool) else init_weights
         if not (callable(init_weights) or isinstance(init_weights, bool)) or (param_init_fn and init_weights is not True):
             raise BuildError(f"init_weights is {init_weights!r}; give a bool, or a function of a module and no param_init_fn")
-        if target and not init_weights and (empty := [name for name, p in root.module.named_parameters() if p.is_meta]):
+        if target and not init_weights and (empty := [name for name, p in sch.root_module.named_parameters() if p.is_meta]):
             raise BuildError(
                 f"init_weights is False, and {empty[0]!r} has no values, which target {target!r} needs; leave it out"
             )
-        dialect, program, fillers = prepare(sch, target, common, config)
-        planned = [*_planned(target, common, program), *(line for fill in fillers for line in getattr(fill, "agreed", list)())]
+        plan = BuildPlan.of(sch, target, **options, **config)
+        lines = [*_program_lines(target, plan), *plan.agreed_lines()]
     except Exception as err:
         error = err
-    agree(error, *ranks)
-    compare(planned, *ranks)
-    device = program.mesh.device_type if program.mesh is not None else "cpu"
-    held = [stage.module for stage in program.stages if program.rank_of(stage.index) == program.axis_rank("pp")]
-    with ExitStack() as filled:
-        try:
-            for fill in fillers:
-                if undo := fill(program, held, device):
-                    filled.push(undo)
-            if init_weights:
-                materialize(program.module, held, param_init_fn=initialise, seed=seed, device=device)
-        except Exception as err:
-            error = err
-        agree(error, *ranks)
-        engine: Engine = PlainEngine(program.module) if dialect is None else dialect.build(program, **common, **config)
+    agree(error, *_ranks(sch))
+    compare(lines, *_ranks(sch))
+    return plan
+
+
+def _announce(sch: Schedule, target: str | None, program: Program, engine: Engine) -> None:
+    """Note in the schedule that it is built, and tell the plugins. Collective."""
+    root, error = sch._root, None
     root.journal.seal()
-    root.program, root.target, error = program, target, None
+    root.program, root.target = program, target
     try:
         root.registry.hook.slapo_after_build(engine=engine)
     except Exception as err:
         error = err
-    agree(error, *ranks)
-    return engine
+    agree(error, *_ranks(sch))
 
 
-def written_steps(sch: Schedule) -> list[str]:
-    """The steps, without what differs between ranks that take the same ones: addresses, and the number of the GPU."""
-    return [f"step {number}, {re.sub(_OF_THIS_RANK, '', str(step))}," for number, step in enumerate(sch.journal, 1)]
-
-
-def _planned(target: str | None, common: dict[str, Any], program: Program) -> list[str]:
-    """Return what else all ranks of one engine have in common."""
-    options = {key: common[key] for key in ("microbatches", "precision", "clip")}
+def _program_lines(target: str | None, plan: BuildPlan) -> list[str]:
+    """Return what all ranks of one engine have in common beside the steps."""
+    program = plan.program
+    options = {key: plan.options[key] for key in ("microbatches", "precision", "clip")}
     stages = [f"a stage {stage.index} of {', '.join(stage.paths)}" for stage in program.stages]
     shapes = {name: tuple(parameter.shape) for name, parameter in program.module.named_parameters()}
     shapes.update({name: spec.full_shape for name, spec in program.shard_specs.items()})
     parameters = (f"the parameter {name!r} of shape {shape}" for name, shape in shapes.items())
     return [f"build({target!r}) with {options}", *stages, *parameters]
-
-
-def prepare(
-    sch: Schedule, target: str | None, common: dict[str, Any], config: dict[str, Any]
-) -> tuple[type[Dialect] | None, Program, list[Callable[..., Any]]]:
-    """Give the dialect, the program and what gives it values, or an error; nothing is built and nothing communicated.
-
-    Args:
-        sch: Any handle of the schedule.
-        target: As for ``build``.
-        common: Every option of ``DEFAULTS``.
-        config: The others; what plugins take is taken out of it.
-    """
-    if sch._root.target is not None:
-        raise BuildError(f"the schedule was built for {sch._root.target!r} already; start a new schedule to build again")
-    dialect = sch._root.registry.dialect(target) if target is not None else None
-    fillers: list[Callable[..., Any]] = sch._root.registry.hook.slapo_before_build(schedule=sch, target=target, config=config)
-    program = build_program(sch)
-    if dialect is not None:
-        return dialect, dialect.check(program, **common, **config) or program, fillers
-    if unused := [*(key for key, value in common.items() if value != DEFAULTS[key]), *config]:
-        raise BuildError(f"target=None gives a plain module and has no use for {', '.join(unused)}")
-    return None, program, fillers
 
 
 def build_program(sch: Schedule) -> Program:

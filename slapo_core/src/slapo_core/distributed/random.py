@@ -109,7 +109,6 @@ class RNGState:
 
 
 _TRACKER = RNGTracker()
-_SEED_SET = False
 
 
 def get_cuda_rng_tracker() -> RNGTracker:
@@ -118,8 +117,8 @@ def get_cuda_rng_tracker() -> RNGTracker:
 
 
 def is_random_seed_set() -> bool:
-    """Return whether ``set_random_seed`` was called in this process."""
-    return _SEED_SET
+    """Return whether ``set_random_seed`` was called in this process, and the tracker not reset since."""
+    return MODEL_PARALLEL_RNG in _TRACKER.seeds
 
 
 def set_random_seed(
@@ -143,7 +142,6 @@ def set_random_seed(
     Returns:
         Seed of this rank's default generators; ``seed`` itself when no rank enters it.
     """
-    global _SEED_SET
     outer = {"dp": dp_rank, "pp": pp_rank}
     own = _mix(seed, **outer, tp=tp_rank if always_enable_tp_seed else None)
     random.seed(own)
@@ -153,7 +151,6 @@ def set_random_seed(
     torch.manual_seed(own)
     _TRACKER.reset()
     _TRACKER.add(MODEL_PARALLEL_RNG, _mix(seed, **outer, tp=tp_rank or 0, fork=1))
-    _SEED_SET = True
     return own
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from types import MethodType
 from typing import Any
 
 from torch import nn
 
 from ..reporting.errors import BuildError
-from .forward_wrapping import own_forward
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -77,14 +75,9 @@ def by_position(model: nn.Module, named: Mapping[str, Any]) -> tuple[tuple[Any, 
     return tuple(args), {name: value for name, value in named.items() if name not in used}
 
 
-def variadic(model: nn.Module) -> str | None:
-    """Return the name of the forward's ``*args``, under which ``named_inputs`` has a tuple; None where it has none."""
-    return next((name for name, each in signature_of(model).parameters.items() if each.kind is each.VAR_POSITIONAL), None)
-
-
 def signature_of(model: nn.Module) -> inspect.Signature:
     """Return the signature of a module's own forward, below wrappers; of a traced one that of the forward that was traced."""
-    return inspect.signature(own_forward(model) or MethodType(type(model).forward, model))
+    return inspect.signature(model.forward)
 
 
 def _is_call(value: Any) -> bool:

@@ -16,8 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..reporting.errors import ScheduleError
-
 _FACTS = "_slapo_facts"
 
 
@@ -123,14 +121,6 @@ def facts(tensor: torch.Tensor) -> ParamFacts:
 def shard_spec(tensor: torch.Tensor) -> ShardSpec | None:
     """Return how the tensor is sharded, or None."""
     return getattr(tensor.__dict__.get(_FACTS), "spec", None)
-
-
-def plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The tensor, detached; not one of FSDP2's, which takes a part of a part for a part of the whole, nor an empty one."""
-    became = "a DTensor, as in FSDP2" if hasattr(tensor, "placements") else "empty, as in ZeRO-3"
-    if hasattr(tensor, "placements") or getattr(tensor, "ds_shape", None) not in (None, getattr(tensor, "shape", None)):
-        raise ScheduleError(f"a parameter has become {became}; leave that out, or ask inside of engine.whole_parameters()")
-    return tensor.detach() if tensor is not None else None
 
 
 def is_part(tensor: torch.Tensor | None) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import keyword
 import pkgutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +87,14 @@ class Entry:
         elif not _is_import_path(self.target):
             raise self._error(f"{self.target!r} is not of the form 'module:Class'")
 
+    @staticmethod
+    def conflict(entries: Sequence[Entry]) -> PluginError:
+        """Return the error for a name that several plugins provide."""
+        owners = " and ".join(sorted(entry.provider for entry in entries))
+        what = f"{entries[0].kind} {entries[0].name!r}"
+        remedy = "uninstall one or disable it with SLAPO_DISABLE_PLUGINS"
+        return PluginError(f"{what} is provided by {owners}; {remedy}", owner=owners)
+
     def _problem(self, target: Any) -> str | None:
         base = _BASES.get(self.kind)
         if base is None:
@@ -118,13 +126,6 @@ def class_name(target: type) -> str:
     """The name a primitive or dialect class gives itself, by attribute or by the classic static method."""
     name = getattr(target, "name", "")
     return str(name() if callable(name) else name)
-
-
-def conflict(entries: list[Entry]) -> PluginError:
-    """The error for a name that several plugins provide."""
-    owners = " and ".join(sorted(entry.provider for entry in entries))
-    what = f"{entries[0].kind} {entries[0].name!r}"
-    return PluginError(f"{what} is provided by {owners}; uninstall one or disable it with SLAPO_DISABLE_PLUGINS", owner=owners)
 
 
 def _is_import_path(target: str) -> bool:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, Literal, TypeVar, cast, overload
+from typing import Any, ClassVar, Literal, TypeVar, cast, overload
 
 import pluggy
 
@@ -17,7 +17,7 @@ from ..interfaces.dialect import Dialect
 from ..interfaces.primitive import Primitive
 from ..reporting.errors import PluginError, UnknownNameError
 from ..reporting.failure_reason import reason
-from .entries import CALLED_ON_SCHEDULES, HOOKS, Entry, class_name, conflict, entries_from
+from .entries import CALLED_ON_SCHEDULES, HOOKS, Entry, class_name, entries_from
 from .plugins import PluginRecord, Plugins
 
 PrimitiveClass = TypeVar("PrimitiveClass", bound=type[Primitive])
@@ -29,6 +29,9 @@ class Registry:
     Args:
         plugins: Plugin objects to use with core instead of the installed plugins.
     """
+
+    KINDS: ClassVar[Mapping[str, str]] = HOOKS
+    """Kind of name to the hook that registers it."""
 
     def __init__(self, plugins: Iterable[object] | None = None) -> None:
         self._plugins = Plugins(plugins)
@@ -43,7 +46,7 @@ class Registry:
                 for entry in self._entries.get((of, name), ())
             ]
             if len(rivals or entries) > 1:
-                self._note(entries, conflict(rivals or entries))
+                self._note(entries, Entry.conflict(rivals or entries))
 
     @property
     def hook(self) -> pluggy.HookRelay:
@@ -98,34 +101,14 @@ class Registry:
         """Return the names of a kind, sorted; imports nothing."""
         return [entry.name for entry in self.entries(kind)]
 
-    def primitive_names(self) -> list[str]:
-        """The names of all primitives, sorted; imports nothing."""
-        return [entry.name for entry in self.entries("primitive")]
-
-    def primitives(self) -> dict[str, type[Primitive]]:
-        """All primitives that can be imported, by name."""
-        return self.importable("primitive")
-
     def dialect(self, name: str) -> type[Dialect]:
         """The dialect of a target."""
         return cast("type[Dialect]", self.get("dialect", name))
-
-    def dialect_names(self) -> list[str]:
-        """The names of all dialects, sorted; imports nothing."""
-        return [entry.name for entry in self.entries("dialect")]
-
-    def query(self, name: str) -> Callable[..., Any]:
-        """The query users call ``name``: a function of a schedule."""
-        return cast("Callable[..., Any]", self.get("query", name))
 
     @cached_property
     def codecs(self) -> tuple[type[Codec], ...]:
         """The codecs of arguments in saved schedules."""
         return tuple(self.importable("codec").values())
-
-    def model(self, name: str) -> Callable[..., Any]:
-        """The ready schedule of a Transformers ``model_type``."""
-        return cast("Callable[..., Any]", self.get("model", name))
 
     def add_primitive(self, primitive: type[Primitive]) -> None:
         """Register a class in this process; defining it once more, as notebooks do, replaces it."""
@@ -133,7 +116,7 @@ class Registry:
         entry.check(_RESERVED)
         for other in self._entries.get((entry.kind, entry.name), ()):
             if other.record or _import_path(other.target) != _import_path(primitive):
-                raise conflict([other, entry])
+                raise Entry.conflict([other, entry])
         self._entries[entry.kind, entry.name] = [entry]
         self._loaded[entry.kind, entry.name] = primitive
 
@@ -202,7 +185,7 @@ class Registry:
             failures = [failure for record in self.records if (failure := record.failure)]
             raise UnknownNameError.of(kind, name, [entry.name for entry in self.entries(kind)], failures)
         if len(entries) > 1:
-            raise conflict(entries)
+            raise Entry.conflict(entries)
         return entries[0]
 
     def _note(self, entries: Iterable[Entry], error: PluginError) -> None:
@@ -251,6 +234,16 @@ def default_registry() -> Registry:
 
 
 @contextmanager
+def use_registry(registry: Registry) -> Iterator[Registry]:
+    """Let ``registry`` be the default one of this process in the block."""
+    before, _Default.registry = _Default.registry, registry
+    try:
+        yield registry
+    finally:
+        _Default.registry = before
+
+
+@contextmanager
 def _no_collection() -> Iterator[None]:
     """Loading makes many objects that all stay; a collection in the middle walks all of torch's and costs twice the loading."""
     enabled = gc.isenabled()
@@ -286,4 +279,4 @@ def list_primitives(name_only: bool = True) -> list[str] | dict[str, type[Primit
         The names, or names to classes.
     """
     registry = default_registry()
-    return registry.primitive_names() if name_only else registry.primitives()
+    return registry.names("primitive") if name_only else registry.importable("primitive")

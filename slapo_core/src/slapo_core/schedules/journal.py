@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from ..reporting.errors import ScheduleError
 from .serialization import encode, to_source
 from .transaction import Transaction
+
+_OF_THIS_RANK = r"( at)? 0x[0-9a-f]+|(?<=cuda):\d+"
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,10 @@ class Journal:
     def steps(self) -> tuple[Step, ...]:
         """All steps, oldest first."""
         return tuple(self._steps)
+
+    def comparable_lines(self) -> list[str]:
+        """Return the steps without what differs between ranks that take the same ones: addresses, and the GPU's number."""
+        return [f"step {number}, {re.sub(_OF_THIS_RANK, '', str(step))}," for number, step in enumerate(self, 1)]
 
     def record(self, step: Step, transaction: Transaction) -> None:
         """Append a step with what undoes it."""

@@ -303,7 +303,7 @@ class Schedule:
             raise AttributeError(name)
         registry = self._root.registry
         if registry.has("query", name):
-            return MethodType(registry.query(name), self)
+            return MethodType(registry.get("query", name), self)
         try:
             cls = registry.primitive(name)
         except UnknownNameError as err:

@@ -104,6 +104,16 @@ def decode(data: Any, trust: Sequence[str] = (), schedule: Any = None) -> Any:
     return _import(parts[name], trust) if name == "$import" else _KINDS[name].build(parts[name])
 
 
+def reread(value: Any, schedule: Any) -> Any:
+    """Return an argument of a step as a saved schedule would give it to ``schedule``.
+
+    Raises:
+        ScheduleError: it cannot be written down.
+    """
+    data = encode(value)
+    return decode(data, tuple(imports_of(data)), schedule)
+
+
 def to_source(data: Any) -> str:
     """What ``encode`` wrote as a Python expression; what cannot be written down is ``<...>``, which does not parse."""
     if isinstance(data, list):

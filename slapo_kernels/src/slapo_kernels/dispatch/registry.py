@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from slapo_core.registration.entries import Entry, conflict
+from slapo_core.registration.entries import Entry
 from slapo_core.registration.plugins import PluginRecord
 from slapo_core.registration.registry import default_registry
 from slapo_core.reporting.errors import PluginError, ScheduleError, UnknownNameError
@@ -69,7 +69,7 @@ class Table:
             raise ScheduleError(str(unknown))
         entry, *others = self._entries[kernel][name]
         if others:
-            raise conflict([entry, *others])
+            raise Entry.conflict([entry, *others])
         return entry.target  # type: ignore[no-any-return]
 
     def load(self, implementation: Implementation) -> Function:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import fx, nn
 
-from slapo_core.modules.forward_wrapping import own_forward
 from slapo_core.modules.parameters import is_part
+from slapo_tracing.nodes.forward_wrapping import own_forward
 from slapo_tracing.nodes.opaque_modules import is_opaque
 
 from ..lazy.logits import LazyHead, find_heads

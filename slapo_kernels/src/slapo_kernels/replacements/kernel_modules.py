@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 
-from slapo_core.modules.forward_wrapping import HOOK_TABLES
+from slapo_core.modules.hook_tables import HOOK_TABLES
 from slapo_tracing.nodes.nested_values import TABLES
 from slapo_tracing.nodes.opaque_modules import is_opaque
 

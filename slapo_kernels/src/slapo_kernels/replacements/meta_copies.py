@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.modules.forward_wrapping import HOOK_TABLES
+from slapo_core.modules.hook_tables import HOOK_TABLES
 from slapo_tracing.recording.module_hooks import WRAPPING
 
 

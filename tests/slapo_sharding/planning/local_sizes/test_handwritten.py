@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 from slapo_core import build, create_schedule
 from slapo_core.distributed.random import set_random_seed
-from slapo_core.modules.forward_wrapping import own_forward
 from slapo_core.reporting.errors import TraceError
 from slapo_sharding.planning.local_sizes.local_forward import LocalForward
 from slapo_testing import run_distributed
+from slapo_tracing.nodes.forward_wrapping import own_forward
 from tests.slapo_sharding.handwritten import SPLIT, Net
 
 pytestmark = pytest.mark.multiproc

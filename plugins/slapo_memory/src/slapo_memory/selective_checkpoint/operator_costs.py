@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from slapo_core.distributed.random import MODEL_PARALLEL_RNG, get_cuda_rng_tracker
 from slapo_core.modules.forward_arguments import split_inputs
-from slapo_core.modules.forward_wrapping import wrap_forward
+from slapo_tracing.nodes.forward_wrapping import wrap_forward
 from slapo_tracing.recording.sandbox import Sandbox
 
 from ..forward_state._torch_private import done_work, storage_key

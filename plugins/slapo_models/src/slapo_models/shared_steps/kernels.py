@@ -45,7 +45,7 @@ def use_kernels(schedule: Schedule, config: Configuration) -> None:
     """
     name = attention_of(schedule, config)
     asked = [*(["attention"] if name is not None else []), *([] if config.disable_fuse_bias_gelu else ["bias_act"])]
-    if asked and "use_kernels" not in schedule.registry.primitive_names():
+    if asked and "use_kernels" not in schedule.registry.names("primitive"):
         raise config.error(schedule, f"{' and '.join(asked)} by kernels needs slapo-kernels; pip install slapo-kernels")
     if name is not None:
         _attend(schedule, config, name)

@@ -7,12 +7,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from torch import fx, nn
 
 from slapo_core.modules.forward_arguments import split_inputs
-from slapo_core.modules.forward_wrapping import own_forward
 from slapo_core.modules.parameters import is_part
 from slapo_core.reporting.errors import ScheduleError, TraceError
 from slapo_core.reporting.logger import get_logger
 from slapo_core.schedules.schedule import Schedule
 from slapo_core.schedules.steps import attempt
+from slapo_tracing.nodes.forward_wrapping import own_forward
 from slapo_tracing.nodes.opaque_modules import is_opaque
 
 from ..rules.norms import counts_channels_only

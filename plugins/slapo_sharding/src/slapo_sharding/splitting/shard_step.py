@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from slapo_core.modules.forward_wrapping import own_forward
 from slapo_core.modules.parameters import ShardSpec, facts, successor
 from slapo_core.schedules.schedule import Schedule
+from slapo_tracing.nodes.forward_wrapping import own_forward
 from slapo_training.gradient_hooks import carry_hooks, cut_attributes
 
 from ..rules.parametrization_hooks import is_computing

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # its functions default to the world of the moment it is imported: here, none
 
-from slapo_core.distributed import random as slapo_random
+from slapo_core.distributed.random import get_cuda_rng_tracker
 
 from .job_transport import Job, Report, detached, unpickled
 
@@ -125,8 +125,7 @@ def _prepare(job: Job) -> None:
     if torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(False)  # imports the whole compiler
     torch.manual_seed(0)
-    slapo_random.get_cuda_rng_tracker().reset()
-    slapo_random._SEED_SET = False
+    get_cuda_rng_tracker().reset()
     random.seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)

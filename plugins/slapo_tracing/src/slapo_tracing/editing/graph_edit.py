@@ -14,12 +14,12 @@ from torch import fx, nn
 from torch.fx.node import map_arg
 
 from slapo_core.modules import paths
-from slapo_core.modules.forward_wrapping import forward_wrappers
 from slapo_core.reporting.errors import ScheduleError
 
 from ..graphs.traced_module import TracedModule, compile_anew, subtree, variants_of
 from ..graphs.variants import Variants, on_meta, with_dropped
 from ..matching.matcher import Match, match_at
+from ..nodes.forward_wrapping import forward_wrappers
 from ..nodes.graph_comparison import Twins
 from ..nodes.mode_regions import is_region_node, write_regions
 from ..nodes.symbolic_sizes import SIZE

@@ -10,15 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from slapo_core.modules.forward_wrapping import (
-    HOOK_TABLES,
-    INNER,
-    WRAPPERS,
-    WrappedForward,
-    forward_wrappers,
-    wrap_forward,
-    wrapped_forward,
-)
+from slapo_core.modules.hook_tables import HOOK_TABLES
+
+from ..nodes.forward_wrapping import INNER, WRAPPERS, WrappedForward, forward_wrappers, wrap_forward, wrapped_forward
 
 WRAPPING = ("forward", WRAPPERS, INNER)
 """Attributes in which a module's wrappers are kept."""

@@ -10,10 +10,10 @@ from typing import Any
 from torch import fx, nn
 
 from slapo_core.modules.forward_arguments import signature_of, split_inputs
-from slapo_core.modules.forward_wrapping import own_forward
 from slapo_core.reporting.errors import ScheduleError, TraceError, UnknownNameError
 
 from ..graphs.traced_module import TracedModule
+from ..nodes.forward_wrapping import own_forward
 from ..nodes.opaque_modules import is_opaque
 from .export_tracer import trace_export
 from .fx_tracer import trace_fx, tracer_class

@@ -186,3 +186,8 @@ def _counts(values: list[torch.Tensor], ignored: int) -> list[tuple[int, int, in
 
 def _has_rows(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
+
+
+def variadic(model: nn.Module) -> str | None:
+    """Return the name of the forward's ``*args``, under which ``named_inputs`` has a tuple; None where it has none."""
+    return next((name for name, each in signature_of(model).parameters.items() if each.kind is each.VAR_POSITIONAL), None)

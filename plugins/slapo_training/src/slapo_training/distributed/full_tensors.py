@@ -11,7 +11,7 @@ from torch import nn
 
 from slapo_core.distributed.agreement import agree
 from slapo_core.interfaces.program import Program
-from slapo_core.modules.parameters import ShardSpec, facts, is_part, plain, shard_spec
+from slapo_core.modules.parameters import ShardSpec, facts, is_part, shard_spec
 from slapo_core.reporting.errors import ScheduleError
 from slapo_core.schedules.schedule import Schedule
 
@@ -98,6 +98,14 @@ def _broadcast(full: Any, group: dist.ProcessGroup, source: int, device: torch.d
     buffer = full.contiguous() if full is not None else torch.empty(shape, dtype=dtype, device=device)
     dist.broadcast(buffer.flatten().view(torch.uint8), source, group=group)  # bytes, as there is no float8 in gloo
     return buffer
+
+
+def plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The tensor, detached; not one of FSDP2's, which takes a part of a part for a part of the whole, nor an empty one."""
+    became = "a DTensor, as in FSDP2" if hasattr(tensor, "placements") else "empty, as in ZeRO-3"
+    if hasattr(tensor, "placements") or getattr(tensor, "ds_shape", None) not in (None, getattr(tensor, "shape", None)):
+        raise ScheduleError(f"a parameter has become {became}; leave that out, or ask inside of engine.whole_parameters()")
+    return tensor.detach() if tensor is not None else None
 
 
 def over_group(parameter: torch.Tensor, read: Read) -> torch.Tensor | None:

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from slapo_core.modules.parameters import plain, shard_spec
+from slapo_core.modules.parameters import shard_spec
+
+from .full_tensors import plain
 
 
 def total_grad_norm(

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from slapo_core.modules.parameters import ShardSpec, facts, plain
+from slapo_core.modules.parameters import ShardSpec, facts
 
-from ..distributed.full_tensors import gather_parts
+from ..distributed.full_tensors import gather_parts, plain
 from .sharded_attributes import CUT, attributes_cut_with
 
 Place = tuple[nn.Module, str]

@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from slapo_core.distributed.random import rng_state, set_rng_state
-from slapo_core.modules.forward_wrapping import HOOK_TABLES
+from slapo_core.modules.hook_tables import HOOK_TABLES
 from slapo_tracing.recording.sandbox import OtherRandomNumbers
 
 _TORCHS_OWN = set(vars(nn.Module()))

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from slapo_core.modules.parameters import facts, plain, shard_spec
-from slapo_training.distributed.full_tensors import over_group
+from slapo_core.modules.parameters import facts, shard_spec
+from slapo_training.distributed.full_tensors import over_group, plain
 
 from ..model_setup.fused_parameters import is_fused, taken_apart
 from ..ranks.failure_propagation import Ranks

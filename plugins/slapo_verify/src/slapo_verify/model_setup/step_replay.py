@@ -12,7 +12,7 @@ from slapo_core.modules.parameters import is_part
 from slapo_core.reporting.errors import ScheduleError
 from slapo_core.schedules.journal import Step
 from slapo_core.schedules.schedule import Schedule, create_schedule
-from slapo_core.schedules.serialization import decode, encode, imports_of
+from slapo_core.schedules.serialization import reread
 
 from .model_copies import copied
 
@@ -45,7 +45,6 @@ def _again(value: Any, schedule: Schedule) -> Any:
     if isinstance(value, dict):
         return {key: _again(each, schedule) for key, each in value.items()}
     try:
-        data = encode(value)
+        return reread(value, schedule)
     except ScheduleError:
         return type(value)(_again(each, schedule) for each in value) if type(value) in (list, tuple) else value
-    return decode(data, tuple(imports_of(data)), schedule)

@@ -15,13 +15,13 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
-from slapo_core.modules.forward_wrapping import forward_wrappers
 from slapo_core.modules.parameters import ShardSpec
-from slapo_core.registration.entries import conflict
+from slapo_core.registration.entries import Entry
 from slapo_core.reporting.errors import PluginError, ScheduleError
 from slapo_core.reporting.failure_reason import reason
 from slapo_core.reporting.logger import get_logger
 from slapo_core.schedules.schedule import Schedule
+from slapo_tracing.nodes.forward_wrapping import forward_wrappers
 
 from ...rules.sharding_rule import AppliedCut, record_cut, split_of
 from ...splitting.module_paths import kind as kind_of_path
@@ -84,7 +84,7 @@ def backend_of(schedule: Schedule, name: object) -> LayerBackend:
         raise ScheduleError(_unknown(schedule, name, found), path=schedule.path, primitive="tensor_parallel")
     entry, *others = found[name]
     if others:
-        raise conflict(found[name])
+        raise Entry.conflict(found[name])
     return entry.load()  # type: ignore[no-any-return]
 
 

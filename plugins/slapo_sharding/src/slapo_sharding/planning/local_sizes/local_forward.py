@@ -16,12 +16,12 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from slapo_core.modules.forward_arguments import split_inputs
-from slapo_core.modules.forward_wrapping import INNER, WRAPPERS
 from slapo_core.modules.parameters import is_part
 from slapo_core.reporting.errors import TraceError
 from slapo_tracing.graphs.guard import Call, Guard, plain_signature
 from slapo_tracing.graphs.variants import Variant, on_meta
 from slapo_tracing.nodes._torch_private import unobserved, whole_shape
+from slapo_tracing.nodes.forward_wrapping import INNER, WRAPPERS
 from slapo_tracing.nodes.nested_values import Hidden
 from slapo_tracing.recording.module_hooks import HOOKS
 from slapo_tracing.tracers.value_tracer import Kind, trace_again, trace_value
@@ -38,7 +38,7 @@ from .size_origins import forget
 from .tensor_prototypes import without_prototypes
 
 _MOST_CALLS, _MOST_GRAPHS = 256, 8
-_KEPT = {*vars(nn.Module()), "forward", WRAPPERS, INNER} - {"training"}
+_KEPT = {*vars(nn.Module()), *WRAPPING} - {"training"}
 """Attributes of the whole modules that those of the ones which run do not replace."""
 
 

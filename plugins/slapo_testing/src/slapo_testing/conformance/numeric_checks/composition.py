@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from slapo_core.modules.forward_wrapping import wrap_forward
 from slapo_core.reporting.errors import SlapoError
 from slapo_core.schedules.schedule import Schedule
+from slapo_tracing.nodes.forward_wrapping import wrap_forward
 
 from ..examples.case import Case, check_sentence
 
@@ -72,7 +72,7 @@ def _trace(case: Case, schedule: Schedule) -> None:
 
 def _checkpoint(case: Case, schedule: Schedule) -> None:
     at = case.at(schedule)
-    if "checkpoint" in case.registry.primitive_names():
+    if "checkpoint" in case.registry.names("primitive"):
         at.apply("checkpoint")
     elif type(at.mod).forward is not nn.Module.forward:
         wrap_forward(at.mod, _recomputed)

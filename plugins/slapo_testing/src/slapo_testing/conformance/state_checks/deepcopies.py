@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from slapo_core.modules.forward_wrapping import forward_wrappers
 from slapo_core.modules.parameters import facts, shard_spec
+from slapo_tracing.nodes.forward_wrapping import forward_wrappers
 
 from ..examples.case import Case, ConformanceError
 

@@ -6,6 +6,7 @@ repeat the collectives its hooks do.
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Callable
 from functools import partial
@@ -18,22 +19,17 @@ Wrapper = Callable[..., Any]
 
 WRAPPERS = "_slapo_wrappers"
 INNER = "_slapo_inner_forward"
-HOOK_TABLES = (
-    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
-    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
-    *("_backward_hooks", "_backward_pre_hooks"),
-)
-"""Attributes in which torch keeps the hooks of a module: dicts with a key for each hook."""
 
 
-def wrap_forward(module: nn.Module, wrapper: Wrapper) -> None:
-    """Put ``wrapper`` around the module's forward, outside the wrappers it already has."""
+def wrap_forward(module: nn.Module, wrapper: Wrapper, *, innermost: bool = False) -> None:
+    """Put ``wrapper`` around the module's forward, outside the wrappers it already has, or inside all of them."""
     state = module.__dict__
     if WRAPPERS not in state:
         if "forward" in state:  # somebody's own instance-level forward stays the innermost
             state[INNER] = state["forward"]
         state["forward"] = WrappedForward(wrapped_forward, module)  # unlike a method of a module, this can be pickled
-    state[WRAPPERS] = (*state.get(WRAPPERS, ()), wrapper)
+    before = state.get(WRAPPERS, ())
+    state[WRAPPERS] = (wrapper, *before) if innermost else (*before, wrapper)
 
 
 def forward_wrappers(module: nn.Module) -> tuple[Wrapper, ...]:
@@ -54,4 +50,11 @@ def wrapped_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 class WrappedForward(partial[Any]):
+    """A forward with wrappers around it; its signature is that of the forward inside."""
+
     __code__ = wrapped_forward.__code__  # torch's compiler asks for that of a GraphModule's forward
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        module = self.args[0]
+        return inspect.signature(own_forward(module) or types.MethodType(type(module).forward, module))

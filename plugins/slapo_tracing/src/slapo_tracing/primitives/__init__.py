@@ -1,0 +1,1 @@
+"""The primitives of tracing, one per file."""
