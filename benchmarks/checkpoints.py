@@ -28,8 +28,7 @@ from torch.nn import functional as F
 
 from benchmarks.peers.rounds import in_new_processes
 from benchmarks.sharding import blocks
-from slapo_core import build, create_schedule
-from slapo_core.distributed.agreement import all_reduce
+from slapo_core import all_reduce, build, create_schedule
 
 HIDDEN, LAYERS, TURNS = 1024, 4, 7
 ZERO = {"config": {"zero_optimization": {"stage": 1}}}

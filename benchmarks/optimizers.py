@@ -20,8 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.peers.rounds import Step, in_new_processes, in_turns, ratio, slowest, spread
 from benchmarks.sharding import SEQUENCE, blocks
-from slapo_core import build, create_schedule
-from slapo_core.modules.parameters import ShardSpec, shard_spec
+from slapo_core import ShardSpec, build, create_schedule, shard_spec
 from slapo_training.optimizers import whole_tensor_construction
 
 RANKS, LAYERS, ROUNDS, PAIRS = 2, 4, 3, 5

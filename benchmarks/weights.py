@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import slapo
 from benchmarks.peers.rounds import in_new_processes
-from slapo_core.modules.parameters import facts, shard_spec
+from slapo_core import parameter_facts, shard_spec
 
 RANKS, TURNS, MIB = 4, 3, 2**20
 
@@ -125,7 +125,7 @@ def measure(rank: int, folder: str, small: bool) -> dict[str, Any]:
         ours.append(measured(folder, lambda sch=sch: slapo.build(sch, check=False, weights=folder)))
         held = sch.root_module.named_parameters()
         whole = ((0, None),)
-        specs = {facts(each).names[0]: shard_spec(each) for _, each in held}
+        specs = {parameter_facts(each).names[0]: shard_spec(each) for _, each in held}
         needs = sum(each.nbytes for each in sch.root_module.parameters())
         wanted = [(name, spec.dim, spec.ranges()) if spec else (name, 0, list(whole)) for name, spec in specs.items()]
         del sch, held

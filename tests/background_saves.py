@@ -21,9 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.building.build import build
-from slapo_core.distributed.random import set_random_seed
-from slapo_training.checkpoint.async_save import Saving
+from slapo_core import build, set_random_seed
+from slapo_training.checkpoint import Saving
 from tests.engine_models import batches, halved, my_part, small, two_groups
 from tests.engines import scheduled
 from tests.slapo_torch.layouts import mesh_of, message_of

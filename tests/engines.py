@@ -19,9 +19,7 @@ import slapo_deepspeed.plugin
 import slapo_megatron.plugin
 import slapo_pipeline.plugin
 import slapo_sharding.plugin
-from slapo_core.building.build import build
-from slapo_core.registration.registry import Registry
-from slapo_core.schedules.schedule import Schedule, create_schedule
+from slapo_core import Registry, Schedule, build, create_schedule
 from slapo_training.checkpoint.manifest import MANIFEST, content_of, text_of
 from tests.engine_models import (
     Gated,

@@ -16,9 +16,7 @@ import slapo_megatron.plugin
 import slapo_pipeline.plugin
 import slapo_sharding.plugin
 import slapo_torch.plugin
-from slapo_core.building.build import build
-from slapo_core.registration.registry import Registry
-from slapo_core.schedules.schedule import Schedule, create_schedule
+from slapo_core import Registry, Schedule, build, create_schedule
 from slapo_training.gradient_hooks import gradient_hook
 from tests.slapo_torch.layouts import mesh_of
 

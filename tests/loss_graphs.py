@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core.building.build import build
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import build, create_schedule
 from tests.loss_cases import CLASSES, LENGTH, PLUGINS, ROWS, WIDTH, ids, sgd, shares, uneven
 from tests.slapo_torch.layouts import mesh_of, message_of
 

@@ -15,8 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutput
 
-from slapo_core.building.build import build
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import build, create_schedule
 from tests.loss_cases import CLASSES, LENGTH, PLUGINS, ROWS, WIDTH, ids, sgd
 from tests.slapo_torch.layouts import mesh_of, message_of
 

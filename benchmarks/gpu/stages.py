@@ -15,8 +15,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.gpu.timing import Sizes, batch_of, check_gradients, gpt2, step_of, table
-from slapo_core import create_schedule
-from slapo_core.building.build import build_program
+from slapo_core import build_program, create_schedule
 
 STAGES = 4
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from slapo_core.interfaces.program import Boundary
+from slapo_core import Boundary
 
 Shape = tuple[int, int, int]
 HIDDEN: dict[str, Shape] = {"128 KiB": (1, 128, 256), "2 MiB": (4, 512, 256)}

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 from benchmarks.sharding import blocks
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import Schedule
 
 
 class Sizes(NamedTuple):

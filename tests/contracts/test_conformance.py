@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from slapo_core import Registry, Schedule, make, set_random_seed
-from slapo_pipeline.tracing.pipe_split import pipe_split
+from slapo_pipeline.tracing import pipe_split
 from slapo_testing.conformance import Check, Example, Refused, primitive_checks
 
 from .conftest import TOP

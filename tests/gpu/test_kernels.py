@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slapo_core.reporting.errors import ScheduleError
+from slapo_core import ScheduleError
 from slapo_kernels import Implementation, run
 from slapo_kernels.dispatch.kernels import KERNELS
 from tests.slapo_kernels.kernel_examples import CALLS, computed, names

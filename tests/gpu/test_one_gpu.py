@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core import build, create_schedule, init_empty_weights, set_random_seed
-from slapo_core.distributed.random import get_cuda_rng_tracker
-from slapo_testing import assert_equivalent
+from slapo_core import build, create_schedule, get_cuda_rng_tracker, init_empty_weights, set_random_seed
+from slapo_verify.comparison import assert_equivalent
 
 from .models import DEVICE, KINDS, batch_of, gpt2
 

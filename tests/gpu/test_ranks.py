@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from slapo_core import build, create_schedule
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import Schedule, build, create_schedule
 from slapo_testing import run_distributed
 
 from .models import DEVICE, KINDS, PATHS, batch_of

@@ -7,8 +7,7 @@ import copy
 import pytest
 import torch
 
-from slapo_core import create_schedule, init_empty_weights, materialize
-from slapo_core.building.build import build_program
+from slapo_core import build_program, create_schedule, init_empty_weights, materialize
 
 from .models import DEVICE, KINDS, PATHS, batch_of
 

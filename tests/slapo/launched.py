@@ -14,7 +14,7 @@ import torch.distributed as dist
 from slapo.launch.elastic_launch import launch
 from slapo.launch.errors import InterruptedRunError
 from slapo.run_data.settings import Settings
-from slapo_core.reporting.errors import ScheduleError
+from slapo_core import ScheduleError
 
 
 def add(settings: Settings) -> None:

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.modules.forward_arguments import by_position, named_inputs, split_inputs
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError, call_arguments, named_inputs, split_inputs
 from slapo_tracing import trace_module
-from slapo_tracing.nodes.forward_wrapping import wrap_forward
+from slapo_tracing.nodes import wrap_forward
 
 X, Y = torch.randn(2, 3), torch.randn(2, 3)
 
@@ -49,7 +48,7 @@ def test_every_way_to_give_a_call(given: Any, args: Any, kwargs: Any) -> None:
 def test_arguments_by_name_are_the_same_call(args: Any, kwargs: Any) -> None:
     model = Everything()
     named = named_inputs(model, args, kwargs)
-    again = by_position(model, named)
+    again = call_arguments(model, named)
     assert model(*again[0], **again[1]) == model(*args, **kwargs)
     assert split_inputs(named, model) == again
 

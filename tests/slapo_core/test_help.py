@@ -7,9 +7,7 @@ import pydoc
 
 from torch import nn
 
-from slapo_core.interfaces.hookspecs import hookimpl
-from slapo_core.interfaces.primitive import Primitive
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import Primitive, create_schedule, hookimpl
 from slapo_testing import isolated_plugins
 
 

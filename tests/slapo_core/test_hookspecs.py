@@ -12,12 +12,10 @@ import pytest
 import typer
 from torch import nn
 
-from slapo_core import Registry, ScheduleError, create_schedule, hookimpl, hookspec
+from slapo_core import PlainEngine, Registry, ScheduleError, Step, create_schedule, hookimpl, hookspec
 from slapo_core.interfaces import hookspecs
-from slapo_core.interfaces.engine import PlainEngine
 from slapo_core.interfaces.hookspecs import NAME
 from slapo_core.registration.entries import HOOKS
-from slapo_core.schedules.journal import Step
 
 SPECS = [value for name, value in vars(hookspecs).items() if hasattr(value, f"{NAME}_spec")]
 

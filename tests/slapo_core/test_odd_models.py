@@ -14,11 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from slapo_core import PluginError, Primitive, Schedule, ScheduleError, Step, UnknownNameError, create_schedule, hookimpl
-from slapo_core.modules.parameters import facts, successor
-from slapo_core.registration.registry import Registry
+from slapo_core import (
+    PluginError,
+    Primitive,
+    Registry,
+    Schedule,
+    ScheduleError,
+    Step,
+    UnknownNameError,
+    create_schedule,
+    hookimpl,
+    parameter_facts,
+    successor,
+)
 from slapo_testing import isolated_plugins
-from slapo_tracing.nodes.forward_wrapping import forward_wrappers, wrap_forward
+from slapo_tracing.nodes import forward_wrappers, wrap_forward
 
 Picture = dict[str, Any]
 
@@ -60,7 +70,7 @@ def picture(root: nn.Module) -> Picture:
         seen[path] = (id(module), type(module), {name: _shown(value) for name, value in module.__dict__.items()})
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None:
-                known = facts(tensor)
+                known = parameter_facts(tensor)
                 attributes = {key: value for key, value in tensor.__dict__.items() if value is not known}
                 marks = (known.names, known.spec, frozenset(known.tags))
                 shown = (id(tensor), tuple(tensor.shape), tensor.requires_grad, id(tensor.grad), attributes, marks)
@@ -84,8 +94,8 @@ def set_parameter(sch: Schedule) -> None:
 
 def change_facts(sch: Schedule) -> None:
     for tensor in sch.mod.parameters(recurse=False):
-        facts(tensor).tags.add("mark")
-        facts(tensor).names = ("another",)
+        parameter_facts(tensor).tags.add("mark")
+        parameter_facts(tensor).names = ("another",)
         tensor.colour = "red"
         tensor.requires_grad_(False)
 
@@ -333,11 +343,11 @@ def test_a_tied_weight_is_set_at_both_places_and_put_back(registry: Registry) ->
     model = Odd()
     sch = create_schedule(model, plugins=registry)
     old = model.named["a"].weight
-    assert facts(old).names == ("parts.1.fc.weight", "named.a.weight")
+    assert parameter_facts(old).names == ("parts.1.fc.weight", "named.a.weight")
     sch["named.a"].edit([("set_parameter", "")])
     assert model.parts[1].fc.weight is model.named["a"].weight
     assert model.named["a"].weight is not old
-    assert facts(model.parts[1].fc.weight).names == facts(old).names
+    assert parameter_facts(model.parts[1].fc.weight).names == parameter_facts(old).names
     sch.undo()
     assert model.parts[1].fc.weight is old
     assert model.named["a"].weight is old
@@ -384,7 +394,7 @@ def test_a_name_held_twice_in_one_module_is_two_names(registry: Registry) -> Non
     model = nn.Module()
     model.a = model.b = nn.Parameter(torch.ones(2))
     sch = create_schedule(model, plugins=registry)
-    assert facts(model.a).names == ("a", "b")
+    assert parameter_facts(model.a).names == ("a", "b")
     sch.edit([("set_parameter", "")])
     assert model.a is model.b
 
@@ -421,7 +431,7 @@ def test_a_deep_copy_is_independent(registry: Registry) -> None:
     sch["named.a"].edit([("facts", "")])
     twin = copy.deepcopy(sch)
     assert twin.mod is not sch.mod
-    assert facts(twin.mod.named["a"].weight).tags == {"mark"}
+    assert parameter_facts(twin.mod.named["a"].weight).tags == {"mark"}
     assert twin.mod.named["a"].weight is twin.mod.parts[1].fc.weight
     twin["parts.0"].replace(Part())
     twin["named.a"].edit([("facts", "")])

@@ -12,9 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from slapo_core import Registry, build, create_schedule, hookimpl
-from slapo_core.registration.plugins import PluginRecord
-from slapo_core.reporting.errors import BuildError, PluginError, UnknownNameError
+from slapo_core import BuildError, PluginError, PluginRecord, Registry, UnknownNameError, build, create_schedule, hookimpl
 from tests.distributions import write_distribution
 
 PLUGIN = """

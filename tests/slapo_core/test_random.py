@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from slapo_core.distributed.random import (
+from slapo_core import (
     MODEL_PARALLEL_RNG,
     RNGTracker,
     get_cuda_rng_tracker,

@@ -10,9 +10,18 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
-from slapo_core import Primitive, Registry, create_schedule, default_registry, hookimpl, list_primitives, register_primitive
-from slapo_core.registration.entries import Entry
-from slapo_core.reporting.errors import PluginError, UnknownNameError
+from slapo_core import (
+    Entry,
+    PluginError,
+    Primitive,
+    Registry,
+    UnknownNameError,
+    create_schedule,
+    default_registry,
+    hookimpl,
+    list_primitives,
+    register_primitive,
+)
 from slapo_testing import isolated_plugins
 
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core import ScheduleError, UnknownNameError, create_schedule, make
-from slapo_core.modules.parameters import facts
+from slapo_core import ScheduleError, UnknownNameError, create_schedule, make, parameter_facts
 
 
 class Twins(nn.Module):
@@ -51,7 +50,7 @@ def test_correctness_07_hooks_training_mode_frozen_parameters_and_names_carry_ov
     assert not new.training
     assert not new.weight.requires_grad
     assert new.bias.requires_grad
-    assert facts(new.weight).names == ("0.weight",)
+    assert parameter_facts(new.weight).names == ("0.weight",)
     sch.undo()
     assert new.training
     assert new.weight.requires_grad
@@ -234,8 +233,8 @@ def test_a_parameter_that_lives_on_in_the_new_module_keeps_its_name() -> None:
     new = nn.Linear(4, 4, bias=False)
     new.register_parameter("frozen", old)
     create_schedule(model)["0"].replace(new)
-    assert facts(new.weight).names == ()
-    assert facts(old).names == ("0.weight",)
+    assert parameter_facts(new.weight).names == ()
+    assert parameter_facts(old).names == ("0.weight",)
     assert new.weight.requires_grad
 
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core import Schedule, ScheduleError, UnknownNameError, create_schedule, is_module_list, make
-from slapo_core.modules.parameters import facts
+from slapo_core import Schedule, ScheduleError, UnknownNameError, create_schedule, is_module_list, make, parameter_facts
 
 
 class Block(nn.Module):
@@ -165,12 +164,12 @@ def test_primitives_are_listed_as_methods() -> None:
 def test_a_deep_copy_of_a_schedule_keeps_what_is_known() -> None:
     sch = create_schedule(Tied())
     sch["h.0.attn"].annotate("weight", "no_decay", True)
-    facts(sch["wte"].mod.weight).tags.add("tag")
+    parameter_facts(sch["wte"].mod.weight).tags.add("tag")
     other = copy.deepcopy(sch)
     assert other.mod is not sch.mod
     assert other.original_names == sch.original_names
     assert other["h.0.attn"].mod.weight.no_decay is True
-    assert facts(other["head"].mod.weight).tags == {"tag"}
+    assert parameter_facts(other["head"].mod.weight).tags == {"tag"}
     assert "annotate" in other["h.0.attn"].metadata.primitives
     assert str(other.journal) == str(sch.journal)
     other["h.0"].replace(nn.Identity())

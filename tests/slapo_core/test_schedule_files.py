@@ -16,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from slapo_core import ScheduleError, create_schedule, load_schedule, make
-from slapo_core.reporting.errors import TraceError
+from slapo_core import ScheduleError, TraceError, create_schedule, load_schedule, make
 from slapo_core.schedules.serialization import decode, encode, to_source
 
 

@@ -8,12 +8,22 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core import Primitive, Schedule, ScheduleError, SlapoError, Step, UnknownNameError, create_schedule, hookimpl
-from slapo_core.modules.parameters import facts, successor
-from slapo_core.schedules.steps import attempt
+from slapo_core import (
+    Primitive,
+    Schedule,
+    ScheduleError,
+    SlapoError,
+    Step,
+    UnknownNameError,
+    create_schedule,
+    hookimpl,
+    parameter_facts,
+    savepoint,
+    successor,
+)
 from slapo_testing import isolated_plugins
 from slapo_tracing import plugin as tracing
-from slapo_tracing.nodes.forward_wrapping import wrap_forward
+from slapo_tracing.nodes import wrap_forward
 
 
 class Mark(Primitive):
@@ -26,7 +36,7 @@ class Mark(Primitive):
         mod = schedule.mod
         weight = mod.weight
         weight.colour = "red"
-        facts(weight).tags.add("marked")
+        parameter_facts(weight).tags.add("marked")
         weight.requires_grad_(False)
         mod.register_forward_hook(double)
         mod.register_buffer("extra", torch.ones(1))
@@ -129,7 +139,7 @@ def state(module: nn.Module) -> Any:
             type(sub),
             {key: value for key, value in sub.__dict__.items() if key not in ("_parameters", "_buffers", "_modules")},
             {
-                name: (id(p), p.requires_grad, dict(p.__dict__), set(facts(p).tags))
+                name: (id(p), p.requires_grad, dict(p.__dict__), set(parameter_facts(p).tags))
                 for name, p in sub._parameters.items()
                 if p is not None
             },
@@ -389,13 +399,13 @@ class TwoWays(Primitive):
     @staticmethod
     def apply(schedule: Schedule, *, again: bool = True) -> None:
         try:
-            with attempt(schedule):
+            with savepoint(schedule):
                 schedule["0"].mark()
                 schedule["1"].mark(fail=True)
         except RuntimeError:
             again = again or schedule["0"].mod.out_features != 2
         if again:
-            with attempt(schedule):
+            with savepoint(schedule):
                 schedule["1"].mark()
 
 

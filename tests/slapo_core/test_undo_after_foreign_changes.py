@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core import Primitive, Schedule, create_schedule, hookimpl
-from slapo_core.registration.registry import Registry
+from slapo_core import Primitive, Registry, Schedule, create_schedule, hookimpl
 
 
 def mark(module: nn.Module, args: Any, output: Any) -> None:

@@ -7,8 +7,16 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from slapo_core import BuildError, build, create_schedule, init_empty_weights, materialize
-from slapo_core.modules.parameters import ShardSpec, facts, successor
+from slapo_core import (
+    BuildError,
+    ShardSpec,
+    build,
+    create_schedule,
+    init_empty_weights,
+    materialize,
+    parameter_facts,
+    successor,
+)
 
 
 def gpt2() -> GPT2LMHeadModel:
@@ -66,7 +74,7 @@ def test_ties_stay_ties() -> None:
         model = gpt2()
     build(create_schedule(model))
     assert model.lm_head.weight is model.transformer.wte.weight
-    assert facts(model.lm_head.weight).names == ("transformer.wte.weight", "lm_head.weight")
+    assert parameter_facts(model.lm_head.weight).names == ("transformer.wte.weight", "lm_head.weight")
 
 
 @pytest.mark.parametrize(("dim", "num_shards", "blocks"), [(0, 2, (8,)), (1, 2, (4,)), (0, 2, (4, 4)), (0, 4, (8,))])
@@ -126,13 +134,13 @@ def test_buffers_follow_the_weights_to_their_device() -> None:
         model = llama()
     table = model.model.rotary_emb
     kept = table.inv_freq
-    facts(kept).tags.add("mine")
+    parameter_facts(kept).tags.add("mine")
     materialize(model)
     assert table.inv_freq is kept
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.to("meta"))
     materialize(model, device="meta")
     assert all(buffer.is_meta for buffer in model.buffers())
-    assert facts(table.inv_freq).tags == {"mine"}
+    assert parameter_facts(table.inv_freq).tags == {"mine"}
     assert not model.model.norm.weight.is_meta
 
 

@@ -18,10 +18,7 @@ from torch.optim.lr_scheduler import StepLR
 import slapo_deepspeed.plugin
 import slapo_pipeline.plugin
 import slapo_sharding.plugin
-from slapo_core.building.build import build
-from slapo_core.registration.registry import Registry
-from slapo_core.reporting.errors import BuildError
-from slapo_core.schedules.schedule import Schedule, create_schedule
+from slapo_core import BuildError, Registry, Schedule, build, create_schedule
 from slapo_deepspeed.configuration.options import DeepSpeedOptions
 from slapo_deepspeed.dialect import DeepSpeedDialect
 from slapo_testing import run_distributed

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in __all__
 
-from slapo_core.building.build import build
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import build, create_schedule
 from slapo_testing import run_distributed
 from slapo_training.engines.stale_engines import abandon_stale
 from tests.engines import PLUGINS

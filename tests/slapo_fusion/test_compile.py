@@ -13,11 +13,11 @@ from torch import nn
 
 import slapo_fusion.plugin
 import slapo_memory.plugin
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import ScheduleError, create_schedule
 from slapo_fusion._torch_private import mode_options
-from slapo_memory.forward_wrappers.recomputation import checkpoint
-from slapo_testing import assert_equivalent, isolated_plugins
+from slapo_memory.forward_wrappers import checkpoint
+from slapo_testing import isolated_plugins
+from slapo_verify.comparison import assert_equivalent
 
 # of inputs that are no leaves: torch's compiler asks, and tells nobody but where warnings are errors
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")

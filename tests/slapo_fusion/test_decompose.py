@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 import slapo_fusion.plugin
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule import create_schedule
-from slapo_testing import assert_equivalent, isolated_plugins
+from slapo_core import ScheduleError, create_schedule
+from slapo_testing import isolated_plugins
+from slapo_verify.comparison import assert_equivalent
 
 
 @pytest.fixture(autouse=True)

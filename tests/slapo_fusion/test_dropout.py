@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from slapo_core import create_schedule
 from slapo_fusion.compilers import with_parts_apart
 from slapo_fusion.cpu_operators.dropout import Draw, dropout, dropout_mask, fast_dropout, fast_dropout_mask
-from slapo_testing import assert_equivalent
 from slapo_tracing import trace_module
+from slapo_verify.comparison import assert_equivalent
 
 X = torch.randn(3, 4, 8)
 

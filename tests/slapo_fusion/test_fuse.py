@@ -15,12 +15,10 @@ from torch.nn import functional as F
 from torch.profiler import profile
 
 import slapo_fusion.plugin
-from slapo_core.interfaces.hookspecs import hookimpl
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule import Schedule, create_schedule
-from slapo_core.schedules.schedule_files import load_schedule
-from slapo_testing import assert_equivalent, isolated_plugins
+from slapo_core import Schedule, ScheduleError, create_schedule, hookimpl, load_schedule
+from slapo_testing import isolated_plugins
 from slapo_tracing.matching.patterns import call_module
+from slapo_verify.comparison import assert_equivalent
 
 # of inputs that are no leaves: torch's compiler asks, and tells nobody but where warnings are errors
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")

@@ -17,8 +17,8 @@ from slapo_fusion.compilers import inductor
 from slapo_fusion.cpu_operators import _torch_inductor_pass
 from slapo_fusion.cpu_operators import gelu as gelus
 from slapo_fusion.cpu_operators.gelu import fusable, gelu
-from slapo_testing import assert_equivalent
 from slapo_tracing.matching.patterns import call_module
+from slapo_verify.comparison import assert_equivalent
 
 X = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(0))
 

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from slapo_core import create_schedule
 from slapo_fusion.cpu_operators import layer_norms
 from slapo_fusion.cpu_operators.layer_norms import call_norm, layer_norm
-from slapo_testing import assert_equivalent
 from slapo_tracing.matching.patterns import call_module
+from slapo_verify.comparison import assert_equivalent
 
 X = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(0))
 

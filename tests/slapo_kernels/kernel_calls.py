@@ -13,8 +13,7 @@ import slapo_kernels.plugin
 import slapo_memory.plugin
 import slapo_pipeline.plugin
 import slapo_sharding.plugin
-from slapo_core.interfaces.hookspecs import hookimpl
-from slapo_core.registration.registry import Registry
+from slapo_core import Registry, hookimpl
 from slapo_kernels.dispatch import dispatcher
 from slapo_kernels.implementations import eager
 from slapo_testing import isolated_plugins

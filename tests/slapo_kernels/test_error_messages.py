@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule import Schedule, create_schedule
+from slapo_core import Schedule, ScheduleError, create_schedule
 from slapo_kernels import Implementation, choose, explain, op, run
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.schedules.schedule import Schedule, create_schedule
-from slapo_testing import assert_equivalent, run_distributed
+from slapo_core import Schedule, create_schedule
+from slapo_testing import run_distributed
+from slapo_verify.comparison import assert_equivalent
 from tests.zoo.families import FAMILIES
 
 WAYS = {

@@ -12,10 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule import Schedule, create_schedule
-from slapo_core.schedules.schedule_files import load_schedule
-from slapo_testing import assert_equivalent
+from slapo_core import Schedule, ScheduleError, create_schedule, load_schedule
+from slapo_verify.comparison import assert_equivalent
 from tests.slapo_kernels.kernel_calls import COUNTED, Counted, counted_kernels
 from tests.zoo.families import FAMILIES
 

@@ -8,10 +8,9 @@ from collections import Counter
 import pytest
 import torch
 
-from slapo_core.distributed.random import set_random_seed
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule import create_schedule
-from slapo_testing import assert_equivalent, run_distributed
+from slapo_core import ScheduleError, create_schedule, set_random_seed
+from slapo_testing import run_distributed
+from slapo_verify.comparison import assert_equivalent
 from tests.slapo_kernels.kernel_calls import COUNTED, counted_kernels
 from tests.zoo.families import FAMILIES
 

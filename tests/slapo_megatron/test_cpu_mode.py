@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError
 from slapo_megatron.process_state.cpu_mode import cpu_mode, without_mode
 from tests.slapo_sharding.logged_warnings import warnings_told
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slapo.framework_dialect import get_dialect_cls
-from slapo_core.building.build import build
+from slapo_core import build
 from slapo_testing import run_distributed
 from tests.engine_models import batches, my_part, small
 from tests.engines import (

@@ -11,9 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from slapo_core.building.build import build
-from slapo_core.reporting.errors import BuildError
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import BuildError, build, create_schedule
 from slapo_megatron.configuration.options import MegatronOptions
 from slapo_megatron.dialect import MegatronDialect
 from slapo_testing import run_distributed

@@ -7,9 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.building.build import build, build_program
-from slapo_core.reporting.errors import BuildError
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import BuildError, build, build_program, create_schedule
 from slapo_megatron.process_state.process_groups import ParallelState
 from slapo_testing import run_distributed
 from tests.engines import PLUGINS

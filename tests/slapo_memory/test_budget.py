@@ -19,14 +19,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slapo_core.distributed.random import get_cuda_rng_tracker, set_random_seed
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule import Schedule, create_schedule
-from slapo_core.schedules.schedule_files import load_schedule
+from slapo_core import Schedule, ScheduleError, create_schedule, get_cuda_rng_tracker, load_schedule, set_random_seed
 from slapo_memory.selective_checkpoint.budget import parse
 from slapo_memory.selective_checkpoint.kept_outputs import _Entry, tensors_in
 from slapo_memory.selective_checkpoint.operator_costs import Operator, choose
-from slapo_testing import assert_equivalent
+from slapo_verify.comparison import assert_equivalent
 
 pytestmark = pytest.mark.usefixtures("only_memory")
 

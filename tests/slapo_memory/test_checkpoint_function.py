@@ -9,10 +9,8 @@ import torch
 from torch.nn.functional import dropout
 
 import slapo_memory.plugin
-from slapo_core.distributed.random import get_cuda_rng_tracker, set_random_seed
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule import create_schedule
-from slapo_memory.forward_wrappers.recomputation import checkpoint
+from slapo_core import ScheduleError, create_schedule, get_cuda_rng_tracker, set_random_seed
+from slapo_memory.forward_wrappers import checkpoint
 from slapo_testing import isolated_plugins
 
 modes = pytest.mark.parametrize("use_reentrant", [True, False])

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from slapo_core.schedules.schedule import create_schedule
-from slapo_testing import assert_equivalent
+from slapo_core import create_schedule
+from slapo_verify.comparison import assert_equivalent
 
 pytestmark = pytest.mark.usefixtures("only_memory")
 

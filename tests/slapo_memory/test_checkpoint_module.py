@@ -12,10 +12,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
-from slapo_core.distributed.random import get_cuda_rng_tracker, set_random_seed
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule import Schedule, create_schedule
-from slapo_testing import assert_equivalent
+from slapo_core import Schedule, ScheduleError, create_schedule, get_cuda_rng_tracker, set_random_seed
+from slapo_verify.comparison import assert_equivalent
 
 pytestmark = pytest.mark.usefixtures("only_memory")
 

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule import Schedule, create_schedule
-from slapo_testing import assert_equivalent
+from slapo_core import Schedule, ScheduleError, create_schedule
+from slapo_verify.comparison import assert_equivalent
 
 pytestmark = pytest.mark.usefixtures("only_memory")
 

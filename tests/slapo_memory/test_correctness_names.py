@@ -12,9 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import slapo_memory.plugin
 import slapo_sharding.plugin
-from slapo_core.distributed.random import get_cuda_rng_tracker, set_random_seed
-from slapo_core.registration.registry import Registry
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import Registry, create_schedule, get_cuda_rng_tracker, set_random_seed
 from slapo_testing import run_distributed
 
 pytestmark = pytest.mark.usefixtures("only_memory")

@@ -13,9 +13,7 @@ from torch import nn
 
 import slapo_memory.plugin
 import slapo_sharding.plugin
-from slapo_core.distributed.random import set_random_seed
-from slapo_core.registration.registry import Registry
-from slapo_core.schedules.schedule import Schedule, create_schedule
+from slapo_core import Registry, Schedule, create_schedule, set_random_seed
 from slapo_testing import run_distributed
 from tests.zoo.families import FAMILIES, layers
 

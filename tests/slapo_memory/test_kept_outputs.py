@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import create_schedule
 
 pytestmark = pytest.mark.usefixtures("only_memory")
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.schedules.schedule import create_schedule
-from slapo_memory.forward_wrappers.recomputation import checkpoint
+from slapo_core import create_schedule
+from slapo_memory.forward_wrappers import checkpoint
 
 pytestmark = pytest.mark.usefixtures("only_memory")
 

@@ -15,11 +15,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import slapo_fusion.plugin
 import slapo_memory.plugin
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule import Schedule, create_schedule
-from slapo_core.schedules.schedule_files import load_schedule
+from slapo_core import Schedule, ScheduleError, create_schedule, load_schedule
 from slapo_memory.forward_wrappers.cpu_offload import _Copy
-from slapo_testing import assert_equivalent, isolated_plugins
+from slapo_testing import isolated_plugins
+from slapo_verify.comparison import assert_equivalent
 
 
 @pytest.fixture(autouse=True)

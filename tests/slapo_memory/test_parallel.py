@@ -15,10 +15,7 @@ import slapo_memory.plugin
 import slapo_pipeline.plugin
 import slapo_sharding.plugin
 import slapo_torch.plugin
-from slapo_core.building.build import build
-from slapo_core.registration.registry import Registry
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import Registry, ScheduleError, build, create_schedule
 from slapo_memory.forward_wrappers import cpu_offload
 from slapo_testing import run_distributed
 from tests.slapo_torch.layouts import adamw, mesh_of

@@ -14,10 +14,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule import Schedule, create_schedule
-from slapo_core.schedules.schedule_files import load_schedule
-from slapo_testing import assert_equivalent
+from slapo_core import Schedule, ScheduleError, create_schedule, load_schedule
+from slapo_verify.comparison import assert_equivalent
 
 pytestmark = pytest.mark.usefixtures("only_memory")
 

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule import create_schedule
-from slapo_memory.forward_wrappers.recomputation import checkpoint
+from slapo_core import ScheduleError, create_schedule
+from slapo_memory.forward_wrappers import checkpoint
 
 pytestmark = pytest.mark.usefixtures("only_memory")
 

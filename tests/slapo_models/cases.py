@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import Schedule
 from slapo_models import apply_schedule
 from slapo_verify import Report, verify, verify_engine
 from tests.slapo_models.residual import WideResNet

@@ -17,12 +17,10 @@ import slapo
 import slapo.model_schedule
 import slapo_memory.plugin
 import slapo_models.plugin
-from slapo_core import Registry, Schedule, hookimpl
-from slapo_core.registration.registry import use_registry
-from slapo_core.reporting.errors import PluginError, ScheduleError, UnknownNameError
+from slapo_core import PluginError, Registry, Schedule, ScheduleError, UnknownNameError, hookimpl, use_registry
 from slapo_models import apply_schedule, get_schedule, register_schedule
 from slapo_models.registration import REGISTERED
-from slapo_testing import assert_equivalent
+from slapo_verify.comparison import assert_equivalent
 from tests.slapo_models.cases import CASES
 
 

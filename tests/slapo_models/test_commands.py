@@ -12,8 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from slapo.cli.app import create_app
-from slapo_core import Registry
-from slapo_core.registration.registry import use_registry
+from slapo_core import Registry, use_registry
 from slapo_models.registration import REGISTERED
 from tests.contracts.conftest import TOP
 from tests.slapo_models.cases import CASES

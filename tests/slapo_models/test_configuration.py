@@ -13,11 +13,11 @@ from torch.nn import functional as F
 
 import slapo
 import slapo_models.plugin
-from slapo_core import Registry, Schedule
-from slapo_core.reporting.errors import ScheduleError, UnknownNameError
+from slapo_core import Registry, Schedule, ScheduleError, UnknownNameError
 from slapo_models import Configuration, apply_schedule
 from slapo_models.shared_steps.kernels import ATTENTIONS
-from slapo_testing import assert_equivalent, run_distributed
+from slapo_testing import run_distributed
+from slapo_verify.comparison import assert_equivalent
 from tests.contracts.conftest import TOP
 from tests.slapo_models.cases import CASES
 from tests.slapo_models.residual import BasicBlock, WideResNet

@@ -10,10 +10,7 @@ import torch
 from torch import nn
 
 import slapo_pipeline.plugin
-from slapo_core.building.build import build_program
-from slapo_core.interfaces.program import Program
-from slapo_core.registration.registry import Registry
-from slapo_core.schedules.schedule import Schedule, create_schedule
+from slapo_core import Program, Registry, Schedule, build_program, create_schedule
 
 
 def cut(model: nn.Module, inputs: Any, *paths: str) -> Schedule:

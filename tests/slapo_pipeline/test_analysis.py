@@ -10,14 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.building.build import build_program
-from slapo_core.interfaces.program import Program, Stage
-from slapo_core.reporting.errors import BuildError, ScheduleError, UnknownNameError
+from slapo_core import BuildError, Program, ScheduleError, Stage, UnknownNameError, build_program
 from slapo_pipeline.analysis import (
     analyze_pipeline_module,
     module_stages,
 )
-from slapo_pipeline.partition.tied_parameters import analyze_tie_weights
+from slapo_pipeline.partition import analyze_tie_weights
 from slapo_pipeline.propagation import build_pipeline_model, generate_pipeline_partition
 
 from .stage_comparison import cut

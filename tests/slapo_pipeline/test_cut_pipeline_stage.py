@@ -10,10 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.building.build import build_program
-from slapo_core.reporting.errors import BuildError, ScheduleError, TraceError
-from slapo_core.schedules.schedule import Schedule
-from slapo_tracing.nodes.forward_wrapping import wrap_forward
+from slapo_core import BuildError, Schedule, ScheduleError, TraceError, build_program
+from slapo_tracing.nodes import wrap_forward
 
 from .stage_comparison import cut
 from .toy_models import Counts, Skips, Stateful, TwiceNormed
@@ -29,7 +27,7 @@ def test_a_cut_is_journaled_and_undone() -> None:
 
 
 def test_a_saved_cut_is_taken_again(tmp_path: Path) -> None:
-    from slapo_core.schedules.schedule_files import load_schedule
+    from slapo_core import load_schedule
 
     first = cut(Skips(), X, "b")
     first.save(tmp_path / "schedule.json")
@@ -128,7 +126,7 @@ def test_a_module_that_runs_twice_begins_its_stage_the_first_time() -> None:
 
 
 def test_a_cut_before_is_journaled_undone_and_taken_again(tmp_path: Path) -> None:
-    from slapo_core.schedules.schedule_files import load_schedule
+    from slapo_core import load_schedule
 
     schedule = cut_before(Skips(), X, "b")
     schedule["b"].cut_pipeline_stage()

@@ -7,9 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core.building.build import build_program
-from slapo_core.interfaces.program import Program, Stage
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError, Program, Stage, build_program
 from slapo_pipeline.describe import describe, stage_code
 
 from .stage_comparison import cut

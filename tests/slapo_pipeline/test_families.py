@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slapo_core.building.build import build_program
-from slapo_core.reporting.errors import TraceError
+from slapo_core import TraceError, build_program
 
 from .families import CLASSES, FAST, IN_TWO, REFUSED, places, small
 from .family_table import table

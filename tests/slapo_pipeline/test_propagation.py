@@ -13,13 +13,9 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 import slapo
-from slapo_core.building.build import build, build_program
-from slapo_core.reporting.errors import BuildError, ScheduleError
-from slapo_core.schedules.schedule import Schedule
-from slapo_core.schedules.schedule_files import load_schedule
+from slapo_core import BuildError, Schedule, ScheduleError, build, build_program, load_schedule
 from slapo_pipeline.analysis import analyze_pipeline_module
-from slapo_pipeline.partition.partitioned_module import PartitionedModule
-from slapo_pipeline.partition.tied_parameters import analyze_tie_weights
+from slapo_pipeline.partition import PartitionedModule, analyze_tie_weights
 from slapo_pipeline.propagation import (
     add_partition_notation,
     build_pipeline_model,

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core.reporting.errors import TraceError
-from slapo_pipeline.partition.partitioned_module import PartitionedModule
+from slapo_core import TraceError
+from slapo_pipeline.partition import PartitionedModule
 
 from .stage_comparison import assert_same, assert_same_as_model, expected_of
 

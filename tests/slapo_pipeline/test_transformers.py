@@ -89,7 +89,7 @@ def test_vision() -> None:
 
 
 def test_a_cache_is_refused() -> None:
-    from slapo_core.reporting.errors import TraceError
+    from slapo_core import TraceError
 
     with pytest.raises(TraceError, match="a DynamicCache is used by stages 0 and 1, .*use_cache=False"):
         assert_same_as_model(_model("LlamaForCausalLM", **SIZES, num_key_value_heads=1), TEXT, "model.layers.0")

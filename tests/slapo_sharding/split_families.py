@@ -12,12 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.building.build import build
-from slapo_core.registration.registry import Registry
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule import Schedule, create_schedule
+from slapo_core import Registry, Schedule, ScheduleError, build, create_schedule
 from slapo_sharding import plugin
-from slapo_testing import assert_equivalent, run_distributed
+from slapo_testing import run_distributed
+from slapo_verify.comparison import assert_equivalent
 from tests.slapo_sharding.logged_warnings import warnings_told
 from tests.zoo.families import FAMILIES
 

@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
-from slapo_core import Primitive, Schedule, ScheduleError, hookimpl
-from slapo_core.modules.parameters import successor
+from slapo_core import Primitive, Schedule, ScheduleError, hookimpl, successor
 from slapo_testing.conformance import ConformanceError, Example, Refused, check_primitive, primitive_checks
-from slapo_tracing.nodes.forward_wrapping import forward_wrappers, wrap_forward
+from slapo_tracing.nodes import forward_wrappers, wrap_forward
 
 HERE = __name__
 

@@ -12,10 +12,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core import Primitive, Schedule, ScheduleError, hookimpl
-from slapo_core.modules.parameters import successor
+from slapo_core import Primitive, Schedule, ScheduleError, hookimpl, successor
 from slapo_testing.conformance import ConformanceError, Example, primitive_checks
-from slapo_tracing.nodes.forward_wrapping import wrap_forward
+from slapo_tracing.nodes import wrap_forward
 
 HERE = __name__
 X = torch.linspace(-1, 1, 8).view(2, 4)

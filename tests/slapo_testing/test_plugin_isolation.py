@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slapo_core.interfaces.hookspecs import hookimpl
-from slapo_core.interfaces.primitive import Primitive
-from slapo_core.registration.registry import default_registry, list_primitives
-from slapo_core.reporting.errors import PluginError
+from slapo_core import PluginError, Primitive, default_registry, hookimpl, list_primitives
 from slapo_testing import isolated_plugins
 
 

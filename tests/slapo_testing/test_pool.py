@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slapo_core.distributed.random import is_random_seed_set, set_random_seed
+from slapo_core import is_random_seed_set, set_random_seed
 from slapo_testing import MAX_WORKERS, DistributedError, preload, run_distributed, shutdown_workers
 from slapo_testing.workers import pool
 

@@ -13,10 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import slapo_pipeline.plugin
 import slapo_sharding.plugin
 import slapo_torch.plugin
-from slapo_core.building.build import build
-from slapo_core.distributed.agreement import gather
-from slapo_core.registration.registry import Registry
-from slapo_core.schedules.schedule import Schedule, create_schedule
+from slapo_core import Registry, Schedule, build, create_schedule, gather_objects
 from slapo_torch.engine import TorchEngine
 from slapo_training.model.pieces import whole
 
@@ -122,7 +119,7 @@ def message_of(call: Callable[[], Any]) -> str:
 
 def put_together(engine: Any, mesh: Any) -> dict[str, torch.Tensor]:
     """What the pieces of all ranks give."""
-    held = gather({name: piece._replace(tensor=piece.tensor.clone()) for name, piece in engine.pieces().items()}, mesh)
+    held = gather_objects({name: piece._replace(tensor=piece.tensor.clone()) for name, piece in engine.pieces().items()}, mesh)
     names = {name for own in held for name in own}
     return {name: whole(own[name] for own in held if name in own) for name in names}
 

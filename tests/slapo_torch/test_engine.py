@@ -19,11 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 import slapo_torch.plugin
 from slapo.framework_dialect import get_dialect_cls
-from slapo_core.building.build import build
-from slapo_core.registration.registry import Registry
-from slapo_core.reporting.errors import BuildError
-from slapo_core.schedules.schedule import create_schedule
-from slapo_training.batches.microbatches import split
+from slapo_core import BuildError, Registry, build, create_schedule
+from slapo_training.batches import split
 
 from .layouts import adamw
 

@@ -13,9 +13,7 @@ from torch import nn
 import slapo_pipeline.plugin
 import slapo_sharding.plugin
 import slapo_torch.plugin
-from slapo_core.building.build import build
-from slapo_core.registration.registry import Registry
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import Registry, build, create_schedule
 from slapo_testing import run_distributed
 
 from .layouts import adamw, mesh_of, message_of

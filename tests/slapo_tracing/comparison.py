@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_tracing import TracedModule, trace_module
+from slapo_tracing import trace_module
+from slapo_tracing.graphs import TracedModule
 from slapo_tracing.nodes.nested_values import walk
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from slapo_core import Schedule, create_schedule
-from slapo_tracing import TracedModule
+from slapo_tracing.graphs import TracedModule
 from tests.zoo.families import VOCAB, Family, layers
 
 Batch = dict[str, Any]

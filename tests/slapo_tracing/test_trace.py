@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core import create_schedule
-from slapo_core.reporting.errors import ScheduleError, TraceError, UnknownNameError
-from slapo_testing import assert_equivalent
-from slapo_tracing import TracedModule, trace, trace_module
+from slapo_core import ScheduleError, TraceError, UnknownNameError, create_schedule
+from slapo_tracing import trace_module
+from slapo_tracing.graphs import TracedModule
+from slapo_tracing.tracers import trace
+from slapo_verify.comparison import assert_equivalent
 from tests.slapo_tracing.comparison import assert_same
 from tests.zoo.families import FAMILIES
 

@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError
 from slapo_training.batch_arguments import arguments_of
-from slapo_training.options.common_options import CommonOptions
+from slapo_training.options import CommonOptions
 
 X, Y, Z = "x", "y", "z"
 

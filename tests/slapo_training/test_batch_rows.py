@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError
 from slapo_training.batches.rows import BatchRows, check_dims
 
 IMAGE = 60

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from slapo_core import ScheduleError, build, create_schedule
-from slapo_core.modules.parameters import ShardSpec, successor
+from slapo_core import ScheduleError, ShardSpec, build, create_schedule, successor
 from slapo_testing import run_distributed
 
 

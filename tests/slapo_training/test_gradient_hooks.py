@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core.reporting.errors import UnknownNameError
+from slapo_core import UnknownNameError
 from slapo_training.gradient_hooks import cut_attributes, gradient_hook
 from slapo_training.gradient_hooks.closure_references import reads_weights
 from slapo_training.gradient_hooks.elementwise_marker import is_elementwise

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core import create_schedule
-from slapo_core.reporting.errors import VerifyError
+from slapo_core import VerifyError, create_schedule
 from slapo_verify import Report, run_as_threads, verify, verify_engine
-from slapo_verify.comparison.equivalence import Tolerance
+from slapo_verify.comparison import Tolerance
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.distributed.random import get_cuda_rng_tracker, set_random_seed
-from slapo_core.modules.parameters import ShardSpec, facts, successor
-from slapo_testing import DistributedError, assert_equivalent, run_distributed
+from slapo_core import ShardSpec, get_cuda_rng_tracker, parameter_facts, set_random_seed, successor
+from slapo_testing import DistributedError, run_distributed
+from slapo_verify.comparison import assert_equivalent
 
 
 class Answer(nn.Module):
@@ -70,7 +70,7 @@ def test_a_gradient_is_compared_under_its_original_name() -> None:
 
     def change(model: nn.Sequential) -> None:
         for name, parameter in model.named_parameters():
-            facts(parameter).names = (name,)
+            parameter_facts(parameter).names = (name,)
         model.insert(0, nn.Identity())
         model[1].register_forward_hook(lambda module, args, out: Doubled.apply(out))
 
@@ -152,7 +152,7 @@ def sharded(rank: int, wrong: float) -> None:
     torch.manual_seed(0)
     before = nn.Linear(4, 6, bias=False)
     after = copy.deepcopy(before)
-    facts(after.weight).names = ("weight",)
+    parameter_facts(after.weight).names = ("weight",)
     spec = ShardSpec(dim=1, full_shape=(6, 4), rank=rank, num_shards=2, blocks=(4,))
     after.weight = successor(after.weight, spec.local(after.weight.data), spec=spec)
     after.forward = lambda x: _reduced(spec.local(x) @ after.weight.t() * (1 + wrong * rank))

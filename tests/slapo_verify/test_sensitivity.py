@@ -16,9 +16,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from slapo_core import VerifyError, create_schedule
-from slapo_tracing.nodes.forward_wrapping import wrap_forward
+from slapo_tracing.nodes import wrap_forward
 from slapo_verify import Report, Verify, verify
-from slapo_verify.comparison.equivalence import Tolerance, typical_size
+from slapo_verify.comparison import Tolerance
+from slapo_verify.comparison.equivalence import typical_size
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 

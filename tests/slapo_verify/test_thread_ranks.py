@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from slapo_core import SlapoError, VerifyError, create_schedule, set_random_seed
-from slapo_core.distributed.random import get_cuda_rng_tracker
+from slapo_core import SlapoError, VerifyError, create_schedule, get_cuda_rng_tracker, set_random_seed
 from slapo_testing import run_distributed
 from slapo_verify import Report, run_as_threads, verify
 from tests.engine_models import batches, small

@@ -11,11 +11,9 @@ import torch
 from torch import nn
 
 import slapo
-from slapo_core import create_schedule, hookimpl
-from slapo_core.distributed.random import rng_state
-from slapo_core.reporting.errors import VerifyError
+from slapo_core import VerifyError, create_schedule, hookimpl, rng_state
 from slapo_verify import Verify, verify
-from slapo_verify.comparison.equivalence import Tolerance
+from slapo_verify.comparison import Tolerance
 from slapo_weights import made_of
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))

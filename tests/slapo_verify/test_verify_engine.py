@@ -19,13 +19,10 @@ from torch.nn import functional as F
 import slapo_pipeline.plugin
 import slapo_sharding.plugin
 import slapo_torch.plugin
-from slapo_core import VerifyError, hookimpl
-from slapo_core.interfaces.program import Program
-from slapo_core.registration.registry import Registry
-from slapo_core.schedules.schedule import Schedule, create_schedule
+from slapo_core import Program, Registry, Schedule, VerifyError, create_schedule, hookimpl
 from slapo_testing import run_distributed
 from slapo_verify import Report, verify, verify_engine
-from slapo_verify.comparison.equivalence import Tolerance
+from slapo_verify.comparison import Tolerance
 from slapo_verify.training_runs.reference_run import plain_steps, sgd
 from tests.engine_models import Skips, batches, small, twice
 from tests.output_cases import GPT, RETURNS, batch_of, two

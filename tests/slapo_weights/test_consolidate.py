@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import slapo
-from slapo_core.reporting.errors import BuildError, UnknownNameError
+from slapo_core import BuildError, UnknownNameError
 from slapo_testing import run_distributed
 from tests.engine_models import batches, small
 from tests.slapo_torch.layouts import adamw, mesh_of, message_of, put_together

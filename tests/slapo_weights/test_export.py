@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import slapo
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError
 from slapo_weights import export_weights
 from slapo_weights.export_plan.plan import parsed_size
 from slapo_weights.tensor_views.fused_parameters import made_of

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import slapo
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError
 from slapo_weights import export_weights
 from slapo_weights.safetensors_files.writer import DTYPES
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import slapo
-from slapo_core.building.build import build
+from slapo_core import build
 from slapo_testing import run_distributed
 from slapo_weights import export_weights
 from tests.engine_models import batches, my_part, small

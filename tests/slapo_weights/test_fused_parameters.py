@@ -13,8 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import slapo
-from slapo_core.modules.parameters import ShardSpec, successor
-from slapo_core.reporting.errors import BuildError, ScheduleError
+from slapo_core import BuildError, ScheduleError, ShardSpec, successor
 from slapo_kernels.layers.fused import FusedQKV
 from slapo_weights.export import export_weights
 from slapo_weights.load import Weights, fill

@@ -11,10 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import slapo
-from slapo_core.interfaces.hookspecs import hookimpl
-from slapo_core.modules.parameters import ShardSpec, facts, successor
-from slapo_core.registration.registry import Registry
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError, Registry, ShardSpec, hookimpl, parameter_facts, successor
 from slapo_weights.load import Weights, fill
 from tests.zoo.families import FAMILIES
 
@@ -302,7 +299,7 @@ class Counting(nn.Module):
         self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
         self.register_buffer("steps", torch.tensor(0))
         self.register_buffer("table", torch.arange(4.0), persistent=False)
-        facts(self.table)
+        parameter_facts(self.table)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x) * self.table
@@ -330,10 +327,10 @@ def test_buffers_go_where_the_weights_go(tmp_path: Path) -> None:
     with slapo.init_empty_weights():
         model = Counting()
     slapo.create_schedule(model)
-    facts(model.table).tags.add("mine")
+    parameter_facts(model.table).tags.add("mine")
     fill(model, [model], Weights(tmp_path), device="meta")
     assert all(buffer.is_meta for buffer in model.buffers())
-    assert facts(model.table).tags == {"mine"}
+    assert parameter_facts(model.table).tags == {"mine"}
 
 
 def test_what_has_values_keeps_them(tmp_path: Path) -> None:
@@ -379,12 +376,12 @@ def test_frozen_parameters_stay_frozen_and_facts_stay(tmp_path: Path) -> None:
     model = empty("llama")
     model.lm_head.weight.requires_grad_(False)
     sch = slapo.create_schedule(model)
-    facts(model.model.norm.weight).tags.add("mine")
+    parameter_facts(model.model.norm.weight).tags.add("mine")
     slapo.build(sch, weights=tmp_path)
     assert not model.lm_head.weight.requires_grad
     assert model.model.norm.weight.requires_grad
-    assert facts(model.model.norm.weight).tags == {"mine"}
-    assert facts(model.model.norm.weight).names == ("model.norm.weight",)
+    assert parameter_facts(model.model.norm.weight).tags == {"mine"}
+    assert parameter_facts(model.model.norm.weight).names == ("model.norm.weight",)
 
 
 @pytest.mark.parametrize(

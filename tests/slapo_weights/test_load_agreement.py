@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import slapo
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError
 from slapo_testing import run_distributed
 from slapo_weights.load import Weights
 from slapo_weights.safetensors_files.reader import WeightFiles

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import slapo
-from slapo_core.modules.parameters import ShardSpec, successor
+from slapo_core import ShardSpec, successor
 from slapo_testing import run_distributed
 from slapo_weights.load import Weights, fill
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError
 from slapo_weights.safetensors_files.reader import WeightFiles
 from slapo_weights.tensor_views import box_view
 from slapo_weights.tensor_views.box_view import View, concatenated, stacked

@@ -49,10 +49,11 @@ if TYPE_CHECKING:
         register_primitive,
         set_random_seed,
     )
-    from slapo_memory.forward_wrappers.recomputation import checkpoint
+    from slapo_memory.forward_wrappers import checkpoint
     from slapo_models import apply_schedule
-    from slapo_pipeline.partition.tied_parameters import analyze_tie_weights
-    from slapo_tracing import ModulePattern, Pattern, call_module, trace, trace_module
+    from slapo_pipeline.partition import analyze_tie_weights
+    from slapo_tracing import ModulePattern, Pattern, call_module, trace_module
+    from slapo_tracing.tracers import trace
     from slapo_training.ema import ema
     from slapo_training.gradient_hooks import gradient_hook
     from slapo_tune import Database, Space, Symbol

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any
 from slapo_core import build_program
 from slapo_pipeline.analysis import LiveValue, PipelineAnalysis, analyze_pipeline_module, module_stages
 from slapo_pipeline.describe import describe, stage_code
-from slapo_pipeline.partition.boundary_traffic import Traffic, boundary_bytes
-from slapo_pipeline.partition.partitioned_module import PartitionedModule, StageArguments
-from slapo_pipeline.partition.tied_parameters import analyze_tie_weights
+from slapo_pipeline.partition import PartitionedModule, StageArguments, Traffic, analyze_tie_weights, boundary_bytes
 from slapo_pipeline.pipe import Pipe, pipeline
 from slapo_pipeline.program_of_pipe import program_of_pipe
 from slapo_pipeline.propagation import (
@@ -19,13 +17,11 @@ from slapo_pipeline.propagation import (
     generate_pipeline_partition,
     propagate_partition,
 )
-from slapo_pipeline.torch_pipe.split_points import annotate_split_points
-from slapo_pipeline.torch_pipe.stage_runtime import build_stage
-from slapo_pipeline.torch_pipe.tied_gradients import sum_tied_gradients
-from slapo_pipeline.tracing.pipe_split import pipe_split
+from slapo_pipeline.torch_pipe import annotate_split_points, build_stage, sum_tied_gradients
+from slapo_pipeline.tracing import pipe_split
 
 if TYPE_CHECKING:
-    from slapo_pipeline.torch_pipe._torch_private import (
+    from slapo_pipeline.torch_pipe import (
         DetachExecutor,
         LossWrapper,
         MultiUseParameterConfig,

@@ -1,8 +1,7 @@
 """Random numbers on many ranks."""
 
-from slapo_core import get_cuda_rng_tracker, is_random_seed_set, set_random_seed
-from slapo_core.distributed.random import MODEL_PARALLEL_RNG
-from slapo_core.distributed.random import RNGTracker as CudaRNGStatesTracker
+from slapo_core import MODEL_PARALLEL_RNG, get_cuda_rng_tracker, is_random_seed_set, set_random_seed
+from slapo_core import RNGTracker as CudaRNGStatesTracker
 
 __all__ = [
     "CudaRNGStatesTracker",

@@ -1,47 +1,84 @@
-"""The schedule language for training large PyTorch models: core."""
+"""The schedule language for training large PyTorch models: core. What plugins may import from it is in ``__all__``."""
 
-from .building.build import build, build_program
+from .building.build import BuildPlan, build, build_program
 from .building.weights import init_empty_weights, materialize
-from .distributed.random import get_cuda_rng_tracker, is_random_seed_set, set_random_seed
+from .distributed.agreement import all_reduce, compare_across_ranks, gather_objects, mesh_groups, raise_on_all_ranks
+from .distributed.random import (
+    MODEL_PARALLEL_RNG,
+    RNGState,
+    RNGTracker,
+    get_cuda_rng_tracker,
+    is_random_seed_set,
+    rng_state,
+    set_random_seed,
+    set_rng_state,
+)
+from .interfaces.codec import Codec
 from .interfaces.dialect import Dialect
-from .interfaces.engine import Engine
-from .interfaces.hookspecs import NAME, hookimpl, hookspec
+from .interfaces.engine import Engine, PlainEngine
+from .interfaces.hookspecs import hookimpl, hookspec
 from .interfaces.primitive import Primitive
 from .interfaces.program import Boundary, Program, Stage, TieGroup
+from .modules import paths
+from .modules.forward_arguments import call_arguments, forward_signature, named_inputs, split_inputs
+from .modules.hook_tables import HOOK_TABLES
+from .modules.parameters import ParameterFacts, ShardSpec, is_sharded, parameter_facts, shard_spec, successor
 from .modules.paths import is_module_list
-from .registration.registry import Registry, default_registry, list_primitives, register_primitive
+from .registration.entries import Entry
+from .registration.plugins import PluginRecord
+from .registration.registry import Registry, default_registry, list_primitives, register_primitive, use_registry
 from .reporting.errors import BuildError, PluginError, ScheduleError, SlapoError, TraceError, UnknownNameError, VerifyError
+from .reporting.failure_reason import failure_reason
 from .reporting.logger import get_logger
 from .schedules.journal import Journal, Step
 from .schedules.schedule import Schedule, ScheduleMetadata, create_schedule
 from .schedules.schedule_files import load_schedule
-from .schedules.serialization import make
+from .schedules.serialization import make, reread
+from .schedules.steps import savepoint
+from .schedules.transaction import Transaction
 
 __all__ = [
-    "NAME",
     "Boundary",
     "BuildError",
+    "BuildPlan",
+    "Codec",
     "Dialect",
     "Engine",
+    "Entry",
+    "HOOK_TABLES",
     "Journal",
+    "MODEL_PARALLEL_RNG",
+    "ParameterFacts",
+    "PlainEngine",
     "PluginError",
+    "PluginRecord",
     "Primitive",
     "Program",
+    "RNGState",
+    "RNGTracker",
     "Registry",
     "Schedule",
     "ScheduleError",
     "ScheduleMetadata",
+    "ShardSpec",
     "SlapoError",
     "Stage",
     "Step",
     "TieGroup",
     "TraceError",
+    "Transaction",
     "UnknownNameError",
     "VerifyError",
+    "all_reduce",
     "build",
     "build_program",
+    "call_arguments",
+    "compare_across_ranks",
     "create_schedule",
     "default_registry",
+    "failure_reason",
+    "forward_signature",
+    "gather_objects",
     "get_cuda_rng_tracker",
     "get_logger",
     "hookimpl",
@@ -49,10 +86,24 @@ __all__ = [
     "init_empty_weights",
     "is_module_list",
     "is_random_seed_set",
+    "is_sharded",
     "list_primitives",
     "load_schedule",
     "make",
     "materialize",
+    "mesh_groups",
+    "named_inputs",
+    "parameter_facts",
+    "paths",
+    "raise_on_all_ranks",
     "register_primitive",
+    "reread",
+    "rng_state",
+    "savepoint",
     "set_random_seed",
+    "set_rng_state",
+    "shard_spec",
+    "split_inputs",
+    "successor",
+    "use_registry",
 ]

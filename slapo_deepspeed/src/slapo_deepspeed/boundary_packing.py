@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from slapo_core.interfaces.program import Boundary
-from slapo_core.reporting.errors import BuildError
+from slapo_core import Boundary, BuildError
 
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 

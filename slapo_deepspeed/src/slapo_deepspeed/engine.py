@@ -12,34 +12,29 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.distributed.agreement import compare
-from slapo_core.interfaces.program import Program
-from slapo_core.modules.forward_arguments import by_position
-from slapo_core.modules.parameters import is_part
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError, Program, call_arguments, compare_across_ranks, is_sharded
 from slapo_training.batch_engine import BatchEngine, MicroBatches
-from slapo_training.batches.microbatches import Batch
-from slapo_training.checkpoint.async_save import Saver, Saving
-from slapo_training.distributed.ranks import on_all
-from slapo_training.distributed.single_process_group import OwnWorld
+from slapo_training.batches import Batch
+from slapo_training.checkpoint import Saver, Saving
+from slapo_training.distributed import OwnWorld, on_all
 from slapo_training.ema import MasterValue
-from slapo_training.engines import parameter_ownership, stale_engines
-from slapo_training.engines.checkpoint_files import Position
-from slapo_training.engines.dialect import holds_copies
-from slapo_training.engines.gradient_comparison import GradientComparison
-from slapo_training.engines.initial_weights import check_same_start
-from slapo_training.engines.microbatch_plans import microbatch_plans
-from slapo_training.engines.stage_parameters import release_others
-from slapo_training.engines.unused_parameters import UnusedParameters
-from slapo_training.engines.warning_filter import without_warnings
+from slapo_training.engines import (
+    GradientComparison,
+    Position,
+    UnusedParameters,
+    check_same_start,
+    holds_copies,
+    microbatch_plans,
+    parameter_ownership,
+    release_others,
+    stale_engines,
+    without_warnings,
+)
 from slapo_training.gradient_hooks import StepHooks
-from slapo_training.losses.microbatch_loss import CountedLoss, check_has_gradient
-from slapo_training.losses.reductions import LossReduction
-from slapo_training.model.pieces import Piece
-from slapo_training.model.training_mode import Modes
-from slapo_training.optimizers.construction import made_on_all
-from slapo_training.optimizers.whole_tensor_optimizer import WholeTensorOptimizer
-from slapo_training.options.common_options import is_rate
+from slapo_training.losses import CountedLoss, LossReduction, check_has_gradient
+from slapo_training.model import Modes, Piece
+from slapo_training.optimizers import WholeTensorOptimizer, made_on_all
+from slapo_training.options import is_rate
 
 from .checkpoint import save_load
 from .configuration.config_optimizer import factory_of, is_offloaded
@@ -73,7 +68,7 @@ class DeepSpeedEngine(BatchEngine):
         self._options = options
         self._device_type = program.mesh.device_type if program.mesh is not None else "cpu"
         self._saver = Saver(program)
-        compare(options.agreed(), program.mesh)
+        compare_across_ranks(options.agreed(), program.mesh)
         self._deepspeed = imported(self._device_type)
         stale_engines.abandon_stale()
         self._world, self._linear = start(self._deepspeed), TorchLinear()
@@ -134,7 +129,7 @@ class DeepSpeedEngine(BatchEngine):
         layout = whole_tensor_optimizer.layout(program, self.module, options.zero_stage)
         if options.optimizer is not None or "optimizer" not in self._config:
             return made_on_all(options, layout, self.module, self._fit)
-        factory = factory_of(self._config, any(is_part(each) for each in self.module.parameters()))
+        factory = factory_of(self._config, any(is_sharded(each) for each in self.module.parameters()))
         optimizer, _ = made_on_all(replace(options, optimizer=factory), layout, self.module, self._fit)
         if not isinstance(optimizer, WholeTensorOptimizer):
             return None, None
@@ -383,7 +378,7 @@ class DeepSpeedEngine(BatchEngine):
 
     def _part(self, index: int, batch: MicroBatches) -> torch.Tensor:
         """The loss of a micro-batch, by what it weighs."""
-        args, kwargs = by_position(self.program.module, batch.parts[index])
+        args, kwargs = call_arguments(self.program.module, batch.parts[index])
         loss, counted = self._loss(lambda: self.model(*args, **kwargs), batch.labels[index])
         self._counted.append(counted)
         return loss if batch.weights is None else batch.weights.weighted(index, loss, counted)
@@ -401,5 +396,5 @@ class DeepSpeedEngine(BatchEngine):
 def _mark_shards(module: nn.Module) -> None:
     """Set what DeepSpeed reads to count the gradients of each shard in the norm, and those of replicated parameters once."""
     for parameter in module.parameters():
-        if is_part(parameter):
+        if is_sharded(parameter):
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]

@@ -11,14 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.interfaces.program import Boundary, Program, Stage
-from slapo_core.modules.parameters import is_part
-from slapo_training.batches.microbatches import Batch
-from slapo_training.engines.stage_parameters import copies
+from slapo_core import Boundary, Program, Stage, is_sharded
+from slapo_training.batches import Batch
+from slapo_training.engines import copies
 from slapo_training.label_weights import LabelWeights
-from slapo_training.losses.microbatch_loss import CountedLoss, check_has_gradient, run_stage
-from slapo_training.losses.reductions import LossReduction
-from slapo_training.model.training_mode import Modes
+from slapo_training.losses import CountedLoss, LossReduction, check_has_gradient, run_stage
+from slapo_training.model import Modes
 
 from .boundary_packing import pack, unpack
 
@@ -127,7 +125,7 @@ def in_pipeline(program: Program, stage: RunningStage, modes: Modes) -> Any:
         # without ZeRO the norm leaves out what is not marked on every stage but the first, and counts what is marked anywhere
         is_first = not getattr(parameter, "ds_pipe_replicated", False)
         parameter.model_parallel = is_first and program.axis_rank("tp") == 0  # type: ignore[attr-defined]
-        parameter.tensor_model_parallel = is_first and is_part(parameter)  # type: ignore[attr-defined]
+        parameter.tensor_model_parallel = is_first and is_sharded(parameter)  # type: ignore[attr-defined]
     return made
 
 

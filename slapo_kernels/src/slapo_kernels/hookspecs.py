@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from slapo_core.interfaces.hookspecs import hookspec
+from slapo_core import hookspec
 
 if TYPE_CHECKING:
     from .dispatch.implementation import Implementation

@@ -9,12 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from slapo_core.interfaces.primitive import Primitive
-from slapo_core.modules import paths
-from slapo_core.modules.parameters import is_part
-from slapo_core.reporting.errors import ScheduleError, UnknownNameError
-from slapo_core.reporting.logger import get_logger
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import Primitive, Schedule, ScheduleError, UnknownNameError, get_logger, is_sharded, paths
 
 from .dispatch.dispatcher import choose, kernel_names
 from .dispatch.registry import table
@@ -75,7 +70,7 @@ class UseKernelsPrimitive(Primitive):
         found |= {"attention"} if plan.attention else set()
         for each in served:
             if each.hooked is not None and names is not None:
-                if isinstance(each.body, LazyHead) and any(map(is_part, each.module.parameters())):
+                if isinstance(each.body, LazyHead) and any(map(is_sharded, each.module.parameters())):
                     path = _below(schedule, each.path)
                     raise _error(
                         schedule, f"{path!r} is sharded; tensor_parallel(parallel_loss=True) makes losses of its parts"

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from slapo_core.interfaces.program import Boundary
-from slapo_core.reporting.errors import BuildError
+from slapo_core import Boundary, BuildError
 
 
 class Layout:

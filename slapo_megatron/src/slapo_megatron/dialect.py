@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from slapo_core.interfaces.engine import Engine
-from slapo_core.interfaces.program import Program
-from slapo_training.engines.dialect import EngineDialect, Limit
+from slapo_core import Engine, Program
+from slapo_training.engines import EngineDialect, Limit
 
 from .configuration.limits import LIMITS
 from .configuration.options import MegatronOptions

@@ -10,30 +10,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.distributed.agreement import all_reduce, compare
-from slapo_core.interfaces.program import Program
-from slapo_core.modules.parameters import shard_spec
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError, Program, all_reduce, compare_across_ranks, shard_spec
 from slapo_training.batch_engine import BatchEngine, MicroBatches
-from slapo_training.checkpoint.async_save import Saver, Saving
-from slapo_training.distributed.ranks import on_all
-from slapo_training.ema import MasterValue
-from slapo_training.ema.master_values import buffer_values
-from slapo_training.engines import parameter_ownership, stale_engines
-from slapo_training.engines.checkpoint_files import Position
-from slapo_training.engines.dialect import holds_copies
-from slapo_training.engines.gradient_comparison import GradientComparison
-from slapo_training.engines.initial_weights import check_same_start
-from slapo_training.engines.microbatch_plans import microbatch_plans
-from slapo_training.engines.stage_parameters import release_others
-from slapo_training.engines.unused_parameters import UnusedParameters
-from slapo_training.engines.warning_filter import without_warnings
+from slapo_training.checkpoint import Saver, Saving
+from slapo_training.distributed import on_all
+from slapo_training.ema import MasterValue, buffer_values
+from slapo_training.engines import (
+    GradientComparison,
+    Position,
+    UnusedParameters,
+    check_same_start,
+    holds_copies,
+    microbatch_plans,
+    parameter_ownership,
+    release_others,
+    stale_engines,
+    without_warnings,
+)
 from slapo_training.gradient_hooks import StepHooks
-from slapo_training.losses.microbatch_loss import CountedLoss
-from slapo_training.losses.reductions import LossReduction
-from slapo_training.model.pieces import Piece, piece_of
-from slapo_training.model.training_mode import Modes
-from slapo_training.optimizers.construction import made_on_all
+from slapo_training.losses import CountedLoss, LossReduction
+from slapo_training.model import Modes, Piece, piece_of
+from slapo_training.optimizers import made_on_all
 
 from .checkpoint import save_load
 from .checkpoint.file_writer import MegatronFiles
@@ -73,7 +70,7 @@ class MegatronEngine(BatchEngine):
         self._device_type = device_of(program)
         self.has_stepped = False
         self._saver, self.files = Saver(program), MegatronFiles()
-        compare(options.agreed(), program.mesh)
+        compare_across_ranks(options.agreed(), program.mesh)
         own = [s.index for s in program.stages if program.rank_of(s.index) == program.axis_rank("pp")]
         stale_engines.abandon_stale()
         self._state = ParallelState(program, len(own), options.timeout_minutes)

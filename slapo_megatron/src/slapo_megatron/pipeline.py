@@ -9,14 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.interfaces.program import Program, Stage
-from slapo_core.modules.forward_arguments import by_position
-from slapo_core.modules.parameters import is_part, shard_spec
-from slapo_training.batches.microbatches import Batch
-from slapo_training.engines.stage_parameters import copies
+from slapo_core import Program, Stage, call_arguments, is_sharded, shard_spec
+from slapo_training.batches import Batch
+from slapo_training.engines import copies
 from slapo_training.label_weights import LabelWeights
-from slapo_training.losses.microbatch_loss import CountedLoss, check_has_gradient, run_stage
-from slapo_training.losses.reductions import LossReduction
+from slapo_training.losses import CountedLoss, LossReduction, check_has_gradient, run_stage
 
 from .boundary_packing import Layout, carrier_dtype, reached
 from .process_state.cpu_mode import without_mode
@@ -129,7 +126,7 @@ class RunningStage(nn.Module):
         with without_mode():
             if not self.post_process:
                 return run_stage(labels, lambda: self.stage(*values, **batch), self._index)
-            args, kwargs = by_position(self.stage, batch) if self._names is None else (values, batch)
+            args, kwargs = call_arguments(self.stage, batch) if self._names is None else (values, batch)
             loss, counted = self._loss_of(lambda: self.stage(*args, **kwargs), labels, self._index)
         check_has_gradient(loss)
         self.counted.append(counted)
@@ -185,7 +182,7 @@ def mark_shards(module: nn.Module) -> None:
     """The attributes by which Megatron counts each shard in the norm, and what is whole once."""
     for parameter in module.parameters():
         spec = shard_spec(parameter)
-        is_shard = is_part(parameter)
+        is_shard = is_sharded(parameter)
         parameter.tensor_model_parallel = is_shard  # type: ignore[attr-defined]
         parameter.partition_dim = spec.dim if is_shard and spec is not None else -1  # type: ignore[attr-defined]
         parameter.partition_stride = len(spec.blocks) if is_shard and spec is not None else 1  # type: ignore[attr-defined]

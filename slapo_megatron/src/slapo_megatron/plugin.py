@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slapo_core.interfaces.hookspecs import hookimpl
+from slapo_core import hookimpl
 
 
 @hookimpl

@@ -18,8 +18,7 @@ from typer.testing import CliRunner
 
 from slapo.cli.app import create_app, main
 from slapo.run_data.versions import PACKAGES, versions
-from slapo_core import Registry, ScheduleError, hookimpl
-from slapo_core.registration.registry import use_registry
+from slapo_core import Registry, ScheduleError, hookimpl, use_registry
 from slapo_testing import isolated_plugins
 from tests.distributions import write_distribution
 

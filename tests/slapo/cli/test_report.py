@@ -21,7 +21,7 @@ from slapo.run_data.record import ModuleRecord, RankRecord, RunRecord, StepRecor
 from slapo.run_data.settings import Settings
 from slapo.training import worker
 from slapo.training.corpus import Corpus
-from slapo_core.reporting.errors import VerifyError
+from slapo_core import VerifyError
 
 from ..browser import CHROMIUM, faults_of
 

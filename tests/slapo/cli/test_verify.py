@@ -12,7 +12,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from slapo.cli.app import create_app
-from slapo_core.reporting.errors import SlapoError
+from slapo_core import SlapoError
 
 WRONG = """
 from torch import nn

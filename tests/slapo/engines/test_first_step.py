@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import slapo
-from slapo_core.reporting.logger import get_logger
+from slapo_core import get_logger
 from slapo_testing import run_distributed
 from tests.first_step_cases import MEANS, MIXING, NO_MEANS, QUIET, Loss, batch
 from tests.slapo.gradient_injection import Net, batches

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import slapo
-from slapo_core.reporting.errors import BuildError, VerifyError
+from slapo_core import BuildError, VerifyError
 from slapo_testing import run_distributed
 from tests.slapo_torch.layouts import mesh_of
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import slapo
-from slapo_core.modules.parameters import is_part
+from slapo_core import is_sharded
 from slapo_testing import run_distributed
 from tests.slapo.model_shapes import SHAPES, batches, loss_of, made
 from tests.slapo_torch.layouts import mesh_of
@@ -42,7 +42,7 @@ def beside_one_process(rank: int, name: str, target: str, layout: dict[str, int]
         sch.tensor_parallel()
     if mesh["pp"].size() > 1:
         sch[CUTS[name]].cut_pipeline_stage()
-    num_split = sum(map(is_part, model.parameters()))
+    num_split = sum(map(is_sharded, model.parameters()))
     given = {} if loss_fn is None else {"loss_fn": loss_fn}
     engine: Any = slapo.build(sch, target, optimizer=SGD, microbatches=2, **given, **options)
     optimizer, worst = SGD([each for each in plain.parameters() if each.requires_grad]), 0.0

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import slapo
-from slapo_core.modules.parameters import is_part
+from slapo_core import is_sharded
 from slapo_testing import run_distributed
 from tests.slapo_sharding.logged_warnings import warnings_told
 from tests.slapo_torch.layouts import mesh_of
@@ -111,7 +111,7 @@ def beside_one_process(rank: int, layout: dict[str, int], options: dict[str, Any
             sch.tensor_parallel()
     if mesh["pp"].size() > 1:
         sch["blocks.0"].cut_pipeline_stage()
-    num_split = sum(map(is_part, model.parameters()))
+    num_split = sum(map(is_sharded, model.parameters()))
     engine: Any = slapo.build(sch, "torch", optimizer=SGD, **options)
     optimizer, worst = SGD([each for each in plain.parameters() if each.requires_grad]), 0.0
     for step, part in zip(data, own, strict=True):

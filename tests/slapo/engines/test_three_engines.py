@@ -14,7 +14,7 @@ from torch import nn
 
 import slapo
 from slapo.training.console_output import follow
-from slapo_core.schedules.schedule_files import load_schedule
+from slapo_core import load_schedule
 from slapo_testing import run_distributed
 from tests.engine_models import batches, my_part, small
 from tests.engines import in_one_process, scheduled

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
-from slapo_core import build, create_schedule
-from slapo_core.building.build import build_program
-from slapo_core.reporting.errors import BuildError, ScheduleError
+from slapo_core import BuildError, ScheduleError, build, build_program, create_schedule
 from slapo_testing import run_distributed
 from tests.slapo_pipeline.stage_comparison import assert_same, cut, expected_of, loss_of
 

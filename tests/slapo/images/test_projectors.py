@@ -9,8 +9,7 @@ import pytest
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from slapo_core import build, create_schedule
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError, build, create_schedule
 from slapo_testing import run_distributed
 
 from ..image_models import IMAGE, IMAGES, SGD, Batch, assert_trains_alike, batch_of, joined, llava

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from slapo_core.building.build import build
-from slapo_core.schedules.schedule import Schedule, create_schedule
-from slapo_testing import assert_equivalent, run_distributed
+from slapo_core import Schedule, build, create_schedule
+from slapo_testing import run_distributed
 from slapo_tracing.matching.patterns import call_module
+from slapo_verify.comparison import assert_equivalent
 from tests.slapo_torch.layouts import mesh_of
 from tests.zoo.families import FAMILIES, layers
 

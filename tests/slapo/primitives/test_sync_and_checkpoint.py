@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import slapo
-from slapo_testing import assert_equivalent, run_distributed
+from slapo_testing import run_distributed
+from slapo_verify.comparison import assert_equivalent
 
 
 class _Sums(TorchDispatchMode):

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from slapo.cli.app import create_app
 from slapo.launch.errors import RankError
-from slapo_core.reporting.errors import SlapoError
+from slapo_core import SlapoError
 
 
 def refusal(*flags: str) -> str:

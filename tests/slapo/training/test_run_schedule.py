@@ -11,8 +11,7 @@ from slapo.run_data.settings import Settings, SettingsError
 from slapo.training.models import build_model
 from slapo.training.preflight_check import rehearse
 from slapo.training.run_schedule import apply_default, find_layers
-from slapo_core.building.weights import init_empty_weights
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import create_schedule, init_empty_weights
 
 
 def steps(settings: Settings) -> list[str]:

@@ -7,8 +7,7 @@ import torch
 
 from slapo.run_data.settings import Settings, SettingsError, counted
 from slapo.training.models import build_config, build_model
-from slapo_core.building.weights import init_empty_weights
-from slapo_core.reporting.errors import UnknownNameError
+from slapo_core import UnknownNameError, init_empty_weights
 
 FAMILIES = [
     "gpt2",

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, LinearLR, SequentialLR, StepLR
 
-from slapo_core.building.build import build
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import build, create_schedule
 from slapo_testing import run_distributed
 from tests.engines import PLUGINS
 from tests.slapo_torch.layouts import adamw, mesh_of, message_of

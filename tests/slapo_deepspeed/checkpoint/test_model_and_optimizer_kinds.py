@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from slapo_core.building.build import build
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import Schedule, build
 from slapo_testing import run_distributed
 from tests.engine_models import SIZES, batches, halved, my_part, small, two_groups
 from tests.engines import cut, scheduled
@@ -298,7 +297,7 @@ def with_scale(rank: int, side: Side, folder: str, saves: bool) -> tuple[dict[st
     """
     from deepspeed.accelerator import get_accelerator
 
-    from slapo_core.building.build import build_program
+    from slapo_core import build_program
     from slapo_deepspeed.configuration.options import DeepSpeedOptions
     from slapo_deepspeed.engine import DeepSpeedEngine
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.building.build import build
+from slapo_core import build
 from slapo_testing import run_distributed
 from tests.engine_models import batches, halved, my_part, small, two_groups
 from tests.engines import scheduled

@@ -15,9 +15,7 @@ from torch import nn
 
 import slapo_deepspeed.plugin
 import slapo_sharding.plugin
-from slapo_core.building.build import build
-from slapo_core.registration.registry import Registry
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import Registry, build, create_schedule
 from slapo_testing import run_distributed
 from tests.engines import check_own_buffers, own_buffers, reseal
 from tests.slapo_torch.layouts import adamw, mesh_of, message_of

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slapo_core.building.build import build
+from slapo_core import build
 from slapo_testing import run_distributed
 from tests.engines import zero
 from tests.gradient_hooks import SGD, batches, differences, made, scheduled

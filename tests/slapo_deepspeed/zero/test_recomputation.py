@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core.building.build import build
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import build, create_schedule
 from slapo_testing import run_distributed
 from tests.slapo_torch.layouts import mesh_of
 

@@ -11,10 +11,7 @@ from torch.nn import functional as F
 
 import slapo_deepspeed.plugin
 import slapo_megatron.plugin
-from slapo_core.building.build import build
-from slapo_core.registration.registry import Registry
-from slapo_core.reporting.errors import BuildError
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import BuildError, Registry, build, create_schedule
 from slapo_testing import run_distributed
 from tests.slapo_sharding.logged_warnings import warnings_told
 from tests.slapo_torch.layouts import adamw, mesh_of

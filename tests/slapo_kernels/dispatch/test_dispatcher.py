@@ -20,8 +20,7 @@ from typer.testing import CliRunner
 
 import slapo_kernels.plugin
 from slapo.cli.app import create_app
-from slapo_core import create_schedule, hookimpl
-from slapo_core.reporting.errors import PluginError, ScheduleError
+from slapo_core import PluginError, ScheduleError, create_schedule, hookimpl
 from slapo_kernels import Implementation, choose, explain, hookspecs, kernel_names, reset, run
 from slapo_kernels.dispatch.kernels import KERNELS
 from slapo_testing import isolated_plugins

@@ -14,11 +14,10 @@ from transformers.models.bert.modeling_bert import BertSelfAttention
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Attention
 
 from slapo import op
-from slapo_core import create_schedule
-from slapo_core.reporting.errors import ScheduleError
+from slapo_core import ScheduleError, create_schedule
 from slapo_kernels.implementations.eager import ACTIVATIONS
-from slapo_testing import assert_equivalent
 from slapo_tracing import Pattern
+from slapo_verify.comparison import assert_equivalent
 
 X = torch.randn(2, 5, 16)
 TRAINING = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])

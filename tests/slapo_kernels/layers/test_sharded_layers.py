@@ -8,10 +8,10 @@ from torch import nn
 
 import slapo_kernels.plugin
 import slapo_sharding.plugin
-from slapo_core import ScheduleError, build, create_schedule
-from slapo_core.registration.registry import Registry
+from slapo_core import Registry, ScheduleError, build, create_schedule
 from slapo_kernels import op
-from slapo_testing import assert_equivalent, run_distributed
+from slapo_testing import run_distributed
+from slapo_verify.comparison import assert_equivalent
 
 pytestmark = pytest.mark.multiproc
 

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import create_schedule
 from slapo_kernels.lazy.logits import LazyLogits
 from tests.slapo_sharding.operators import Operators
 

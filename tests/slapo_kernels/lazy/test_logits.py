@@ -12,10 +12,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core.reporting.errors import ScheduleError, SlapoError
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import ScheduleError, SlapoError, create_schedule
 from slapo_kernels.lazy.logits import LazyLogits
-from slapo_testing import assert_equivalent
+from slapo_verify.comparison import assert_equivalent
 from tests.slapo_kernels.kernel_calls import COUNTED, Counted, counted_kernels
 from tests.zoo.families import FAMILIES
 

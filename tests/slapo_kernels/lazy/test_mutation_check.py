@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core.reporting.errors import SlapoError
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import SlapoError, create_schedule
 from slapo_kernels.lazy.logits import LazyLogits
 from slapo_kernels.lazy.mutation_check import Unchanged
 from tests.zoo.families import FAMILIES

@@ -12,9 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from slapo_core.building.build import build
-from slapo_core.reporting.errors import SlapoError
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import SlapoError, build, create_schedule
 from slapo_kernels.lazy.logits import LazyLogits
 from slapo_testing import run_distributed
 from tests.slapo_torch.layouts import adamw

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import create_schedule
 from tests.slapo_kernels.kernel_calls import COUNTED, Counted, counted_kernels
 
 WIDTH = 8

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core.schedules.schedule import create_schedule
-from slapo_testing import assert_equivalent
+from slapo_core import create_schedule
+from slapo_verify.comparison import assert_equivalent
 from tests.slapo_kernels.kernel_calls import COUNTED, Counted, counted_kernels
 
 

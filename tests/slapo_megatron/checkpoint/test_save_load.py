@@ -14,14 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.building.build import build
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import build, create_schedule
 from slapo_megatron.optimizer.local_tensors import Held
 from slapo_megatron.optimizer.optimizer_state import OptimizerState
 from slapo_megatron.process_state.cpu_mode import cpu_mode
 from slapo_testing import run_distributed
-from slapo_training.engines.warning_filter import without_warnings
-from slapo_training.model.pieces import boxes
+from slapo_training.engines import without_warnings
+from slapo_training.model import boxes
 from tests.engine_models import batches, my_part, small
 from tests.engines import PLUGINS, check_own_buffers, own_buffers, scheduled
 from tests.slapo_torch.layouts import adamw, mesh_of, message_of

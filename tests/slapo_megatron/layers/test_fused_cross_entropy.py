@@ -12,11 +12,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core.building.build import build
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import ScheduleError, build, create_schedule
 from slapo_testing import run_distributed
-from slapo_training.engines.warning_filter import without_warnings
+from slapo_training.engines import without_warnings
 from tests.engine_models import batches, small
 from tests.engines import PLUGINS, in_one_process
 from tests.slapo_megatron.layers.test_layer_backend import CONV1D, UNEVEN, Collectives

@@ -13,12 +13,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slapo_core.building.build import build, build_program
-from slapo_core.building.weights import init_empty_weights
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import ScheduleError, build, build_program, create_schedule, init_empty_weights
 from slapo_sharding.communication.cross_entropy import parallel_cross_entropy
-from slapo_testing import assert_equivalent, run_distributed
+from slapo_testing import run_distributed
+from slapo_verify.comparison import assert_equivalent
 from tests.engine_models import batches, small
 from tests.engines import PLUGINS, in_one_process
 from tests.slapo_sharding.logged_warnings import warnings_told

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from slapo_core.building.build import build
+from slapo_core import build
 from slapo_testing import run_distributed
 from tests import gradient_hooks as hooked
 from tests.gradient_hooks import SGD, batches, differences, made, scheduled

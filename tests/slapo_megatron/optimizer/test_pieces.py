@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from slapo_core.building.build import build
+from slapo_core import build
 from slapo_testing import run_distributed
 from tests.engine_models import batches, my_part, small
 from tests.engines import scheduled

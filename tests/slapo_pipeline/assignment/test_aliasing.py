@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core.building.build import build_program
-from slapo_core.reporting.errors import TraceError
+from slapo_core import TraceError, build_program
 
 from ..stage_comparison import cut
 

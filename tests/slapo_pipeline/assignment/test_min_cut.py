@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
 
-from slapo_core.building.build import build_program
+from slapo_core import build_program
 from slapo_pipeline.assignment.min_cut import least_traffic
-from slapo_pipeline.partition.boundary_traffic import Traffic, boundary_bytes
-from slapo_tracing.nodes.forward_wrapping import wrap_forward
+from slapo_pipeline.partition import Traffic, boundary_bytes
+from slapo_tracing.nodes import wrap_forward
 
 from ..families import small
 from ..stage_comparison import assert_same_as_model, cut

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.building.build import build_program
-from slapo_core.reporting.errors import TraceError
+from slapo_core import TraceError, build_program
 
 from ..stage_comparison import assert_same, assert_same_as_model, cut
 

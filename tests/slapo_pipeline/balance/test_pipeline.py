@@ -12,15 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.building.build import build_program
-from slapo_core.interfaces.program import Program
-from slapo_core.reporting.errors import ScheduleError, TraceError
-from slapo_core.reporting.logger import get_logger
-from slapo_core.schedules.schedule import Schedule
-from slapo_core.schedules.schedule_files import load_schedule
+from slapo_core import Program, Schedule, ScheduleError, TraceError, build_program, get_logger, load_schedule
 from slapo_pipeline.balance.stage_table import StageTable
 from slapo_pipeline.tracing.cuts import cuts
-from slapo_tracing.nodes.forward_wrapping import wrap_forward
+from slapo_tracing.nodes import wrap_forward
 
 from ..stage_comparison import assert_same, cut, loss_of
 from ..test_transformers import SIZES, T5, TEXT, _model

@@ -12,9 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from slapo_core.building.build import build, build_program
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import ScheduleError, build, build_program, create_schedule
 from slapo_testing import run_distributed
 
 from ..test_transformers import SIZES, TEXT, _model

@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import nn
 
-from slapo_core.building.build import build_program
+from slapo_core import build_program
 
 from ..stage_comparison import assert_same, cut
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from slapo_core.building.build import build_program
+from slapo_core import build_program
 
 from ..stage_comparison import assert_same, cut
 

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from slapo_core.building.build import build_program
-from slapo_core.reporting.errors import TraceError
+from slapo_core import TraceError, build_program
 
 from ..stage_comparison import assert_same, assert_same_as_model, cut, loss_of, received
 from ..toy_models import Counts, InPlace, Regions, Skips, Structures

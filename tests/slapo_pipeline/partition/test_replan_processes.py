@@ -10,9 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from slapo_core.building.build import build
-from slapo_core.reporting.errors import SlapoError
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import SlapoError, build, create_schedule
 from slapo_testing import run_distributed
 
 pytestmark = pytest.mark.multiproc

@@ -12,9 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core.building.build import build
-from slapo_core.reporting.errors import BuildError, ScheduleError, TraceError
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import BuildError, Schedule, ScheduleError, TraceError, build
 from slapo_pipeline.analysis import analyze_pipeline_module
 from slapo_pipeline.propagation import generate_pipeline_partition, propagate_partition
 

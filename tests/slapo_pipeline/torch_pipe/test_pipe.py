@@ -34,8 +34,8 @@ from slapo.pipeline import (
     pipe_split,
     pipeline,
 )
-from slapo_core.reporting.errors import BuildError, ScheduleError
-from slapo_tracing.nodes.forward_wrapping import wrap_forward
+from slapo_core import BuildError, ScheduleError
+from slapo_tracing.nodes import wrap_forward
 
 from ..stage_comparison import assert_same, loss_of
 

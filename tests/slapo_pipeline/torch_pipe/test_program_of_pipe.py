@@ -12,11 +12,7 @@ from torch.distributed.pipelining import Pipe, SplitPoint, pipe_split, pipeline
 from torch.nn import functional as F
 
 import slapo_pipeline.plugin
-from slapo_core.building.build import build, build_program
-from slapo_core.interfaces.program import Program
-from slapo_core.registration.registry import Registry
-from slapo_core.reporting.errors import BuildError, TraceError
-from slapo_core.schedules.schedule import Schedule, create_schedule
+from slapo_core import BuildError, Program, Registry, Schedule, TraceError, build, build_program, create_schedule
 from slapo_pipeline.analysis import analyze_pipeline_module
 from slapo_pipeline.describe import describe
 from slapo_pipeline.program_of_pipe import PipeStage, program_of_pipe

@@ -12,11 +12,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from slapo_core.building.build import build_program
-from slapo_core.interfaces.program import Program, Stage
-from slapo_core.reporting.errors import BuildError
-from slapo_pipeline.torch_pipe.stage_runtime import build_stage
-from slapo_pipeline.torch_pipe.tied_gradients import sum_tied_gradients
+from slapo_core import BuildError, Program, Stage, build_program
+from slapo_pipeline.torch_pipe import build_stage, sum_tied_gradients
 from slapo_testing import run_distributed
 
 from ..stage_comparison import cut

@@ -12,13 +12,10 @@ from torch import nn
 from torch.distributed.pipelining import pipe_split as torch_pipe_split
 from torch.nn import functional as F
 
-from slapo_core.building.build import build_program
-from slapo_core.interfaces.program import Program
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule_files import load_schedule
+from slapo_core import Program, ScheduleError, build_program, load_schedule
 from slapo_pipeline.analysis import module_stages
-from slapo_pipeline.tracing.pipe_split import pipe_split
-from slapo_tracing.nodes.forward_wrapping import wrap_forward
+from slapo_pipeline.tracing import pipe_split
+from slapo_tracing.nodes import wrap_forward
 
 from ..stage_comparison import assert_same, cut, loss_of
 

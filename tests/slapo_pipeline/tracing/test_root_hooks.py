@@ -16,8 +16,7 @@ from torch.nn import functional as F
 
 import slapo
 from slapo.pipeline import build_pipeline_model, generate_pipeline_partition
-from slapo_core.building.build import build_program
-from slapo_core.reporting.errors import BuildError, ScheduleError
+from slapo_core import BuildError, ScheduleError, build_program
 from slapo_testing import run_distributed
 
 from ..stage_comparison import assert_same, cut

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.building.build import build_program
-from slapo_pipeline.tracing import flat_trace
-from slapo_pipeline.tracing.pipe_split import pipe_split
+from slapo_core import build_program
+from slapo_pipeline.tracing import flat_trace, pipe_split
 from slapo_tracing.tracers import selection
 
 from ..stage_comparison import assert_same, cut

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from slapo_core.building.build import build_program
-from slapo_core.reporting.errors import BuildError, TraceError
+from slapo_core import BuildError, TraceError, build_program
 
 from ..stage_comparison import assert_same_as_model, cut
 

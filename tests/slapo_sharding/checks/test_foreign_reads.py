@@ -17,13 +17,11 @@ import slapo_memory.plugin
 import slapo_pipeline.plugin
 import slapo_sharding.plugin
 import slapo_torch.plugin
-from slapo_core.building.build import build
-from slapo_core.registration.registry import Registry
-from slapo_core.reporting.errors import BuildError, TraceError
-from slapo_core.schedules.schedule import Schedule, create_schedule
+from slapo_core import BuildError, Registry, Schedule, TraceError, build, create_schedule
 from slapo_sharding.checks.first_run_check import watch
-from slapo_testing import assert_equivalent, run_distributed
+from slapo_testing import run_distributed
 from slapo_tracing import trace_module
+from slapo_verify.comparison import assert_equivalent
 
 pytestmark = pytest.mark.multiproc
 

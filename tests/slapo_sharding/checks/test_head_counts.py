@@ -11,11 +11,9 @@ from torch import nn
 
 import slapo_sharding.plugin
 import slapo_torch.plugin
-from slapo_core.building.build import build
-from slapo_core.registration.registry import Registry
-from slapo_core.reporting.errors import BuildError
-from slapo_core.schedules.schedule import create_schedule
-from slapo_testing import assert_equivalent, run_distributed
+from slapo_core import BuildError, Registry, build, create_schedule
+from slapo_testing import run_distributed
+from slapo_verify.comparison import assert_equivalent
 
 pytestmark = pytest.mark.multiproc
 

@@ -10,9 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core import build, create_schedule
-from slapo_core.distributed.random import set_random_seed
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError, build, create_schedule, set_random_seed
 from slapo_sharding.checks.comparison import module_comparison
 from slapo_testing import run_distributed
 

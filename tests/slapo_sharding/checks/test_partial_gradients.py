@@ -15,11 +15,9 @@ import slapo_memory.plugin
 import slapo_pipeline.plugin
 import slapo_sharding.plugin
 import slapo_torch.plugin
-from slapo_core.building.build import build
-from slapo_core.registration.registry import Registry
-from slapo_core.reporting.errors import BuildError, ScheduleError
-from slapo_core.schedules.schedule import Schedule, create_schedule
-from slapo_testing import assert_equivalent, run_distributed
+from slapo_core import BuildError, Registry, Schedule, ScheduleError, build, create_schedule
+from slapo_testing import run_distributed
+from slapo_verify.comparison import assert_equivalent
 
 pytestmark = pytest.mark.multiproc
 

@@ -10,13 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from slapo_core.building.build import build
-from slapo_core.distributed.random import set_random_seed
-from slapo_core.registration.registry import Registry
-from slapo_core.reporting.errors import BuildError
-from slapo_core.schedules.schedule import Schedule, create_schedule
+from slapo_core import BuildError, Registry, Schedule, build, create_schedule, set_random_seed
 from slapo_sharding import plugin
-from slapo_testing import assert_equivalent, run_distributed
+from slapo_testing import run_distributed
+from slapo_verify.comparison import assert_equivalent
 
 pytestmark = pytest.mark.multiproc
 

@@ -11,11 +11,7 @@ from torch import nn
 
 import slapo_sharding.plugin
 import slapo_torch.plugin
-from slapo_core.building.build import build
-from slapo_core.distributed.random import set_random_seed
-from slapo_core.registration.registry import Registry
-from slapo_core.reporting.errors import BuildError
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import BuildError, Registry, build, create_schedule, set_random_seed
 from slapo_testing import run_distributed
 
 pytestmark = pytest.mark.multiproc

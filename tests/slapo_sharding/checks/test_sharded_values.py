@@ -17,13 +17,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import slapo_sharding.plugin
 import slapo_torch.plugin
-from slapo_core.building.build import build
-from slapo_core.registration.registry import Registry
-from slapo_core.reporting.errors import BuildError
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import BuildError, Registry, build, create_schedule
 from slapo_sharding.checks.value_tracking.op_rules import Question, Slice, remembered
 from slapo_sharding.checks.value_tracking.tracked_value import plain
-from slapo_testing import assert_equivalent, run_distributed
+from slapo_testing import run_distributed
+from slapo_verify.comparison import assert_equivalent
 
 pytestmark = pytest.mark.multiproc
 

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.registration.registry import Registry
-from slapo_core.schedules.schedule import create_schedule
-from slapo_sharding import clip_grad_norm_, plugin
+from slapo_core import Registry, create_schedule
+from slapo_sharding import plugin
 from slapo_testing import run_distributed
+from slapo_training.distributed import clip_grad_norm_
 from slapo_training.distributed.grad_norm import total_grad_norm
 
 pytestmark = pytest.mark.multiproc

@@ -9,11 +9,7 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from slapo_core.building.build import build
-from slapo_core.modules.parameters import is_part
-from slapo_core.registration.registry import Registry
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule import Schedule, create_schedule
+from slapo_core import Registry, Schedule, ScheduleError, build, create_schedule, is_sharded
 from slapo_sharding import gather_full, load_full_state, plugin, scatter_full
 from slapo_testing import run_distributed
 
@@ -45,7 +41,7 @@ def _schedule(model: nn.Module) -> Schedule:
 def _loaded(rank: int, make: Any) -> None:
     model, other = make(0), make(1)
     sch = _schedule(model)
-    assert any(is_part(parameter) for parameter in model.parameters())
+    assert any(is_sharded(parameter) for parameter in model.parameters())
     load_full_state(model, other.state_dict())
     full = dict(sch.full_state())
     for name, parameter in other.named_parameters(remove_duplicate=False):

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slapo_core.modules.parameters import ShardSpec
+from slapo_core import ShardSpec
 from slapo_sharding.communication.shard_ranges import chunks, head_copies, side_by_side
 
 

@@ -15,15 +15,13 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from slapo_core.building.build import build
-from slapo_core.modules.parameters import shard_spec
-from slapo_core.registration.registry import Registry
-from slapo_core.reporting.errors import BuildError, ScheduleError
-from slapo_core.schedules.schedule import Schedule, create_schedule
-from slapo_sharding import clip_grad_norm_, plugin
+from slapo_core import BuildError, Registry, Schedule, ScheduleError, build, create_schedule, shard_spec
+from slapo_sharding import plugin
 from slapo_sharding.communication import collectives
 from slapo_sharding.communication.cross_entropy import parallel_cross_entropy
-from slapo_testing import assert_equivalent, run_distributed
+from slapo_testing import run_distributed
+from slapo_training.distributed import clip_grad_norm_
+from slapo_verify.comparison import assert_equivalent
 
 pytestmark = pytest.mark.multiproc
 
@@ -236,7 +234,7 @@ def test_the_vocabulary_of_gpt2_is_split():
 
 
 def _from_meta(rank: int) -> torch.Tensor:
-    from slapo_core.building.weights import init_empty_weights
+    from slapo_core import init_empty_weights
 
     with init_empty_weights():
         model = Tied()

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from slapo_core.building.build import build
-from slapo_core.modules.parameters import is_part
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import build, create_schedule, is_sharded
 from slapo_testing import run_distributed
 from tests.slapo_sharding.models.test_adapters import QV, llama
 from tests.slapo_torch.layouts import mesh_of
@@ -90,7 +88,7 @@ def compare(
         schedule = create_schedule(model, mesh=mesh, example_inputs={"input_ids": batches[0], "labels": batches[0]})
         if mesh["tp"].size() > 1:
             schedule.tensor_parallel(sequence_parallel=sequence_parallel)
-            assert any(map(is_part, model.parameters()))
+            assert any(map(is_sharded, model.parameters()))
         if mesh["pp"].size() > 1:
             schedule.pipeline(2)
         engine: Any = build(schedule, target, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **(options or {}))

@@ -10,12 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.building.build import build
-from slapo_core.distributed.random import set_random_seed
-from slapo_core.modules.parameters import is_part, shard_spec
-from slapo_core.reporting.errors import BuildError
-from slapo_core.schedules.schedule import create_schedule
-from slapo_testing import assert_equivalent, run_distributed
+from slapo_core import BuildError, build, create_schedule, is_sharded, set_random_seed, shard_spec
+from slapo_testing import run_distributed
+from slapo_verify.comparison import assert_equivalent
 from tests.slapo_torch.layouts import gpt2, mesh_of
 
 pytestmark = [
@@ -219,7 +216,7 @@ def fused(rank: int) -> set[str]:
     build(schedule)
     assert_equivalent(before, model, input_ids=ids, labels=ids)
     layer = model.get_submodule("base_model.model.transformer.h.0")
-    return {name.removesuffix(".weight") for name, each in layer.named_parameters() if is_part(each)}
+    return {name.removesuffix(".weight") for name, each in layer.named_parameters() if is_sharded(each)}
 
 
 def test_an_adapter_beside_a_fused_projection_is_split_in_its_parts() -> None:

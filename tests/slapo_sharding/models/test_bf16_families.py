@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.schedules.schedule import Schedule, create_schedule
+from slapo_core import Schedule, create_schedule
 from slapo_testing import run_distributed
 from tests.slapo_sharding.planning.sequence.test_sequence_parallel_families import ALLOWED
 from tests.slapo_sharding.split_families import FAST, depth_of, family, of_dtype, split

@@ -7,9 +7,7 @@ import copy
 import pytest
 import torch
 
-from slapo_core.building.build import build
-from slapo_core.registration.registry import Registry
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import Registry, build, create_schedule
 from slapo_sharding import plugin
 from slapo_testing import run_distributed
 from tests.zoo.families import FAMILIES

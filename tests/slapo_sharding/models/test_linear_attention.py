@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core import build, create_schedule
-from slapo_core.modules.parameters import is_part
+from slapo_core import build, create_schedule, is_sharded
 from slapo_testing import run_distributed
 from tests.slapo_sharding.logged_warnings import warnings_told
 
@@ -65,7 +64,7 @@ def split(rank: int, names: list[str]) -> dict[str, tuple[list[str], list[str]]]
             torch.testing.assert_close(losses[0], losses[1])
             for key, gradient in sch.full_state("grad").items():
                 torch.testing.assert_close(gradient, expected.get_parameter(key).grad, atol=1e-6, rtol=1e-3)
-        whole = [key for key, value in model.named_parameters() if "attn" in key and value.dim() == 2 and not is_part(value)]
+        whole = [key for key, value in model.named_parameters() if "attn" in key and value.dim() == 2 and not is_sharded(value)]
         found[name] = whole, list(told)
     return found
 

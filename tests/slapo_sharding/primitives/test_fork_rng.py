@@ -8,10 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from slapo_core.distributed.random import rng_state, set_random_seed, set_rng_state
-from slapo_core.registration.registry import Registry
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import Registry, ScheduleError, create_schedule, rng_state, set_random_seed, set_rng_state
 from slapo_sharding import plugin
 from slapo_testing import run_distributed
 

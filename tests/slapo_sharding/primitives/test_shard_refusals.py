@@ -9,13 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.building.build import build
-from slapo_core.registration.registry import Registry
-from slapo_core.reporting.errors import BuildError, ScheduleError
-from slapo_core.schedules.schedule import Schedule, create_schedule
+from slapo_core import BuildError, Registry, Schedule, ScheduleError, build, create_schedule
 from slapo_sharding import plugin
 from slapo_testing import run_distributed
-from slapo_tracing.nodes.forward_wrapping import wrap_forward
+from slapo_tracing.nodes import wrap_forward
 
 pytestmark = pytest.mark.multiproc
 

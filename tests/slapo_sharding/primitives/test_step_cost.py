@@ -18,9 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.planning import plan_ours
-from slapo_core.building.build import build
-from slapo_core.registration.registry import Registry
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import Registry, build, create_schedule
 from slapo_sharding import plugin
 from slapo_testing import run_distributed
 

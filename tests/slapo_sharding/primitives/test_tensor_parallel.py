@@ -10,14 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.building.build import build
-from slapo_core.modules.parameters import shard_spec
-from slapo_core.registration.registry import Registry
-from slapo_core.reporting.errors import BuildError, ScheduleError
-from slapo_core.schedules.schedule import Schedule, create_schedule
+from slapo_core import BuildError, Registry, Schedule, ScheduleError, build, create_schedule, shard_spec
 from slapo_sharding import plugin
 from slapo_sharding.planning.published_plan import gpt2_plan, tensor_parallel_plan
-from slapo_testing import assert_equivalent, run_distributed
+from slapo_testing import run_distributed
+from slapo_verify.comparison import assert_equivalent
 from tests.slapo_sharding.logged_warnings import warnings_told
 from tests.zoo.families import FAMILIES
 
@@ -178,7 +175,7 @@ def test_ranks_that_disagree_about_a_shape_all_say_so():
 
 
 def _meta(rank: int) -> list[int]:
-    from slapo_core.building.weights import init_empty_weights
+    from slapo_core import init_empty_weights
 
     with init_empty_weights():
         model = _llama_like("qwen3", tie_word_embeddings=True)
@@ -194,7 +191,7 @@ def test_a_model_without_weights_is_split_and_then_gets_them():
 
 
 def _replayed(rank: int) -> None:
-    from slapo_core.schedules.schedule_files import load_schedule
+    from slapo_core import load_schedule
 
     sch = _schedule(_gpt2())
     sch.tensor_parallel()

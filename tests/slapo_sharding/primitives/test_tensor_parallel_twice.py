@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from slapo_core import Registry, Schedule, create_schedule
-from slapo_core.reporting.errors import ScheduleError
+from slapo_core import Registry, Schedule, ScheduleError, create_schedule
 from slapo_sharding import plugin
 
 MLP = "model.layers.1.mlp.up_proj"

@@ -13,13 +13,10 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Exper
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralSparseMoeBlock
 
-from slapo_core.building.build import build
-from slapo_core.modules.parameters import shard_spec
-from slapo_core.registration.registry import Registry
-from slapo_core.reporting.errors import BuildError, ScheduleError
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import BuildError, Registry, ScheduleError, build, create_schedule, shard_spec
 from slapo_sharding import plugin
-from slapo_testing import assert_equivalent, run_distributed
+from slapo_testing import run_distributed
+from slapo_verify.comparison import assert_equivalent
 from tests.zoo.families import FAMILIES
 
 pytestmark = pytest.mark.multiproc

@@ -10,13 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slapo_core import BuildError, Registry, ScheduleError, UnknownNameError, create_schedule, hookimpl
-from slapo_core.building.build import build
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import BuildError, Registry, Schedule, ScheduleError, UnknownNameError, build, create_schedule, hookimpl
 from slapo_sharding import plugin
 from slapo_sharding.rules.sharding_rule import Cut, ShardingRule
-from slapo_testing import assert_equivalent, run_distributed
+from slapo_testing import run_distributed
 from slapo_tracing.matching.patterns import call_module
+from slapo_verify.comparison import assert_equivalent
 
 pytestmark = pytest.mark.multiproc
 

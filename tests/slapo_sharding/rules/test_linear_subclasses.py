@@ -11,12 +11,11 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.models.falcon.modeling_falcon import FalconLinear
 
-from slapo_core.building.build import build
-from slapo_core.registration.registry import Registry
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import Registry, build, create_schedule
 from slapo_sharding import plugin
 from slapo_sharding.rules.layers import is_linear
-from slapo_testing import assert_equivalent, run_distributed
+from slapo_testing import run_distributed
+from slapo_verify.comparison import assert_equivalent
 
 
 class Calls(nn.Linear):

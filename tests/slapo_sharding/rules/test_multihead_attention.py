@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core import ScheduleError, build, create_schedule
-from slapo_core.distributed.random import set_random_seed
+from slapo_core import ScheduleError, build, create_schedule, set_random_seed
 from slapo_testing import run_distributed
 
 pytestmark = pytest.mark.multiproc

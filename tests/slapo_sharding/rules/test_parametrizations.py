@@ -12,9 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from slapo_core.building.build import build
-from slapo_core.modules.parameters import shard_spec
-from slapo_core.schedules.schedule import Schedule, create_schedule
+from slapo_core import Schedule, build, create_schedule, shard_spec
 from slapo_sharding.rules.layers import LINEAR
 from slapo_sharding.rules.parametrizations import adapted
 from slapo_testing import run_distributed

@@ -12,9 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
-from slapo_core.modules.parameters import shard_spec
-from slapo_core.reporting.logger import get_logger
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import create_schedule, get_logger, shard_spec
 from slapo_testing import run_distributed
 
 

@@ -17,13 +17,12 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core import PluginError, Registry, ScheduleError, create_schedule, hookimpl
-from slapo_core.building.build import build
-from slapo_core.modules.parameters import shard_spec
+from slapo_core import PluginError, Registry, ScheduleError, build, create_schedule, hookimpl, shard_spec
 from slapo_sharding import hookspecs, plugin
 from slapo_sharding.rules.rulebook import rules_of
 from slapo_sharding.rules.sharding_rule import Cut, ShardingRule
-from slapo_testing import assert_equivalent, run_distributed
+from slapo_testing import run_distributed
+from slapo_verify.comparison import assert_equivalent
 
 
 class Gated(nn.Module):

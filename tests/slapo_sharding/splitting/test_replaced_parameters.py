@@ -12,13 +12,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from slapo_core.building.build import build
-from slapo_core.modules.parameters import shard_spec
-from slapo_core.registration.registry import Registry
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule import Schedule, create_schedule
-from slapo_sharding import clip_grad_norm_, plugin
+from slapo_core import Registry, Schedule, ScheduleError, build, create_schedule, shard_spec
+from slapo_sharding import plugin
 from slapo_testing import run_distributed
+from slapo_training.distributed import clip_grad_norm_
 
 pytestmark = pytest.mark.multiproc
 

@@ -11,13 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.building.build import build
-from slapo_core.modules.parameters import shard_spec
-from slapo_core.registration.registry import Registry
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule import Schedule, create_schedule
-from slapo_sharding import clip_grad_norm_, plugin
-from slapo_testing import assert_equivalent, run_distributed
+from slapo_core import Registry, Schedule, ScheduleError, build, create_schedule, shard_spec
+from slapo_sharding import plugin
+from slapo_testing import run_distributed
+from slapo_training.distributed import clip_grad_norm_
+from slapo_verify.comparison import assert_equivalent
 
 pytestmark = pytest.mark.multiproc
 
@@ -138,7 +136,7 @@ def test_copies_that_are_unfrozen_later():
 
 
 def _from_meta(rank: int) -> torch.Tensor:
-    from slapo_core.building.weights import init_empty_weights
+    from slapo_core import init_empty_weights
 
     with init_empty_weights():
         model = _llama(6, 3)

@@ -11,14 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.building.build import build
-from slapo_core.modules.parameters import facts, shard_spec
-from slapo_core.registration.registry import Registry
-from slapo_core.reporting.errors import BuildError, ScheduleError
-from slapo_core.schedules.schedule import Schedule, create_schedule
+from slapo_core import BuildError, Registry, Schedule, ScheduleError, build, create_schedule, parameter_facts, shard_spec
 from slapo_sharding import plugin
-from slapo_testing import assert_equivalent, run_distributed
-from slapo_training.distributed.grad_norm import clip_grad_norm_
+from slapo_testing import run_distributed
+from slapo_training.distributed import clip_grad_norm_
+from slapo_verify.comparison import assert_equivalent
 
 pytestmark = pytest.mark.multiproc
 
@@ -172,14 +169,19 @@ def _facts(rank: int) -> None:
     weight.requires_grad_(False)
     weight.mark = "kept"
     sch = _schedule(model)
-    facts(weight).tags.add("tagged")
+    parameter_facts(weight).tags.add("tagged")
     model[0].bias.register_hook(lambda grad: grad * 3)
     sch["0"].sync("fwd_post", lambda module, args, output: output + 1)
     model[0].bias.grad = torch.arange(8.0)
     sch["0"].shard("weight", axis=0).sync("bwd_post", "all_reduce")
     new = model[0].weight
     assert new is not weight
-    assert (new.requires_grad, new.mark, facts(new).tags, facts(new).names) == (False, "kept", {"tagged"}, ("0.weight",))
+    assert (new.requires_grad, new.mark, parameter_facts(new).tags, parameter_facts(new).names) == (
+        False,
+        "kept",
+        {"tagged"},
+        ("0.weight",),
+    )
     assert len(model[0]._forward_hooks) == 1
     assert shard_spec(new).full_shape == (8, 4)
     assert torch.equal(model[0].bias.grad, torch.arange(8.0).chunk(2)[rank])
@@ -224,7 +226,7 @@ def _copied(rank: int) -> str:
     full = _schedule(copied).full_state("grad")
     for name, parameter in before.named_parameters():
         torch.testing.assert_close(full[name], parameter.grad)
-    assert facts(copied[0].weight) is not facts(model[0].weight)
+    assert parameter_facts(copied[0].weight) is not parameter_facts(model[0].weight)
     torch.save(copied.state_dict(), io.BytesIO())
     with pytest.raises(TypeError) as caught:
         torch.save(copied, io.BytesIO())

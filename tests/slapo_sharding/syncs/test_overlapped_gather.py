@@ -13,9 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from slapo_core.building.build import build
-from slapo_core.registration.registry import Registry
-from slapo_core.schedules.schedule import Schedule, create_schedule
+from slapo_core import Registry, Schedule, build, create_schedule
 from slapo_sharding import plugin
 from slapo_sharding.syncs.overlapped_reduction import _Again
 from slapo_testing import run_distributed

@@ -11,11 +11,10 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from slapo_core.building.build import build
-from slapo_core.registration.registry import Registry
-from slapo_core.schedules.schedule import Schedule, create_schedule
+from slapo_core import Registry, Schedule, build, create_schedule
 from slapo_sharding import plugin
-from slapo_testing import assert_equivalent, run_distributed
+from slapo_testing import run_distributed
+from slapo_verify.comparison import assert_equivalent
 from tests.slapo_sharding.operators import Operators
 
 pytestmark = pytest.mark.multiproc

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slapo_core import Registry, ScheduleError, create_schedule, hookimpl
-from slapo_core.building.build import build, build_program
+from slapo_core import Registry, ScheduleError, build, build_program, create_schedule, hookimpl
 from slapo_sharding import plugin
-from slapo_testing import assert_equivalent, run_distributed
-from slapo_training.losses.microbatch_loss import CountedLoss
+from slapo_testing import run_distributed
+from slapo_training.losses import CountedLoss
+from slapo_verify.comparison import assert_equivalent
 from tests.zoo.families import FAMILIES
 
 pytestmark = pytest.mark.multiproc

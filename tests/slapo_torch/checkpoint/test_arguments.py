@@ -14,13 +14,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import slapo_torch.plugin
-from slapo_core.building.build import build
-from slapo_core.registration.registry import Registry
-from slapo_core.reporting.errors import BuildError
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import BuildError, Registry, build, create_schedule
 from slapo_testing import run_distributed
-from slapo_training.checkpoint.plain_data import digest
-from slapo_training.distributed.ranks import Ranks
+from slapo_training.checkpoint import digest
+from slapo_training.distributed import Ranks
 
 from ..layouts import message_of
 

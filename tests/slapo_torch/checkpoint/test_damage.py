@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError
 from slapo_testing import run_distributed
 from slapo_training.checkpoint.manifest import content_of
 from tests.engines import reseal

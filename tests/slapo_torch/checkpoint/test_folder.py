@@ -15,14 +15,12 @@ import torch.distributed as dist
 from torch import nn
 
 import slapo_torch.plugin
-from slapo_core.building.build import build
-from slapo_core.registration.registry import Registry
-from slapo_core.reporting.errors import BuildError
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import BuildError, Registry, build, create_schedule
 from slapo_testing import run_distributed
-from slapo_training.checkpoint.folder import Writing, opened, reading, verify
+from slapo_training.checkpoint import Writing
+from slapo_training.checkpoint.folder import opened, reading, verify
+from slapo_training.distributed import Ranks
 from slapo_training.distributed._torch_private import job_timeout
-from slapo_training.distributed.ranks import Ranks
 from tests.background_saves import fail, held_back
 
 from ..counting_engine import BATCH, Counts, engine_of

@@ -10,13 +10,10 @@ from torch import nn
 
 import slapo_sharding.plugin
 import slapo_torch.plugin
-from slapo_core.building.build import build
-from slapo_core.modules.parameters import ShardSpec
-from slapo_core.registration.registry import Registry
-from slapo_core.reporting.errors import BuildError
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import BuildError, Registry, ShardSpec, build, create_schedule
 from slapo_testing import run_distributed
-from slapo_training.model.pieces import Piece, piece_of, whole
+from slapo_training.model import Piece, piece_of
+from slapo_training.model.pieces import whole
 
 from ..layouts import adamw, gpt2, largest_difference, mesh_of, my_part, put_together, scheduled, tokens
 

@@ -16,10 +16,7 @@ import slapo_fusion.plugin
 import slapo_memory.plugin
 import slapo_sharding.plugin
 import slapo_torch.plugin
-from slapo_core.building.build import build
-from slapo_core.distributed.random import get_cuda_rng_tracker, set_random_seed
-from slapo_core.registration.registry import Registry
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import Registry, build, create_schedule, get_cuda_rng_tracker, set_random_seed
 from slapo_testing import run_distributed
 
 from ..layouts import gpt2, losses, mesh_of, message_of, my_part, scheduled, tokens

@@ -16,15 +16,10 @@ from torch import nn
 
 import slapo_pipeline.plugin
 import slapo_torch.plugin
-from slapo_core.building.build import build
-from slapo_core.distributed.random import get_cuda_rng_tracker, set_random_seed
-from slapo_core.registration.registry import Registry
-from slapo_core.reporting.errors import BuildError, ScheduleError
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import BuildError, Registry, ScheduleError, build, create_schedule, get_cuda_rng_tracker, set_random_seed
 from slapo_testing import run_distributed
 from slapo_tracing import trace_module
-from slapo_training.checkpoint import rng_state
-from slapo_training.checkpoint.plain_data import check_plain
+from slapo_training.checkpoint import check_plain, rng_state
 from tests.engines import check_own_buffers, own_buffers
 
 from ..layouts import mesh_of

@@ -17,14 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 import slapo_sharding.plugin
 import slapo_torch.plugin
-from slapo_core.building.build import build
-from slapo_core.building.weights import init_empty_weights
-from slapo_core.registration.registry import Registry
-from slapo_core.reporting.logger import get_logger
-from slapo_core.schedules.schedule import Schedule, create_schedule
+from slapo_core import Registry, Schedule, build, create_schedule, get_logger, init_empty_weights
 from slapo_sharding import load_full_state
 from slapo_testing import run_distributed
-from slapo_training.checkpoint.tensor_files import SavedTensors
+from slapo_training.checkpoint import SavedTensors
 
 from ..layouts import adamw, gpt2, losses, mesh_of, message_of, my_part, scheduled, tokens, train_beside_reference
 

@@ -11,9 +11,7 @@ from torch.nn import functional as F
 
 import slapo_torch.fsdp.sharded_replicas
 import slapo_torch.plugin
-from slapo_core.building.build import build
-from slapo_core.registration.registry import Registry
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import Registry, build, create_schedule
 from slapo_testing import run_distributed
 from slapo_torch.fsdp.unit import Unit
 

@@ -14,9 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from slapo_core import build, create_schedule, get_logger
-from slapo_core.modules.parameters import ShardSpec
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError, ShardSpec, build, create_schedule, get_logger
 from slapo_testing import run_distributed
 from slapo_torch.fsdp.replica_spec import ReplicaSpec
 from slapo_torch.fsdp.wrap_policy import deal, unit_paths

@@ -13,9 +13,7 @@ from torch.nn import functional as F
 
 import slapo_pipeline.plugin
 import slapo_torch.plugin
-from slapo_core.building.build import build
-from slapo_core.registration.registry import Registry
-from slapo_core.schedules.schedule import Schedule, create_schedule
+from slapo_core import Registry, Schedule, build, create_schedule
 from slapo_testing import run_distributed
 from slapo_torch.gradients.aliasing import FirstGradients, extents
 from slapo_torch.pipeline import RunningStage

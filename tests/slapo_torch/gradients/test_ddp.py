@@ -16,9 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import slapo_pipeline.plugin
 import slapo_torch.plugin
-from slapo_core.building.build import build
-from slapo_core.registration.registry import Registry
-from slapo_core.schedules.schedule import Schedule, create_schedule
+from slapo_core import Registry, Schedule, build, create_schedule
 from slapo_testing import run_distributed
 from slapo_torch.gradients.ddp import Replicas
 

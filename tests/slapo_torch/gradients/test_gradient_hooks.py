@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.building.build import build
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import build, create_schedule
 from slapo_testing import run_distributed
 from tests import gradient_hooks as hooked
 from tests.gradient_hooks import SGD, batches, differences, expected, made, scheduled

@@ -16,10 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import slapo_pipeline.plugin
 import slapo_torch.plugin
-from slapo_core.building.build import build
-from slapo_core.registration.registry import Registry
-from slapo_core.reporting.errors import BuildError
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import BuildError, Registry, build, create_schedule
 from slapo_testing import run_distributed
 
 from ..layouts import adamw, gpt2, mesh_of, my_part, scheduled, tokens

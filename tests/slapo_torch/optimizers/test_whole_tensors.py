@@ -14,10 +14,7 @@ from torch.nn import functional as F
 
 import slapo_sharding.plugin
 import slapo_torch.plugin
-from slapo_core.building.build import build
-from slapo_core.registration.registry import Registry
-from slapo_core.reporting.errors import BuildError
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import BuildError, Registry, build, create_schedule
 from slapo_testing import run_distributed
 from slapo_training.optimizers.probe.update_probe import probe
 from slapo_weights import made_of

@@ -15,10 +15,17 @@ import slapo_memory.plugin
 import slapo_pipeline.plugin
 import slapo_sharding.plugin
 import slapo_torch.plugin
-from slapo_core.building.build import build
-from slapo_core.distributed.random import RNGState, get_cuda_rng_tracker, rng_state, set_random_seed, set_rng_state
-from slapo_core.registration.registry import Registry
-from slapo_core.schedules.schedule import Schedule, create_schedule
+from slapo_core import (
+    Registry,
+    RNGState,
+    Schedule,
+    build,
+    create_schedule,
+    get_cuda_rng_tracker,
+    rng_state,
+    set_random_seed,
+    set_rng_state,
+)
 from slapo_testing import run_distributed
 
 from ..layouts import adamw, gpt2, mesh_of, tokens

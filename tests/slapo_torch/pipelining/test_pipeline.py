@@ -14,8 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from slapo_core.building.build import build
-from slapo_core.distributed.random import set_random_seed
+from slapo_core import build, set_random_seed
 from slapo_testing import run_distributed
 
 from ..layouts import adamw, gpt2, losses, mesh_of, message_of, my_part, scheduled, tokens
@@ -128,8 +127,7 @@ class Fragile(torch.autograd.Function):
 def _unusual(rank: int) -> list[Any]:
     import slapo_pipeline.plugin
     import slapo_torch.plugin
-    from slapo_core.registration.registry import Registry
-    from slapo_core.schedules.schedule import create_schedule
+    from slapo_core import Registry, create_schedule
 
     mesh = mesh_of(pp=3)
     torch.manual_seed(0)
@@ -384,8 +382,7 @@ def test_stages_that_are_given_different_rows_are_refused() -> None:
 def _cut_after_a(model: nn.Module, mesh: DeviceMesh, example: dict[str, torch.Tensor], **config: Any) -> Any:
     import slapo_pipeline.plugin
     import slapo_torch.plugin
-    from slapo_core.registration.registry import Registry
-    from slapo_core.schedules.schedule import create_schedule
+    from slapo_core import Registry, create_schedule
 
     plugins = Registry([slapo_pipeline.plugin, slapo_torch.plugin])
     schedule = create_schedule(model, mesh=mesh, example_inputs=example, plugins=plugins)

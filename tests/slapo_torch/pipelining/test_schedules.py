@@ -13,10 +13,7 @@ from torch.distributed.pipelining import schedules
 
 import slapo_pipeline.plugin
 import slapo_torch.plugin
-from slapo_core.building.build import build
-from slapo_core.registration.registry import Registry
-from slapo_core.reporting.errors import BuildError
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import BuildError, Registry, build, create_schedule
 from slapo_testing import run_distributed
 from slapo_torch.pipelining._torch_pipelining import check_order
 from slapo_torch.pipelining.schedules import for_rows, placement

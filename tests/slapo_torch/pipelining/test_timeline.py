@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slapo_core.building.build import build
+from slapo_core import build
 from slapo_testing import run_distributed
 from slapo_torch.timeline import bubble, chrome_trace
 

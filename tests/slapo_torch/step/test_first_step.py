@@ -14,12 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import slapo_torch.plugin
-from slapo_core.building.build import build
-from slapo_core.registration.registry import Registry
-from slapo_core.reporting.errors import BuildError
-from slapo_core.reporting.logger import get_logger
-from slapo_core.schedules.schedule import create_schedule
-from slapo_tracing.nodes.forward_wrapping import wrap_forward
+from slapo_core import BuildError, Registry, build, create_schedule, get_logger
+from slapo_tracing.nodes import wrap_forward
 from slapo_training.first_step.row_mixing import over_replicas
 from slapo_training.options.check_switches import VARIABLE
 from tests.first_step_cases import MEANS, MIXING, NO_MEANS, QUIET, UNEVEN, WIDTH, Loss, Routed, Towers, WithLoss, batch

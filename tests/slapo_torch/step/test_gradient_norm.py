@@ -13,10 +13,7 @@ from torch.nn import functional as F
 
 import slapo_pipeline.plugin
 import slapo_torch.plugin
-from slapo_core.building.build import build
-from slapo_core.interfaces.program import Program, Stage
-from slapo_core.registration.registry import Registry
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import Program, Registry, Stage, build, create_schedule
 from slapo_testing import run_distributed
 from slapo_torch.step.local_parameters import Holdings
 

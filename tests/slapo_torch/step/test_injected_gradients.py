@@ -15,11 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import slapo_torch.plugin
-from slapo_core.building.build import build
-from slapo_core.registration.registry import Registry
-from slapo_core.reporting.errors import BuildError
-from slapo_core.reporting.logger import get_logger
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import BuildError, Registry, build, create_schedule, get_logger
 from slapo_training.batches.rows import BatchRows
 from slapo_training.first_step.row_subsets import Rows, dissimilar_quarters, joined
 from tests.first_step_cases import Towers, WithLoss

@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slapo_core import Schedule, create_schedule
-from slapo_core.reporting.errors import ScheduleError, TraceError
-from slapo_tracing import TracedModule
+from slapo_core import Schedule, ScheduleError, TraceError, create_schedule
+from slapo_tracing.graphs import TracedModule
 from slapo_tracing.matching.patterns import call_module
 from tests.slapo_tracing.model_parts import Result, assert_close, calls
 from tests.slapo_tracing.model_parts import run as run_batch

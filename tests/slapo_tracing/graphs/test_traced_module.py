@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from slapo_tracing import TracedModule, trace_module
+from slapo_tracing import trace_module
+from slapo_tracing.graphs import TracedModule
 from tests.slapo_tracing.comparison import assert_same
 from tests.slapo_tracing.tracers.test_value_tracer import Cube, Forward
 from tests.zoo.families import FAMILIES

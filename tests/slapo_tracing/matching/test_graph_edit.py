@@ -11,15 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slapo_core import create_schedule
-from slapo_core.reporting.errors import ScheduleError, TraceError
-from slapo_core.schedules.schedule import Schedule
-from slapo_core.schedules.transaction import Transaction
-from slapo_tracing import TracedModule, trace_module
+from slapo_core import Schedule, ScheduleError, TraceError, Transaction, create_schedule
+from slapo_tracing import trace_module
 from slapo_tracing.editing import graph_edit
-from slapo_tracing.matching.matcher import Match, find_node, find_subgraph
+from slapo_tracing.graphs import TracedModule
+from slapo_tracing.matching import Match
+from slapo_tracing.matching.matcher import find_node, find_subgraph
 from slapo_tracing.matching.patterns import call_module
-from slapo_tracing.nodes.mode_regions import write_regions
+from slapo_tracing.nodes import write_mode_nodes
 
 X = torch.randn(2, 4)
 
@@ -344,7 +343,7 @@ def test_a_call_of_several_outputs_stays_in_its_region() -> None:
     gm = trace_module(Function(forward), (X,))
     (match,) = find_subgraph(gm, lambda x: (x.sin(), x.cos()))
     graph_edit.replace_subgraph(Edits(gm), match, lambda x: (x.sin(), x.cos()))
-    write_regions(gm.graph)  # as everybody does who copies the nodes
+    write_mode_nodes(gm.graph)  # as everybody does who copies the nodes
     torch.testing.assert_close(gradient(gm), gradient(forward))
 
 

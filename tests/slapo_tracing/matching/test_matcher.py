@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from slapo_core.reporting.errors import ScheduleError
-from slapo_tracing import TracedModule, trace_module
+from slapo_core import ScheduleError
+from slapo_tracing import trace_module
+from slapo_tracing.graphs import TracedModule
 from slapo_tracing.matching.matcher import find_by_name, find_node, find_subgraph, match_data
 from slapo_tracing.matching.patterns import ModulePattern, Pattern, call_module
 

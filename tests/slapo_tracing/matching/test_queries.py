@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slapo_core import create_schedule
-from slapo_core.reporting.errors import ScheduleError, TraceError
+from slapo_core import ScheduleError, TraceError, create_schedule
 from slapo_tracing import Pattern
 from slapo_tracing.matching.patterns import call_module
 from tests.zoo.families import FAMILIES

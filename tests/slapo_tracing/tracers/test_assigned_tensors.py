@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from slapo_core.reporting.errors import TraceError
-from slapo_tracing.tracers.selection import trace
-from slapo_tracing.tracers.value_tracer import trace_again
+from slapo_core import TraceError
+from slapo_tracing.tracers import trace, trace_again
 from tests.slapo_tracing.tracers.test_value_tracer import Forward
 
 X = torch.randn(2, 4)

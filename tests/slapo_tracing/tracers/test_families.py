@@ -6,8 +6,9 @@ import pytest
 import torch
 import transformers
 
-from slapo_core.reporting.errors import TraceError
-from slapo_tracing import trace, trace_module
+from slapo_core import TraceError
+from slapo_tracing import trace_module
+from slapo_tracing.tracers import trace
 from tests.slapo_tracing.comparison import assert_same
 from tests.zoo.families import FAMILIES, layers
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.reporting.errors import TraceError, UnknownNameError
+from slapo_core import TraceError, UnknownNameError
 from slapo_tracing import trace_module
 from tests.slapo_tracing.tracers.test_value_tracer import Box, Forward
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertModel, T5Config, T5ForConditionalGeneration
 
-from slapo_core.reporting.errors import ScheduleError, TraceError
-from slapo_core.schedules.schedule import create_schedule
-from slapo_tracing import TracedModule, trace
+from slapo_core import ScheduleError, TraceError, create_schedule
+from slapo_tracing.graphs import TracedModule
+from slapo_tracing.tracers import trace
 
 TOKENS = torch.randint(0, 32, (2, 6), generator=torch.Generator().manual_seed(0))
 

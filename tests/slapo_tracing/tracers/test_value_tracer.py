@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slapo_core.reporting.errors import TraceError
-from slapo_tracing import TracedModule, trace_module
-from slapo_tracing.nodes.forward_wrapping import wrap_forward
+from slapo_core import TraceError
+from slapo_tracing import trace_module
+from slapo_tracing.graphs import TracedModule
+from slapo_tracing.nodes import wrap_forward
 from tests.slapo_tracing.comparison import assert_same, check
 
 X = torch.randn(2, 4)

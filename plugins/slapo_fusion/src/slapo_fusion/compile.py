@@ -11,11 +11,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from slapo_core.interfaces.primitive import Primitive
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule import Schedule
-from slapo_tracing.graphs.traced_module import TracedModule
-from slapo_tracing.nodes.forward_wrapping import forward_wrappers, wrap_forward
+from slapo_core import Primitive, Schedule, ScheduleError
+from slapo_tracing.graphs import TracedModule
+from slapo_tracing.nodes import forward_wrappers, wrap_forward
 
 from ._torch_private import is_dry_run, mode_options
 from .compilers import SAME_DRAWS

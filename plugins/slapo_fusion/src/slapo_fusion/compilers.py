@@ -11,11 +11,8 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from slapo_core.registration.entries import Entry
-from slapo_core.reporting.errors import ScheduleError, UnknownNameError
-from slapo_core.reporting.failure_reason import reason
-from slapo_core.schedules.schedule import Schedule
-from slapo_tracing.nodes.opaque_modules import is_opaque
+from slapo_core import Entry, Schedule, ScheduleError, UnknownNameError, failure_reason
+from slapo_tracing.nodes import is_opaque
 
 from .cpu_operators.dropout import Draw, Dropout, dropout, fast_dropout
 from .cpu_operators.gelu import Gelu, gelu, options_for
@@ -99,7 +96,7 @@ def torchscript(region: fx.GraphModule) -> Callable[..., Any]:
             warnings.simplefilter("ignore")  # torch advises torch.compile, which is the default here
             return torch.jit.script(region)
     except Exception as error:  # whatever its compiler raises
-        raise ScheduleError(f"TorchScript cannot compile the subgraph: {reason(error)}; use 'inductor'") from error
+        raise ScheduleError(f"TorchScript cannot compile the subgraph: {failure_reason(error)}; use 'inductor'") from error
 
 
 def one_matmul(region: fx.GraphModule) -> Callable[..., Any]:

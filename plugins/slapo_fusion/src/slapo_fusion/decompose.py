@@ -9,11 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core.interfaces.primitive import Primitive
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule import Schedule
-from slapo_tracing.nodes.opaque_modules import is_opaque
-from slapo_tracing.recording.module_hooks import carry_around
+from slapo_core import Primitive, Schedule, ScheduleError
+from slapo_tracing.nodes import is_opaque
+from slapo_tracing.recording import carry_around
 
 
 class DecomposePrimitive(Primitive):

@@ -10,13 +10,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx, nn
 
-from slapo_core.interfaces.primitive import Primitive
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule import Schedule
-from slapo_tracing.editing import graph_edit
-from slapo_tracing.editing.subgraph import Part, resolve
-from slapo_tracing.matching.queries import matches_of
-from slapo_tracing.nodes.opaque_modules import is_opaque
+from slapo_core import Primitive, Schedule, ScheduleError
+from slapo_tracing.editing import Subgraph, graph_edit, resolve_nodes
+from slapo_tracing.matching import matches_of
+from slapo_tracing.nodes import is_opaque
 
 from ._torch_private import is_dry_run
 from .compilers import LAYER, Compiler, call_layer, compiler_of, eager
@@ -144,7 +141,7 @@ def _check_apart(schedule: Schedule, matches: Sequence[Any]) -> None:
 
 
 def _check_layers(schedule: Schedule, traced: fx.GraphModule, match: Any) -> None:
-    for node in resolve(traced, match):
+    for node in resolve_nodes(traced, match):
         if node.op == "call_module" and is_opaque(traced.get_submodule(str(node.target))):
             raise _error(
                 schedule, f"{node.target!r} in the subgraph is sharded, hooked or wrapped; leave it out, or fuse first"
@@ -153,7 +150,7 @@ def _check_layers(schedule: Schedule, traced: fx.GraphModule, match: Any) -> Non
 
 def _region(traced: fx.GraphModule, match: Any) -> tuple[fx.GraphModule, list[str]]:
     """The nodes as a module without weights, and the paths of the layers it takes as further arguments."""
-    nodes = match.nodes if isinstance(match, Part) else resolve(traced, match)
+    nodes = match.nodes if isinstance(match, Subgraph) else resolve_nodes(traced, match)
     paths = [str(node.target) for node in nodes if node.op == "call_module"]
     weighted = [path for path in dict.fromkeys(paths) if traced.get_submodule(path).state_dict()]
     body = graph_edit.extract(traced, match)

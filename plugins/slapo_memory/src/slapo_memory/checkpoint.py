@@ -8,13 +8,10 @@ from typing import Any
 
 from torch import fx, nn
 
-from slapo_core.interfaces.primitive import Primitive
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule import Schedule
-from slapo_tracing.editing import graph_edit
-from slapo_tracing.editing.subgraph import resolve
-from slapo_tracing.matching.queries import matches_of
-from slapo_tracing.nodes.forward_wrapping import wrap_forward
+from slapo_core import Primitive, Schedule, ScheduleError
+from slapo_tracing.editing import graph_edit, resolve_nodes
+from slapo_tracing.matching import matches_of
+from slapo_tracing.nodes import wrap_forward
 
 from .forward_wrappers.recomputation import Checkpointed, is_checkpointed
 from .module_lists import listed_in
@@ -162,7 +159,7 @@ def _check_module(schedule: Schedule) -> None:
 
 def _check_subgraph(schedule: Schedule, match: list[tuple[str, fx.Node]]) -> None:
     traced = graph_edit.traced_module_of(schedule, match)
-    for node in resolve(traced, match):
+    for node in resolve_nodes(traced, match):
         if node.op != "call_module":
             continue
         module = traced.get_submodule(str(node.target))

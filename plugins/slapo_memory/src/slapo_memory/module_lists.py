@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import Schedule
 
 
 def listed_in(schedule: Schedule, opens_sequential: bool = False) -> list[Schedule] | None:

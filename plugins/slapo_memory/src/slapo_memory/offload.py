@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from slapo_core.interfaces.primitive import Primitive
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule import Schedule
-from slapo_tracing.nodes.forward_wrapping import forward_wrappers, wrap_forward
+from slapo_core import Primitive, Schedule, ScheduleError
+from slapo_tracing.nodes import forward_wrappers, wrap_forward
 
 from .forward_wrappers.cpu_offload import Offloaded
 from .module_lists import listed_in

@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.registration.registry import Registry, default_registry
-from slapo_core.reporting.errors import ScheduleError, UnknownNameError
-from slapo_core.schedules.schedule import Schedule, create_schedule
+from slapo_core import Registry, Schedule, ScheduleError, UnknownNameError, create_schedule, default_registry
 
 from .registration import REGISTERED, available
 from .shared_steps.configuration import CREATION

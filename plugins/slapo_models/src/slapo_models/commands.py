@@ -6,7 +6,7 @@ import inspect
 import json
 from typing import Any
 
-from slapo_core.registration.registry import Registry, default_registry
+from slapo_core import Registry, default_registry
 
 
 def register(app: Any) -> None:

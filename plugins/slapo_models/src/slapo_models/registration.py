@@ -7,9 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slapo_core.registration.entries import Entry
-from slapo_core.registration.registry import Registry, default_registry
-from slapo_core.reporting.errors import ScheduleError
+from slapo_core import Entry, Registry, ScheduleError, default_registry
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

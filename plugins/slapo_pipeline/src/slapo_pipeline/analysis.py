@@ -10,12 +10,11 @@ from typing import Any, overload
 import torch
 from torch import fx, nn
 
-from slapo_core.building.build import build_program
-from slapo_core.interfaces.program import Boundary, Program, Stage
-from slapo_core.reporting.errors import BuildError
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import Boundary, BuildError, Program, Schedule, Stage, build_program
 
 from .partition.partitioned_module import PartitionedModule, StageArguments, is_read, stage_arguments
+
+__all__ = ["LiveValue", "PipelineAnalysis", "analyze_pipeline_module", "module_stages"]
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from slapo_core.interfaces.primitive import Primitive
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule import Schedule
-from slapo_tracing.tracers.synthetic_inputs import stand_ins
+from slapo_core import Primitive, Schedule, ScheduleError
+from slapo_tracing.tracers import synthetic_inputs
 
 from .cut_pipeline_stage import refuse_inside_opaque
 from .tracing.batch_arguments import apart, by_name
@@ -88,7 +86,7 @@ def marks_in(root: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
 def _found(schedule: Schedule) -> list[tuple[str, int]]:
     path = schedule.path
     root = schedule.root_module
-    inputs = stand_ins(root) if schedule.example_inputs is None else by_name(root, schedule.example_inputs)
+    inputs = synthetic_inputs(root) if schedule.example_inputs is None else by_name(root, schedule.example_inputs)
     if inputs is None:
         raise _error(schedule, "marks are found by running the model; give create_schedule example_inputs=, one batch")
     marks = marks_in(root, inputs)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from slapo_core.interfaces.primitive import Primitive
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import Primitive, Schedule, ScheduleError
 
 from .tracing.cuts import CUT_PIPELINE_STAGE, Where, cuts, where_of
 from .tracing.root_hooks import is_whole

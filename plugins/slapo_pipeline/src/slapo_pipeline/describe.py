@@ -10,13 +10,13 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from slapo_core.interfaces.program import Boundary, Program
-from slapo_core.reporting.errors import BuildError
-from slapo_core.schedules.schedule import Schedule
-from slapo_tracing.nodes.torch_calls import function_name
+from slapo_core import Boundary, BuildError, Program, Schedule
+from slapo_tracing.nodes import function_name
 
 from .analysis import analyze_pipeline_module, program_of
 from .partition.boundary_traffic import Crossed, boundary_bytes, nbytes
+
+__all__ = ["describe", "stage_code"]
 
 _SPACES = {"torch": torch, "F": F, "operator": operator}
 

@@ -10,9 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
-from slapo_core.interfaces.program import Program, TieGroup
-from slapo_core.modules.forward_arguments import named_inputs
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError, Program, TieGroup, named_inputs
 
 from .analysis import result_keys
 from .cut_at_marks import marks_in
@@ -22,6 +20,8 @@ from .torch_pipe.split_points import noted_points, split_points
 from .torch_pipe.split_policy import PolicyPartitioner, SplitPolicy
 from .torch_pipe.transmitted_parameters import transmitted
 from .tracing.cuts import Cut
+
+__all__ = ["Pipe", "pipeline"]
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage

@@ -9,12 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.interfaces.primitive import Primitive
-from slapo_core.modules.paths import select
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.reporting.logger import get_logger
-from slapo_core.schedules.schedule import Schedule
-from slapo_tracing.tracers.selection import Leaves, named_leaves
+from slapo_core import Primitive, Schedule, ScheduleError, get_logger, paths
+from slapo_tracing.tracers import Leaves, named_leaves
 
 from .balance.cut_search import placed, placed_at
 from .balance.stage_table import StageTable
@@ -178,7 +174,7 @@ def _named(schedule: Schedule, boundaries: Sequence[str]) -> list[str]:
     for entry in boundaries:
         if not isinstance(entry, str):
             raise _error(f"boundaries has {entry!r}, which is another module in each model; give {given}")
-        matched = [path for path, _ in select(schedule.mod, entry)] if entry else [""]
+        matched = [path for path, _ in paths.select(schedule.mod, entry)] if entry else [""]
         if not matched:
             names = [path for path, _ in schedule.mod.named_modules() if path]
             raise _error(f"boundaries has {entry!r}, which matches no module; {_guess(entry, names)}give {given}")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.interfaces.hookspecs import hookimpl
+from slapo_core import hookimpl
 
 if TYPE_CHECKING:
-    from slapo_core.interfaces.program import Program
-    from slapo_core.schedules.schedule import Schedule
+    from slapo_core import Program, Schedule
 
 
 @hookimpl

@@ -12,13 +12,19 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from slapo_core.interfaces.program import Boundary, Program, Stage
-from slapo_core.modules.forward_arguments import by_position, signature_of
-from slapo_core.modules.parameters import facts
-from slapo_core.modules.paths import find
-from slapo_core.reporting.errors import BuildError, TraceError
-from slapo_core.schedules.schedule import Schedule
-from slapo_tracing.nodes.nested_values import difference, fingerprint
+from slapo_core import (
+    Boundary,
+    BuildError,
+    Program,
+    Schedule,
+    Stage,
+    TraceError,
+    call_arguments,
+    forward_signature,
+    parameter_facts,
+    paths,
+)
+from slapo_tracing.nodes import difference, fingerprint
 
 from .partition.module_tree import divide, prune
 from .partition.partitioner import pipeline_ranks
@@ -28,6 +34,8 @@ from .torch_pipe.transmitted_parameters import TransmittingStage
 from .tracing._torch_private import Name, StageCalls, flatten, stage_calls, unflatten
 from .tracing.batch_arguments import apart, by_name
 from .tracing.cuts import cuts
+
+__all__ = ["program_of_pipe"]
 
 _TABLES = ("_parameters", "_buffers")
 _given: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
@@ -70,7 +78,7 @@ def program_of_pipe(pipe: Any, schedule: Schedule) -> Program:
     root, mesh = schedule.root_module, schedule.mesh
     graphs = [pipe.get_stage_module(index) for index in range(len(calls.arguments))]
     inputs = apart(by_name(root, schedule.example_inputs))
-    if unknown := [name for name in calls.inputs if name not in signature_of(root).parameters]:
+    if unknown := [name for name in calls.inputs if name not in forward_signature(root).parameters]:
         raise BuildError(
             f"the Pipe takes {unknown[0]!r}, no argument of the model; tensors inside of structures cannot be named"
         )
@@ -100,7 +108,7 @@ def program_of_pipe(pipe: Any, schedule: Schedule) -> Program:
         module=root,
         stages=stages,
         mesh=mesh,
-        original_names={name: facts(parameter).names for name, parameter in root.named_parameters()},
+        original_names={name: parameter_facts(parameter).names for name, parameter in root.named_parameters()},
         ties=tie_groups(root, modules),
         replan=replan,
     )
@@ -115,7 +123,7 @@ def _own_program(pipe: Pipe, schedule: Schedule) -> Program:
     if any(isinstance(stage.module, TransmittingStage) for stage in program.stages):
         raise BuildError("the Pipe transmits parameters, which an engine keeps as ties; make it with REPLICATE")
     _check_fits(pipe.num_stages, schedule)
-    names = {name: facts(parameter).names for name, parameter in program.module.named_parameters()}
+    names = {name: parameter_facts(parameter).names for name, parameter in program.module.named_parameters()}
     return dataclasses.replace(program, mesh=schedule.mesh, original_names=names)
 
 
@@ -224,7 +232,7 @@ def _on_tables(graph: nn.Module, held: nn.Module | None) -> nn.Module:
 def _paths(graph: nn.Module, root: nn.Module) -> Iterator[str]:
     """Modules of the model that a stage runs: those without modules of their own."""
     for path, module in graph.named_modules():
-        if path and not module._modules and hasattr(module, "graph") and find(root, path) is not None:
+        if path and not module._modules and hasattr(module, "graph") and paths.find(root, path) is not None:
             yield path
 
 
@@ -232,7 +240,7 @@ def _run(root: nn.Module, modules: Sequence[PipeStage], inputs: Mapping[str, Any
     """Run the model and the stages on the same inputs: what crosses. Results that differ are an error."""
     with _as_before(root), torch.enable_grad():
         state = torch.random.get_rng_state()
-        args, kwargs = by_position(root, inputs)
+        args, kwargs = call_arguments(root, inputs)
         leaves, spec = flatten(root(*args, **kwargs))
     with _as_before(root), torch.enable_grad():
         torch.random.set_rng_state(state)

@@ -9,18 +9,26 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from slapo_core.building.build import build, build_program
-from slapo_core.interfaces.engine import Engine
-from slapo_core.interfaces.program import Program, Stage
-from slapo_core.modules.forward_arguments import named_inputs, split_inputs
-from slapo_core.reporting.errors import BuildError, ScheduleError
-from slapo_core.schedules.schedule import Schedule
-from slapo_tracing.recording.sandbox import Sandbox
+from slapo_core import (
+    BuildError,
+    Engine,
+    Program,
+    Schedule,
+    ScheduleError,
+    Stage,
+    build,
+    build_program,
+    named_inputs,
+    split_inputs,
+)
+from slapo_tracing.recording import Sandbox
 
 from .partition.partitioned_module import PartitionedModule
 from .partition.partitioner import Partitioner
 from .tracing.batch_arguments import by_name
 from .tracing.cuts import Cut, cuts, where_of
+
+__all__ = ["add_partition_notation", "build_pipeline_model", "generate_pipeline_partition", "propagate_partition"]
 
 
 def generate_pipeline_partition(sch: Schedule) -> Schedule:

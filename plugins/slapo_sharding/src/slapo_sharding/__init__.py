@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slapo_training.distributed.grad_norm import clip_grad_norm_
+from slapo_training.distributed import clip_grad_norm_
 
 from .communication.collectives import all_gather, all_reduce, all_reduce_grad, reduce_scatter, scatter
 from .communication.cross_entropy import parallel_cross_entropy

@@ -9,11 +9,8 @@ from typing import Any
 
 import torch
 
-from slapo_core.distributed.random import MODEL_PARALLEL_RNG, get_cuda_rng_tracker
-from slapo_core.interfaces.primitive import Primitive
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule import Schedule
-from slapo_tracing.nodes.forward_wrapping import wrap_forward
+from slapo_core import MODEL_PARALLEL_RNG, Primitive, Schedule, ScheduleError, get_cuda_rng_tracker
+from slapo_tracing.nodes import wrap_forward
 
 from .communication._torch_private import NO_BACKWARD, backward_pass
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slapo_core.interfaces.hookspecs import hookimpl
+from slapo_core import hookimpl
 
 from . import hookspecs
 from .checks.comparison.original_sizes import slapo_after_create as slapo_after_create

@@ -7,9 +7,8 @@ from contextlib import contextmanager, nullcontext
 
 from torch import fx
 
-from slapo_core.interfaces.primitive import Primitive
-from slapo_core.schedules.schedule import Schedule
-from slapo_tracing.graphs.untraced import untraced
+from slapo_core import Primitive, Schedule
+from slapo_tracing.graphs import as_untraced
 
 from .splitting.shard_planner import Blocks, Sharder
 from .splitting.shard_step import ShardStep, carry_out
@@ -98,5 +97,5 @@ class ShardPrimitive(Primitive):
 def _untraced(schedule: Schedule) -> Iterator[bool]:
     """Let the module, and the one around it, be what they were before they were traced; whether they were."""
     is_traced = any(at is not None and isinstance(at.mod, fx.GraphModule) for at in (schedule, schedule.parent))
-    with untraced(schedule) if is_traced else nullcontext():
+    with as_untraced(schedule) if is_traced else nullcontext():
         yield is_traced

@@ -8,10 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from slapo_core.interfaces.primitive import Primitive
-from slapo_core.modules import paths
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import Primitive, Schedule, ScheduleError, paths
 from slapo_training.gradient_hooks import register_first
 
 from .rules.sharding_rule import applied_cut

@@ -8,11 +8,8 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from slapo_core.interfaces.primitive import Primitive
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.reporting.logger import get_logger
-from slapo_core.schedules.schedule import Schedule
-from slapo_tracing.nodes.forward_wrapping import WRAPPERS, forward_wrappers, own_forward, wrap_forward
+from slapo_core import Primitive, Schedule, ScheduleError, get_logger
+from slapo_tracing.nodes import own_forward, wrap_forward
 
 from .communication.batch_norm_statistics import KINDS, ReplicaStatistics, replicas_of, statistics_of
 

@@ -8,12 +8,8 @@ from functools import partial
 
 from torch import fx, nn
 
-from slapo_core.interfaces.primitive import Primitive
-from slapo_core.modules.parameters import is_part
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.reporting.logger import get_logger
-from slapo_core.schedules.schedule import Schedule
-from slapo_tracing.graphs.untraced import untraced
+from slapo_core import Primitive, Schedule, ScheduleError, get_logger, is_sharded
+from slapo_tracing.graphs import as_untraced
 
 from .planning.derivation.replicated_modules import first_rank_only
 from .planning.derivation.vocabulary import vocabulary
@@ -86,7 +82,7 @@ class TensorParallelPrimitive(Primitive):
         """Find the modules of the plan."""
         if backend is not None:
             _check_backend(schedule, sequence_parallel, backend)
-        with untraced(schedule):
+        with as_untraced(schedule):
             _check_untouched(schedule, plan)
             steps = _planned(schedule, plan, sequence_parallel)
             if parallel_loss:
@@ -103,7 +99,7 @@ class TensorParallelPrimitive(Primitive):
         parallel_loss: bool = False,
     ) -> None:
         """Take the steps."""
-        with untraced(schedule):
+        with as_untraced(schedule):
             before = layer_backends.split_modules(schedule)
             _split(schedule, schedule.checked, plan, sequence_parallel, parallel_loss)
             loss = losses.put(schedule) if parallel_loss else None
@@ -148,7 +144,7 @@ def _as_derived(schedule: Schedule, steps: Mapping[str, str]) -> set[str]:
     """
     done = {path for path, style in steps.items() if style in (*BESIDE_SHARDED, "replicated_with_grad_allreduce")}
     traced = schedule.world_size > 1 and schedule.example_inputs is not None and not isinstance(schedule.mod, fx.GraphModule)
-    split = any(is_part(value) for value in schedule.mod.parameters())
+    split = any(is_sharded(value) for value in schedule.mod.parameters())
     if not traced or split or "moe_tp_experts" in steps.values():
         return set()
     outputs = {
@@ -172,7 +168,7 @@ def _vocabulary(schedule: Schedule) -> dict[str, str]:
 def _check_untouched(schedule: Schedule, plan: Mapping[str, str] | None) -> None:
     """Refuse a model whose own recomputing has put a hook on it, and, without a plan, one that is split already."""
     inside = dict(schedule.mod.named_modules())
-    split = [path for path, module in inside.items() if any(map(is_part, module._parameters.values()))]
+    split = [path for path, module in inside.items() if any(map(is_sharded, module._parameters.values()))]
     above: Schedule | None = schedule
     while above is not None and "tensor_parallel" not in above.metadata.primitives:
         above = above.parent

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slapo_verify.comparison.equivalence import assert_equivalent
+from slapo_verify.comparison import assert_equivalent
 
 from .plugin_isolation import isolated_plugins
 from .workers.pool import MAX_WORKERS, DistributedError, clean_up_with, preload, run_distributed, shutdown_workers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from slapo_core.registration.registry import Registry, use_registry
+from slapo_core import Registry, use_registry
 
 
 @contextmanager

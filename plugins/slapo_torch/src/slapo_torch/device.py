@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slapo_core.interfaces.program import Program
+from slapo_core import Program
 
 
 def device_of(program: Program) -> torch.device:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from slapo_core.interfaces.dialect import Dialect
-from slapo_core.interfaces.engine import Engine
-from slapo_core.interfaces.program import Program
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError, Dialect, Engine, Program
 
 from .engine import TorchEngine
 from .fsdp.wrap_policy import check_shardable

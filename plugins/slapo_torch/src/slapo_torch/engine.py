@@ -11,32 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.distributed.agreement import agree, all_reduce, compare, mesh_groups
-from slapo_core.interfaces.program import Program
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError, Program, all_reduce, compare_across_ranks, mesh_groups, raise_on_all_ranks
 from slapo_training.batch_agreement import BatchFacts, check_boundaries, check_contents, check_shapes, content_slots
 from slapo_training.batch_arguments import arguments_of
-from slapo_training.batches.microbatches import (
-    Batch,
-    check_labels,
-    content,
-    counted_labels,
-    fingerprint,
-    signature,
-    split,
-    variadic,
-)
-from slapo_training.checkpoint.async_save import Saving
+from slapo_training.batches import Batch, check_labels, content, counted_labels, fingerprint, signature, split, variadic
+from slapo_training.checkpoint import Saving
 from slapo_training.ema import AveragedEngine, MasterValue
-from slapo_training.engines.checkpoint_files import Position
+from slapo_training.engines import Position
 from slapo_training.gradient_hooks import GradientAccess, StepHooks
-from slapo_training.losses.microbatch_loss import NO_GRADIENT
-from slapo_training.losses.reductions import Counted
-from slapo_training.model.pieces import Piece
-from slapo_training.model.training_mode import Modes
-from slapo_training.optimizers.construction import OptimizerMaking
-from slapo_training.optimizers.introspection.nested_optimizers import groups_in
-from slapo_training.optimizers.rank_optimizer import adopted
+from slapo_training.losses import NO_GRADIENT, Counted
+from slapo_training.model import Modes, Piece
+from slapo_training.optimizers import OptimizerMaking, adopted
+from slapo_training.optimizers.introspection import groups_in
 from slapo_training.step_losses import StepLosses
 
 from .checkpoint import model_state
@@ -130,7 +116,7 @@ class TorchEngine(AveragedEngine):
         self._losses = StepLosses(program, options, self._device, self._together, autocast)
         self._scale = 1.0
         try:
-            compare(options.agreed(), program.mesh)
+            compare_across_ranks(options.agreed(), program.mesh)
             self._holdings.check_same_start()
             if options.data_parallel == "fsdp" and program.axis_size("dp") > 1:
                 self._together(self._prepare_shards)
@@ -352,7 +338,7 @@ class TorchEngine(AveragedEngine):
         largest = torch.tensor(row, dtype=torch.int64, device=self._meeting)
         failed, self._outdated, *bounds = all_reduce(largest, self._mesh, dist.ReduceOp.MAX).tolist()
         if failed:
-            agree(error, self._mesh)
+            raise_on_all_ranks(error, self._mesh)
         high, low, slots = bounds[:4], [-bound for bound in bounds[4:8]], bounds[8:]
         check_shapes(high[0], low[0])
         check_contents(slots[: len(slots) // 2])
@@ -407,7 +393,7 @@ class TorchEngine(AveragedEngine):
         self._unused = bool(unused)
         if failures:
             self._start_over()
-            agree(result.own_failure, self._mesh)
+            raise_on_all_ranks(result.own_failure, self._mesh)
         if training and not gradients:
             self._start_over()
             raise BuildError(NO_GRADIENT)

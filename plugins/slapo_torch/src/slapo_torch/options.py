@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from slapo_core.reporting.errors import BuildError, UnknownNameError
-from slapo_training.options.common_options import CommonOptions
+from slapo_core import BuildError, UnknownNameError
+from slapo_training.options import CommonOptions
 
 from .pipelining.schedules import is_file, kind_of
 

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.interfaces.program import Boundary, Program
-from slapo_training.batches.microbatches import Batch
-from slapo_training.losses.microbatch_loss import note_failure
+from slapo_core import Boundary, Program
+from slapo_training.batches import Batch
+from slapo_training.losses import note_failure
 
 from .gradients.aliasing import Extent, FirstGradients, extents
 from .gradients.ddp import Replicas

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from statistics import mean
 from typing import Any, NamedTuple
 
+__all__ = ["Bubble", "COMPUTES", "MESSAGES", "bubble", "chrome_trace"]
+
 COMPUTES = {"F": "forward", "B": "backward", "I": "backward of the inputs", "W": "backward of the weights"}
 """Kinds of actions in which a rank computes."""
 

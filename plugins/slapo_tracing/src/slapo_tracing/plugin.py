@@ -8,8 +8,8 @@ from slapo_core import hookimpl
 @hookimpl
 def slapo_primitives() -> dict[str, str]:
     return {
-        "trace": "slapo_tracing.trace:TracePrimitive",
-        "trace_until": "slapo_tracing.trace_until:TraceUntilPrimitive",
+        "trace": "slapo_tracing.primitives.trace:TracePrimitive",
+        "trace_until": "slapo_tracing.primitives.trace_until:TraceUntilPrimitive",
     }
 
 

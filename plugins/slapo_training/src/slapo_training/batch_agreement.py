@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from slapo_core.distributed.agreement import agree, all_reduce
-from slapo_core.interfaces.program import Program
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError, Program, all_reduce, raise_on_all_ranks
 
 from .batches.microbatches import Batch, fingerprint
 from .label_weights import LabelWeights
+
+__all__ = ["BatchFacts", "check_boundaries", "check_contents", "check_shapes", "content_slots"]
 
 _NOTHING = -(2**40)
 
@@ -81,7 +81,7 @@ def cut_together(program: Program, device: torch.device, cut: Callable[[], Cut])
     row = [error is not None, *high, *(-number for number in low), *content_slots(program, own.content, error is None)]
     found = all_reduce(torch.tensor(row, dtype=torch.int64, device=device), program.mesh, dist.ReduceOp.MAX).tolist()
     if found[0]:
-        agree(error, program.mesh)
+        raise_on_all_ranks(error, program.mesh)
     high, low = found[1:5], [-number for number in found[5:9]]
     check_shapes(high[0], low[0])
     check_contents(found[9:])

@@ -10,11 +10,12 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
-from slapo_core.modules.forward_arguments import named_inputs, signature_of
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError, forward_signature, named_inputs
 
 from .batches.microbatches import Batch
 from .options.common_options import CommonOptions
+
+__all__ = ["arguments_of"]
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -37,7 +38,7 @@ def arguments_of(model: nn.Module, args: Sequence[Any], given: Mapping[str, Any]
     Raises:
         BuildError: the forward does not take so many arguments, or one is given twice.
     """
-    parameters = signature_of(model).parameters
+    parameters = forward_signature(model).parameters
     for each in (*args, *given.values()):
         if isinstance(each, DataLoader | Iterator):
             raise BuildError(f"a {type(each).__name__} is given; give one batch of it, as in: for batch in loader: ...")
@@ -96,7 +97,7 @@ def _apart(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], needs_labels: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any] | None]:
     """Return the arguments without the labels, and these in a tuple; None where there are none."""
-    signature = signature_of(model)
+    signature = forward_signature(model)
     takes_any = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
     others = [name for name in kwargs if name not in signature.parameters and not takes_any]
     if len(others) == 1:

@@ -13,9 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from slapo_core.distributed.agreement import all_reduce, gather
-from slapo_core.interfaces.program import Program
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError, Program, all_reduce, gather_objects
 from slapo_training.batches.microbatches import variadic
 
 from .batch_agreement import Cut, cut_together, weigh
@@ -31,6 +29,8 @@ from .losses.reductions import EQUAL_PARTS, LossReduction, terms_of
 from .model.state_rollback import state_rollback
 from .options.common_options import CommonOptions
 from .step_loss_check import BatchLosses
+
+__all__ = ["BatchEngine", "MicroBatches"]
 
 
 class MicroBatches(NamedTuple):
@@ -255,7 +255,7 @@ class BatchEngine(AveragedEngine):
     def _learns_ignored(self, reductions: list[LossReduction]) -> bool:
         """Note the label value that losses leave out. Return whether labels have to be counted anew. Collective."""
         own = {term.ignore_index for reduction in reductions for term in terms_of(reduction)}
-        found = {each for of_rank in gather(own, self.program.mesh) for each in of_rank}
+        found = {each for of_rank in gather_objects(own, self.program.mesh) for each in of_rank}
         if len(found) != 1:
             return False
         before = self._ignored, self._is_told

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slapo_core.distributed.agreement import gather
-from slapo_core.interfaces.program import Program
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError, Program, gather_objects
 
 from .label_weights import LabelWeights
 from .losses.reductions import EQUAL_PARTS, LossReduction, terms_of
@@ -41,7 +39,7 @@ class HiddenLabels:
         if training in self._shown:
             return
         own = [(terms, weights.shows(index, terms)) for index, terms in enumerate(map(terms_of, reductions))]
-        found = [each for of_rank in gather(own, self._program.mesh) for each in of_rank]
+        found = [each for of_rank in gather_objects(own, self._program.mesh) for each in of_rank]
         hidden = {terms for terms, is_shown in found if not is_shown}
         if not hidden and (self.is_checked or any(terms for terms, _ in found)):
             self._shown.add(training)  # of losses that tell nothing, as in-place writes hide it without a graph, the step does

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError
 
 from .first_step import scaled_gradient
 from .losses.reductions import EQUAL_PARTS, UNKNOWN_REDUCTION, Counted, LossReduction, terms_of
+
+__all__ = ["LabelWeights"]
 
 OTHER_LABELS = f"the loss is a mean over other labels than in earlier steps; {EQUAL_PARTS}"
 """Error of a loss over labels that the batch does not show, where it showed them before."""

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.interfaces.program import Program
+from slapo_core import Program
 
 from .batches.microbatches import Batch
 from .losses.replica_loss import ReplicaLoss
 from .losses.weighted_terms import LossTerms
 from .model.state_rollback import buffer_rollback
 from .options.common_options import CommonOptions
+
+__all__ = ["StepLosses"]
 
 Forward = Callable[[list[Any]], None]
 """Runs the micro-batches forward, in the mode of the step, with these in the place of labels."""

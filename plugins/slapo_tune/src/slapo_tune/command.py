@@ -13,13 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from slapo_core.reporting.errors import SlapoError
+from slapo_core import SlapoError
 
 from .database import Database
 from .script.configuration import Configuration
 from .search_space.errors import TuneError
 from .trial.interruption import Interruption, signal_name
 from .tuner import Results, Settings, Tuner
+
+__all__ = ["main"]
 
 TIMEOUT_SECONDS = 3600.0
 FLAGS = ("--config", "--db", "--error-stop", "--timeout", "--help", "-h")

@@ -12,8 +12,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from slapo_core.modules.parameters import is_part
-from slapo_core.reporting.logger import get_logger
+from slapo_core import get_logger, is_sharded
 
 from .comparison.equivalence import Difference
 from .comparison.model_results import Computed, Task, autocast, compare, compute, largest, put_together, replaced
@@ -143,7 +142,7 @@ def _rounded(models: Models, task: Task, expected: Computed, closely: bool) -> T
 
 def _of_reference(models: Models, run: Callable[[], T], is_for_all: Callable[[T], bool]) -> T:
     """Run the unmodified model, once for ranks that are threads where it is the same. Collective."""
-    if models.first or any(is_part(each) for each in models.reference.parameters()):  # it may meet the others while it runs
+    if models.first or any(is_sharded(each) for each in models.reference.parameters()):  # it may meet the others while it runs
         return models.ranks.alike(run)
     return computed_once(run, is_for_all, models.ranks)
 
@@ -170,7 +169,7 @@ def _comparable(models: Models, task: Task) -> Iterator[list[str]]:
     if not task.training:
         yield ["evaluation mode: dropout is off, and is not compared"]
         return
-    sharded = any(is_part(each) for each in models.sch.mod.parameters())
+    sharded = any(is_sharded(each) for each in models.sch.mod.parameters())
     if not any(models.ranks.gather(sharded)):
         yield ["training mode: both models draw from one random state"]
         return

@@ -10,12 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.distributed.agreement import compare, mesh_groups
-from slapo_core.modules.forward_arguments import split_inputs
-from slapo_core.modules.parameters import facts, is_part
-from slapo_core.reporting.errors import BuildError, UnknownNameError, VerifyError
-from slapo_core.schedules.journal import Step
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import (
+    BuildError,
+    Schedule,
+    Step,
+    UnknownNameError,
+    VerifyError,
+    compare_across_ranks,
+    is_sharded,
+    mesh_groups,
+    parameter_facts,
+    split_inputs,
+)
 
 from .comparison.equivalence import Tolerance
 from .comparison.model_results import LEVELS, Loss, OptimizerFactory, Task
@@ -163,12 +169,12 @@ def _check_alike(reference: nn.Module, top: Schedule, task: Task, tolerance: Tol
     said = {"level": task.level, "eval_mode": not task.training, "blame": blame, "tolerance": tolerance}
     said |= {what: getattr(each, "__qualname__", type(each).__qualname__) for what, each in functions.items()}
     inputs = leaves_of((task.args, dict(task.kwargs)), "")
-    whole = [each for each in reference.parameters() if not is_part(each)]
+    whole = [each for each in reference.parameters() if not is_sharded(each)]
     lines = [f"verify with {what}={value!r}" for what, value in said.items()]
     lines += [f"an input {_told(value)}" for _, value in inputs]
     lines.append(f"a reference whose weights have the sum {sum(map(_checksum, whole))}")
     try:
-        compare([*lines, *top.journal.comparable_lines()], top.mesh, top.group)
+        compare_across_ranks([*lines, *top.journal.comparable_lines()], top.mesh, top.group)
     except BuildError as error:
         raise VerifyError(str(error)) from None
 
@@ -226,7 +232,7 @@ def _task(
             f"the reference and the scheduled model share {twice[0]!r}; schedule a copy.deepcopy of the reference"
         )
     own = reference.named_parameters(remove_duplicate=False)
-    names = {known for name, parameter in own for known in (name, *facts(parameter).names)}
+    names = {known for name, parameter in own for known in (name, *parameter_facts(parameter).names)}
     lacking = [name for own in top.original_names.values() for name in own if name not in names]
     if lacking:
         raise VerifyError(f"the reference has no parameter {lacking[0]!r}; give the model that the schedule began with")

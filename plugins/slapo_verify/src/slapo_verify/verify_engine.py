@@ -11,9 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.modules.forward_arguments import named_inputs, signature_of, split_inputs
-from slapo_core.reporting.errors import BuildError, VerifyError
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import BuildError, Schedule, VerifyError, forward_signature, named_inputs, split_inputs
 
 from .comparison.equivalence import Difference, Tolerance, difference, of_named
 from .comparison.model_results import OptimizerFactory, autocast, plain_modes
@@ -110,7 +108,7 @@ def _by_name(reference: nn.Module, batch: Any, has_labels: bool) -> dict[str, An
         raise VerifyError(f"batch is {short(batch)}; give the arguments of the model's forward, with tensors")
     args, kwargs = split_inputs(batch)
     if has_labels and "labels" not in kwargs:
-        parameters = signature_of(reference).parameters
+        parameters = forward_signature(reference).parameters
         takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
         others = [name for name in kwargs if name not in parameters and not takes_any]
         if len(others) == 1:

@@ -7,10 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from slapo_core.building.build import BuildPlan
-from slapo_core.distributed.agreement import agree, compare
-from slapo_core.reporting.errors import BuildError
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import BuildError, BuildPlan, Schedule, compare_across_ranks, raise_on_all_ranks
 
 
 def consolidate_model(
@@ -63,8 +60,8 @@ def consolidate_model(
         agreed = plan.agreed_lines()
     except Exception as err:
         error = err
-    agree(error, *ranks)
-    compare(agreed, *ranks)
+    raise_on_all_ranks(error, *ranks)
+    compare_across_ranks(agreed, *ranks)
     if any(parameter.is_meta for parameter in sch.root_module.parameters()):
         with plan.weights(param_init_fn, seed):
             pass

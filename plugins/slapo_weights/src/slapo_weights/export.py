@@ -9,13 +9,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from slapo_core.distributed.agreement import agree, gather
-from slapo_core.interfaces.engine import Engine
-from slapo_core.reporting.errors import BuildError
-from slapo_core.reporting.failure_reason import reason
-from slapo_core.schedules.schedule import Schedule
-from slapo_training.distributed.ranks import Ranks
-from slapo_training.model.pieces import Piece
+from slapo_core import BuildError, Engine, Schedule, failure_reason, gather_objects, raise_on_all_ranks
+from slapo_training.distributed import Ranks
+from slapo_training.model import Piece
 
 from .export_plan.export_source import Source
 from .export_plan.plan import Plan, parsed_size, planned
@@ -65,11 +61,11 @@ def export_weights(
         said = fspath(folder), size, str(dtype)
     except Exception as err:
         error = err
-    agree(error, mesh, group)
+    raise_on_all_ranks(error, mesh, group)
     assert found is not None
-    if len(arguments := list(dict.fromkeys(gather(said, mesh, group)))) > 1:
+    if len(arguments := list(dict.fromkeys(gather_objects(said, mesh, group)))) > 1:
         raise BuildError(f"export_weights: the ranks were given {arguments[0]} and {arguments[1]}; give all of them the same")
-    numbers = gather(dist.get_rank() if dist.is_initialized() else 0, mesh, group)
+    numbers = gather_objects(dist.get_rank() if dist.is_initialized() else 0, mesh, group)
     _export(found, numbers, Path(folder), dtype, size)
 
 
@@ -143,13 +139,13 @@ class _Writer:
         try:
             self._folder = Folder(self._path, self._plan.files)
         except ValueError as err:
-            raise BuildError(f"export_weights: {str(self._path)!r} cannot be written to: {reason(err)}") from err
+            raise BuildError(f"export_weights: {str(self._path)!r} cannot be written to: {failure_reason(err)}") from err
         if self._plan.unmodified is not None:
             try:
                 self._plan.unmodified.write_config(self._folder.aside, self._plan.dtype)
             except (OSError, ValueError) as err:
                 kind = self._plan.unmodified.name
-                raise BuildError(f"export_weights: the config of {kind} cannot be written: {reason(err)}") from err
+                raise BuildError(f"export_weights: the config of {kind} cannot be written: {failure_reason(err)}") from err
 
     def _prepare(self, before: list[Group], bundle: list[Group]) -> None:
         """All that may fail: behind it the ranks send and receive."""

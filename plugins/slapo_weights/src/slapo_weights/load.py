@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.interfaces.program import Program
-from slapo_core.modules.parameters import facts, shard_spec, successor
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError, Program, parameter_facts, shard_spec, successor
 
 from .huggingface.load_conversion import Known, known, may_be_missing
 from .huggingface.unmodified_model import Unmodified
@@ -132,7 +130,7 @@ def fill(root: nn.Module, parts: Iterable[nn.Module], weights: Weights, device: 
             continue
         value, *copies = (_local(view, tensor).read(files, tensor.dtype) for view in views)
         if any(not torch.equal(value, copy) for copy in copies):
-            untied.append(" = ".join(facts(tensor).names))
+            untied.append(" = ".join(parameter_facts(tensor).names))
         new[id(tensor)] = successor(tensor, value.to(device))
     if untied:
         raise BuildError(f"the weights in {files.source} have several values for one tensor: {', '.join(untied)}")
@@ -176,13 +174,13 @@ class Plan:
         used: set[str] = set(found.left_out)
         for path, tensor, is_open in _places(root):
             self._paths.setdefault(id(tensor), path)
-            used |= set(facts(tensor).names)
+            used |= set(parameter_facts(tensor).names)
             if (made := parts_of(tensor)) is not None:
                 used |= {name for name, _, _ in made.parts}
             if is_open:
                 self._add(tensor)
             elif isinstance(tensor, nn.Parameter):
-                there = next((name for name in (*facts(tensor).names, path) if name in found.views), None)
+                there = next((name for name in (*parameter_facts(tensor).names, path) if name in found.views), None)
                 if there is not None and not _matches(there, weights.unexpected):
                     self.kept[self.key(tensor)] = found.views[there]
                     used.add(there)
@@ -206,7 +204,7 @@ class Plan:
 
     def key(self, tensor: torch.Tensor) -> str:
         """The tensor's first name in the unmodified model; of one that a step brought in, its path."""
-        return (facts(tensor).names or (self._paths.get(id(tensor), ""),))[0]
+        return (parameter_facts(tensor).names or (self._paths.get(id(tensor), ""),))[0]
 
     def check(self) -> None:
         """Raise ``BuildError`` with all that is wrong."""
@@ -220,7 +218,7 @@ class Plan:
         key = self.key(tensor)
         if key in self.views:
             return
-        if (made := parts_of(tensor)) is not None and not facts(tensor).names:
+        if (made := parts_of(tensor)) is not None and not parameter_facts(tensor).names:
             if missing := [name for name, _, _ in made.parts if name not in self._of_ties]:
                 self._problems["missing"] += dict.fromkeys(missing)
                 return
@@ -230,11 +228,11 @@ class Plan:
                 self._problems["mis-shaped"].append(f"{key} of {', '.join(dict.fromkeys(n for n, _, _ in made.parts))}: {err}")
                 return
         else:
-            views = [*dict.fromkeys(self._of_ties[name] for name in facts(tensor).names if name in self._of_ties)]
+            views = [*dict.fromkeys(self._of_ties[name] for name in parameter_facts(tensor).names if name in self._of_ties)]
         if views:
             self.views[key] = [view for view in (self._fitting(key, tensor, view) for view in views) if view is not None]
         elif not (_matches(key, self._weights.missing) or (self._optional is not None and self._optional.search(key))):
-            kind = "missing" if facts(tensor).names else "brought in by a step that does not say what of (made_of)"
+            kind = "missing" if parameter_facts(tensor).names else "brought in by a step that does not say what of (made_of)"
             self._problems[kind].append(key)
 
     def _fitting(self, key: str, tensor: torch.Tensor, view: View) -> View | None:
@@ -306,7 +304,7 @@ def _places(root: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
         is_empty = all(parameter is None or parameter.is_meta for parameter in module._parameters.values())
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield prefix + name, buffer, buffer.is_meta or (is_empty and bool(facts(buffer).names))
+                yield prefix + name, buffer, buffer.is_meta or (is_empty and bool(parameter_facts(buffer).names))
 
 
 def _stays(tensor: torch.Tensor) -> bool:

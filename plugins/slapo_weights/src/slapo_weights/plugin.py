@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from slapo_core.interfaces.hookspecs import hookimpl
+from slapo_core import hookimpl
 
 
 @hookimpl

@@ -13,9 +13,7 @@ with handling(end_at_once):
 
     import typer
 
-    from slapo_core.registration.registry import default_registry
-    from slapo_core.reporting.errors import SlapoError
-    from slapo_core.reporting.logger import get_logger
+    from slapo_core import SlapoError, default_registry, get_logger
 
     from ..run_data.versions import versions
     from . import listing, train, verify

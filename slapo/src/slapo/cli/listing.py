@@ -14,9 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from slapo_core.registration.entries import Entry
-from slapo_core.registration.plugins import PluginRecord
-from slapo_core.registration.registry import Registry, default_registry
+from slapo_core import Entry, PluginRecord, Registry, default_registry
 
 from .engine_info import EngineFacts
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slapo_core import Engine, Registry, Schedule, UnknownNameError, build, default_registry
-from slapo_core.interfaces.engine import PlainEngine
+from slapo_core import Engine, PlainEngine, Registry, Schedule, UnknownNameError, build, default_registry
 
 __all__ = ["get_all_dialects", "get_dialect_cls", "init_target_engine"]
 

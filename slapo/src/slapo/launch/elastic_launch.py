@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from slapo_core.reporting.errors import SlapoError
+from slapo_core import SlapoError
 
 from ..run_data.settings import Settings
 from .errors import InterruptedRunError, RankError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from slapo_core.reporting.errors import SlapoError
+from slapo_core import SlapoError
 
 
 class RankError(SlapoError):

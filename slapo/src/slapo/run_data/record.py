@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from slapo_core.schedules.journal import Step
+from slapo_core import Step
 
 from .settings import Settings
 from .versions import versions

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from slapo_core.reporting.errors import SlapoError
+from slapo_core import SlapoError
 
 VOCABULARY = 256
 """Number of tokens: the data is read as bytes."""

@@ -1,6 +1,6 @@
 """Collectives with gradients."""
 
-from slapo_sharding.communication.sync_ops import (
+from slapo_sharding.communication import (
     all_gather_forward_output,
     reduce_backward_grad,
     reduce_forward_output,

@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import (  # noqa: TID253
 )
 from transformers.utils import logging  # noqa: TID253
 
-from slapo_core.reporting.errors import UnknownNameError
+from slapo_core import UnknownNameError
 
 from ..run_data.settings import VOCABULARY, Settings, SettingsError
 

@@ -8,10 +8,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from slapo_core.building.build import build_program
-from slapo_core.building.weights import init_empty_weights
-from slapo_core.distributed.random import set_random_seed
-from slapo_core.registration.registry import default_registry
+from slapo_core import build_program, default_registry, init_empty_weights, set_random_seed
 
 from ..run_data.settings import Settings, engine_options
 from .corpus import read_corpus

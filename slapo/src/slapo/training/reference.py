@@ -8,9 +8,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from slapo_core.building.weights import init_empty_weights, materialize
-from slapo_core.distributed.random import set_random_seed
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import create_schedule, init_empty_weights, materialize, set_random_seed
 
 from ..run_data.settings import Settings
 from .corpus import Corpus

@@ -6,8 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from slapo_core.schedules.schedule import Schedule, create_schedule
-from slapo_core.schedules.schedule_files import load_schedule
+from slapo_core import Schedule, create_schedule, load_schedule
 
 from ..run_data.settings import Settings, SettingsError, counted
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from slapo_core.reporting.errors import SlapoError
+from slapo_core import SlapoError
 
 from ..launch.elastic_launch import launch
 from ..launch.errors import RankError

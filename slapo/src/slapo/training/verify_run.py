@@ -15,8 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from slapo_core.distributed.random import set_random_seed
-from slapo_core.reporting.logger import get_logger
+from slapo_core import get_logger, set_random_seed
 from slapo_verify import Report, Trained, run_as_threads, verify, verify_engine
 
 from ..launch.elastic_launch import launch

@@ -15,12 +15,7 @@ from rich.console import Console  # noqa: TID253
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from slapo.report.page import write_report
-from slapo_core.building.build import build
-from slapo_core.building.weights import init_empty_weights
-from slapo_core.distributed.random import set_random_seed
-from slapo_core.interfaces.engine import Engine
-from slapo_core.reporting.errors import VerifyError
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import Engine, Schedule, VerifyError, build, init_empty_weights, set_random_seed
 
 from ..run_data.record import ModuleRecord, RankRecord, RunRecord, module_records, step_records
 from ..run_data.settings import Settings, engine_options

@@ -16,7 +16,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
-from slapo_core.modules.forward_arguments import split_inputs
+from slapo_core import split_inputs
 
 _MIB = 2**20
 

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..distributed.agreement import agree, compare
+from ..distributed.agreement import compare_across_ranks, raise_on_all_ranks
 from ..interfaces.dialect import Dialect
 from ..interfaces.engine import Engine, PlainEngine
 from ..interfaces.program import Program, Stage
-from ..modules.parameters import facts, shard_spec
+from ..modules.parameters import parameter_facts, shard_spec
 from ..reporting.errors import BuildError
 from ..schedules.schedule import Schedule
 from .default_mesh import with_mesh
@@ -78,8 +78,8 @@ def build(
     options: dict[str, Any] = dict(zip(DEFAULTS, (optimizer, loss_fn, microbatches, precision, clip), strict=True))
     if not isinstance(sch, Schedule):
         raise BuildError(f"cannot build a {type(sch).__name__}; give what create_schedule returned")
-    compare(sch.journal.comparable_lines(), *_ranks(sch))
-    compare([f"build({target!r})"] if sch.mesh is None else [], *_ranks(sch))
+    compare_across_ranks(sch.journal.comparable_lines(), *_ranks(sch))
+    compare_across_ranks([f"build({target!r})"] if sch.mesh is None else [], *_ranks(sch))
     with with_mesh(sch, target, build_program) if target is not None else nullcontext():
         plan = _agreed_plan(sch, target, init_weights, options, param_init_fn, config)
         initialise = param_init_fn if isinstance(init_weights, bool) or init_weights is None else init_weights
@@ -165,7 +165,7 @@ class BuildPlan:
                     materialize(program.module, held, param_init_fn=initialise, seed=seed, device=device)
             except Exception as err:
                 error = err
-            agree(error, *_ranks(self.schedule))
+            raise_on_all_ranks(error, *_ranks(self.schedule))
             yield
 
     def engine(self) -> Engine:
@@ -197,8 +197,8 @@ def _agreed_plan(
         lines = [*_program_lines(target, plan), *plan.agreed_lines()]
     except Exception as err:
         error = err
-    agree(error, *_ranks(sch))
-    compare(lines, *_ranks(sch))
+    raise_on_all_ranks(error, *_ranks(sch))
+    compare_across_ranks(lines, *_ranks(sch))
     return plan
 
 
@@ -211,7 +211,7 @@ def _announce(sch: Schedule, target: str | None, program: Program, engine: Engin
         root.registry.hook.slapo_after_build(engine=engine)
     except Exception as err:
         error = err
-    agree(error, *_ranks(sch))
+    raise_on_all_ranks(error, *_ranks(sch))
 
 
 def _program_lines(target: str | None, plan: BuildPlan) -> list[str]:
@@ -240,5 +240,5 @@ def build_program(sch: Schedule) -> Program:
         stages=(Stage(0, module),),
         mesh=root.mesh,
         shard_specs={name: spec for name, p in module.named_parameters() if (spec := shard_spec(p)) is not None},
-        original_names={name: facts(p).names for name, p in module.named_parameters()},
+        original_names={name: parameter_facts(p).names for name, p in module.named_parameters()},
     )

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..distributed.agreement import agree
+from ..distributed.agreement import raise_on_all_ranks
 from ..interfaces.program import Program
-from ..modules.parameters import is_part
+from ..modules.parameters import is_sharded
 from ..reporting.logger import get_logger
 from ..schedules.journal import Step
 from ..schedules.schedule import Schedule
@@ -54,9 +54,9 @@ def _mesh(sch: Schedule, target: str, make_program: Callable[[Schedule], Program
         stages = len(make_program(sch).stages)
     except Exception as err:
         error = err
-    agree(error, None, group)
+    raise_on_all_ranks(error, None, group)
     uses_group = any(root.registry.primitive(step.name).over_group for step in _all(root.journal.steps))
-    split = uses_group or any(map(is_part, root.module.parameters()))
+    split = uses_group or any(map(is_sharded, root.module.parameters()))
     world = sch.world_size
     tp = world if split or root.group is not None else 1
     pp = math.gcd(stages, world // tp)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from ..modules.parameters import facts, shard_spec, successor
+from ..modules.parameters import parameter_facts, shard_spec, successor
 from ..modules.paths import find, join
 from ..reporting.errors import BuildError
 
@@ -176,7 +176,7 @@ def _initialised(root: nn.Module, places: list[_Place], initialise: Initialiser,
 
 
 def _seed(seed: int | None, place: _Place) -> int:
-    names = facts(place.tensor).names or (join(place.path, place.name),)
+    names = parameter_facts(place.tensor).names or (join(place.path, place.name),)
     digest = hashlib.sha256(f"{_DEFAULT_SEED if seed is None else seed}:{names[0]}".encode()).digest()
     return int.from_bytes(digest[:7], "little")
 
@@ -185,7 +185,7 @@ def _localised(tensor: torch.Tensor, full: torch.Tensor, device: torch.device | 
     """This rank's part of an initialised tensor, with all that is known of the meta one it replaces."""
     gap = _gap(full.dtype)
     if bool((full.isnan() if gap != gap else full == gap).any()) and full.dtype is not torch.bool:
-        name = " = ".join(facts(tensor).names) or "a parameter that a step brought in"
+        name = " = ".join(parameter_facts(tensor).names) or "a parameter that a step brought in"
         advice = "give an initialiser, param_init_fn=, that fills it, or real weights"
         raise BuildError(f"the initialiser leaves {name}, or a part of it, without values; {advice}")
     spec = shard_spec(tensor)

@@ -29,7 +29,7 @@ def all_reduce(values: torch.Tensor, mesh: DeviceMesh | None, op: Any = dist.Red
     return values
 
 
-def gather(value: Any, mesh: DeviceMesh | None, group: Group = None) -> list[Any]:
+def gather_objects(value: Any, mesh: DeviceMesh | None, group: Group = None) -> list[Any]:
     """One picklable value of every rank of the mesh, the same list on each, in the order of ranks. Collective."""
     values = [value]
     for each in reversed(list(mesh_groups(mesh, group))):
@@ -39,30 +39,30 @@ def gather(value: Any, mesh: DeviceMesh | None, group: Group = None) -> list[Any
     return values
 
 
-def agree(error: Exception | None, mesh: DeviceMesh | None, group: Group = None) -> None:
+def raise_on_all_ranks(error: Exception | None, mesh: DeviceMesh | None, group: Group = None) -> None:
     """Raise on every rank of the mesh, and of ``group``, if any of them brings an error. Collective.
 
     Raises:
         Exception: ``error`` itself on a rank that brings one.
         BuildError: on the others, with the message of the first rank that failed.
     """
-    failures = [found for found in gather((_rank(), _sentence(error)) if error else None, mesh, group) if found]
+    failures = [found for found in gather_objects((_rank(), _sentence(error)) if error else None, mesh, group) if found]
     if error is not None:
         raise error
     if failures:
         raise BuildError(f"rank {failures[0][0]} failed: {failures[0][1]}")
 
 
-def compare(lines: Sequence[str], mesh: DeviceMesh | None, group: Group = None) -> None:
+def compare_across_ranks(lines: Sequence[str], mesh: DeviceMesh | None, group: Group = None) -> None:
     """Raise on every rank of the mesh, and of ``group``, unless all bring the same lines. Collective.
 
     Raises:
         BuildError: with the first line that differs, as each rank has it; the same sentence on every rank.
     """
     # Only where ranks differ do the lines themselves travel.
-    if len(set(gather(hashlib.sha256("\0".join(lines).encode()).digest(), mesh, group))) == 1:
+    if len(set(gather_objects(hashlib.sha256("\0".join(lines).encode()).digest(), mesh, group))) == 1:
         return
-    ranks, everyone = zip(*sorted(dict(gather((_rank(), list(lines)), mesh, group)).items()), strict=True)
+    ranks, everyone = zip(*sorted(dict(gather_objects((_rank(), list(lines)), mesh, group)).items()), strict=True)
     found = next(line for line in zip_longest(*everyone, fillvalue="nothing more") if len(set(line)) > 1)
     holders = {text: [rank for rank, own in zip(ranks, found, strict=True) if own == text] for text in found}
     differing = " and ".join(f"{text[:200]} on {_named(numbers)}" for text, numbers in holders.items())

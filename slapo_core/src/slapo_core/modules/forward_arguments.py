@@ -28,7 +28,7 @@ def split_inputs(example_inputs: Any, model: nn.Module | None = None) -> tuple[t
         args, kwargs = example_inputs
     else:
         args, kwargs = example_inputs if isinstance(example_inputs, (tuple, list)) else (example_inputs,), {}
-    return (tuple(args), dict(kwargs)) if args or model is None else by_position(model, kwargs)
+    return (tuple(args), dict(kwargs)) if args or model is None else call_arguments(model, kwargs)
 
 
 def named_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def named_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
     """
     if not args:
         return dict(kwargs)
-    signature = signature_of(model)
+    signature = forward_signature(model)
     try:
         named = signature.bind_partial(*args).arguments
     except TypeError as err:
@@ -58,10 +58,10 @@ def named_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
     return {**named, **kwargs}
 
 
-def by_position(model: nn.Module, named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def call_arguments(model: nn.Module, named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the call of ``model`` with these arguments: by keyword, but for what its forward takes by position alone."""
     args: list[Any] = []
-    parameters = signature_of(model).parameters
+    parameters = forward_signature(model).parameters
     several = next((name for name, each in parameters.items() if each.kind is each.VAR_POSITIONAL and named.get(name)), None)
     last = [name for name, each in parameters.items() if each.kind is each.POSITIONAL_ONLY and name in named]
     end = several or (last[-1] if last else None)
@@ -75,7 +75,7 @@ def by_position(model: nn.Module, named: Mapping[str, Any]) -> tuple[tuple[Any, 
     return tuple(args), {name: value for name, value in named.items() if name not in used}
 
 
-def signature_of(model: nn.Module) -> inspect.Signature:
+def forward_signature(model: nn.Module) -> inspect.Signature:
     """Return the signature of a module's own forward, below wrappers; of a traced one that of the forward that was traced."""
     return inspect.signature(model.forward)
 

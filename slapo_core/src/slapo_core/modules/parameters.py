@@ -99,7 +99,7 @@ class ShardSpec:
 
 
 @dataclass
-class ParamFacts:
+class ParameterFacts:
     """Facts of one parameter or buffer.
 
     Args:
@@ -113,9 +113,9 @@ class ParamFacts:
     tags: set[str] = field(default_factory=set)
 
 
-def facts(tensor: torch.Tensor) -> ParamFacts:
+def parameter_facts(tensor: torch.Tensor) -> ParameterFacts:
     """The facts of a parameter or buffer; made when first asked for."""
-    return tensor.__dict__.get(_FACTS) or tensor.__dict__.setdefault(_FACTS, ParamFacts())  # type: ignore[no-any-return]
+    return tensor.__dict__.get(_FACTS) or tensor.__dict__.setdefault(_FACTS, ParameterFacts())  # type: ignore[no-any-return]
 
 
 def shard_spec(tensor: torch.Tensor) -> ShardSpec | None:
@@ -123,7 +123,7 @@ def shard_spec(tensor: torch.Tensor) -> ShardSpec | None:
     return getattr(tensor.__dict__.get(_FACTS), "spec", None)
 
 
-def is_part(tensor: torch.Tensor | None) -> bool:
+def is_sharded(tensor: torch.Tensor | None) -> bool:
     """Return whether this rank holds only a part of the tensor."""
     spec = shard_spec(tensor) if tensor is not None else None
     return spec is not None and spec.num_shards > 1
@@ -145,13 +145,13 @@ def successor(old: torch.Tensor, data: torch.Tensor, **changes: Any) -> torch.Te
             setattr(new, table, getattr(old, table))
     _carry(old, new)
     for name, value in changes.items():
-        setattr(facts(new), name, value)
+        setattr(parameter_facts(new), name, value)
     return new
 
 
 def _carry(old: torch.Tensor, new: torch.Tensor) -> None:
     new.__dict__.update(old.__dict__)
-    setattr(new, _FACTS, ParamFacts(facts(old).names, facts(old).spec, set(facts(old).tags)))
+    setattr(new, _FACTS, ParameterFacts(parameter_facts(old).names, parameter_facts(old).spec, set(parameter_facts(old).tags)))
 
 
 _plain_deepcopy: Callable[[nn.Parameter, dict[int, Any]], nn.Parameter] = nn.Parameter.__deepcopy__
@@ -177,5 +177,5 @@ def name_parameters(root: nn.Module) -> list[torch.Tensor]:
     for name, tensor in chain(root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False)):
         named.setdefault(id(tensor), (tensor, []))[1].append(name)
     for tensor, names in named.values():
-        facts(tensor).names = tuple(names)
+        parameter_facts(tensor).names = tuple(names)
     return [tensor for tensor, names in named.values() if len(names) > 1]

@@ -8,7 +8,7 @@ from torch import nn
 
 from ..interfaces.primitive import Primitive
 from ..modules.hook_tables import HOOK_TABLES
-from ..modules.parameters import facts
+from ..modules.parameters import parameter_facts
 from ..reporting.errors import ScheduleError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def _carry_parameters(schedule: Schedule, old: nn.Module, new: nn.Module) -> Non
         was = former.get(name)
         if was is None or id(was) in kept:
             continue
-        if not facts(parameter).names and was.shape == parameter.shape:
+        if not parameter_facts(parameter).names and was.shape == parameter.shape:
             _carry_names(schedule, was, parameter)
             for tag in tags & vars(was).keys() - vars(parameter).keys():
                 setattr(parameter, tag, vars(was)[tag])
@@ -115,8 +115,8 @@ def _carry_parameters(schedule: Schedule, old: nn.Module, new: nn.Module) -> Non
 
 def _carry_names(schedule: Schedule, was: nn.Parameter, parameter: nn.Parameter) -> None:
     """All names; where a tie ends, as the old parameter lives on elsewhere, those of the places it lost."""
-    facts(parameter).names = names = facts(was).names
+    parameter_facts(parameter).names = names = parameter_facts(was).names
     if schedule.places_of(was):
         held = dict(schedule.root_module.named_parameters(remove_duplicate=False))
-        facts(parameter).names = tuple(name for name in names if held.get(name) is parameter)
-        facts(was).names = tuple(name for name in names if held.get(name) is not parameter)
+        parameter_facts(parameter).names = tuple(name for name in names if held.get(name) is parameter)
+        parameter_facts(was).names = tuple(name for name in names if held.get(name) is not parameter)

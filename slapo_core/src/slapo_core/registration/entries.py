@@ -13,7 +13,7 @@ from ..interfaces.codec import Codec
 from ..interfaces.dialect import Dialect
 from ..interfaces.primitive import Primitive
 from ..reporting.errors import PluginError
-from ..reporting.failure_reason import reason
+from ..reporting.failure_reason import failure_reason
 from .plugins import PluginRecord
 
 HOOKS = {
@@ -64,7 +64,7 @@ class Entry:
         try:
             target = pkgutil.resolve_name(self.target) if isinstance(self.target, str) else self.target
         except (Exception, SystemExit) as error:
-            raise self._error(reason(error)) from error
+            raise self._error(failure_reason(error)) from error
         if problem := self._problem(target):
             raise self._error(problem)
         return target

@@ -21,7 +21,7 @@ import pluggy
 from ..interfaces import hookspecs
 from ..interfaces.hookspecs import NAME
 from ..reporting.errors import PluginError, SlapoError, UnknownNameError
-from ..reporting.failure_reason import reason
+from ..reporting.failure_reason import failure_reason
 from ..reporting.logger import get_logger
 
 _ADD_HOOKSPECS = "slapo_add_hookspecs"
@@ -104,7 +104,7 @@ def _discover_one_by_one() -> Iterator[PluginRecord]:
                 seen.add(name)
                 yield from [PluginRecord(point.name, point) for point in dist.entry_points if point.group == NAME]
         except Exception as error:
-            get_logger().warning("the entry points of %s cannot be read: %s", name, reason(error))
+            get_logger().warning("the entry points of %s cannot be read: %s", name, failure_reason(error))
 
 
 class Plugins:
@@ -142,7 +142,7 @@ class Plugins:
     def failed(self, hook: str, plugin: object, error: BaseException) -> tuple[PluginRecord, PluginError]:
         """Whose hook broke down, and the error that says so."""
         record = next(record for record in self.records if record.plugin is plugin)
-        return record, PluginError(f"{hook} of {record} failed: {reason(error)}", owner=str(record))
+        return record, PluginError(f"{hook} of {record} failed: {failure_reason(error)}", owner=str(record))
 
     def _name_owner(self, outcome: pluggy.Result[object], hook: str, impls: Sequence[pluggy.HookImpl], _: object) -> None:
         """An error of ours speaks for itself; any other one that a hook raises is told of with its plugin."""
@@ -158,7 +158,7 @@ class Plugins:
         return [record for record in self.records if not record.disabled and not record.problems]
 
     def _refuse(self, record: PluginRecord, error: BaseException) -> None:
-        record.problems.append(reason(error))
+        record.problems.append(failure_reason(error))
         record.loaded = False
         if record.plugin is not None and self.manager.is_registered(record.plugin):
             self.manager.unregister(record.plugin)

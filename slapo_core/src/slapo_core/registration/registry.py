@@ -16,7 +16,7 @@ from ..interfaces.codec import Codec
 from ..interfaces.dialect import Dialect
 from ..interfaces.primitive import Primitive
 from ..reporting.errors import PluginError, UnknownNameError
-from ..reporting.failure_reason import reason
+from ..reporting.failure_reason import failure_reason
 from .entries import CALLED_ON_SCHEDULES, HOOKS, Entry, class_name, entries_from
 from .plugins import PluginRecord, Plugins
 
@@ -137,7 +137,7 @@ class Registry:
             try:
                 given = implementation.function()
             except (Exception, SystemExit) as error:
-                raise PluginError(f"{hook} of {record} failed: {reason(error)}", owner=str(record)) from error
+                raise PluginError(f"{hook} of {record} failed: {failure_reason(error)}", owner=str(record)) from error
             if not isinstance(given, Mapping):
                 raise PluginError(f"{hook} of {record} returned {given!r}; return {{name: {kind}}}", owner=str(record))
             for name, target in given.items():

@@ -19,7 +19,7 @@ _NOT_THE_CAUSE = (
 """Code that runs what failed: Slapo's core, pluggy, Python's import system."""
 
 
-def reason(error: BaseException) -> str:
+def failure_reason(error: BaseException) -> str:
     """An error in one line, with the file and line of a stranger's code that raised it.
 
     Its type is named where the text alone does not say enough.

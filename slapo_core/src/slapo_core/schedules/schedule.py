@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..modules import paths
 from ..modules.holders import Holders, Place
-from ..modules.parameters import facts, name_parameters
+from ..modules.parameters import name_parameters, parameter_facts
 from ..registration.registry import Registry, default_registry, reserve_names
 from ..reporting.errors import ScheduleError, UnknownNameError
 from .journal import Journal, Step
@@ -240,7 +240,7 @@ class Schedule:
         Several names for a tied parameter; none for one that a step brought in.
         """
         named = self.mod.named_parameters(prefix=self._path)
-        return {name: facts(parameter).names for name, parameter in named}
+        return {name: parameter_facts(parameter).names for name, parameter in named}
 
     # ---- moving around
 

@@ -65,7 +65,7 @@ def take_step(schedule: Schedule, root: Root, name: str, args: tuple[Any, ...], 
 
 
 @contextmanager
-def attempt(schedule: Schedule) -> Iterator[None]:
+def savepoint(schedule: Schedule) -> Iterator[None]:
     """For a primitive's ``apply``: take back what is done inside if an error leaves it, so that the step can go on otherwise.
 
     Args:

@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 from torch.nn.parameter import is_lazy
 
-from ..modules.parameters import ParamFacts
+from ..modules.parameters import ParameterFacts
 from ..reporting.errors import SlapoError
 
 _CONTAINERS = {dict, OrderedDict, list, set}
@@ -154,7 +154,7 @@ class _TensorMemory(Memory):
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(tensor)
         self.attributes = tensor.__dict__.copy()
-        self.facts = [(of, of.names, of.spec, set(of.tags)) for of in self.attributes.values() if type(of) is ParamFacts]
+        self.facts = [(of, of.names, of.spec, set(of.tags)) for of in self.attributes.values() if type(of) is ParameterFacts]
         self.state: dict[str, Any] = {"requires_grad": tensor.requires_grad, "grad": tensor.grad}
         # a lazy parameter has no data yet, an inference tensor no version
         self.data = None if is_lazy(tensor) else tensor.detach()

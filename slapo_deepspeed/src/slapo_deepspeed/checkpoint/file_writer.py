@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.reporting.errors import BuildError
-from slapo_training.checkpoint.async_save import Buffers, copied, keep
+from slapo_core import BuildError
+from slapo_training.checkpoint import Buffers, copied, keep
 
 from .tensor_index import Places, tensors_in
 

@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-from slapo_core.distributed.agreement import gather
-from slapo_core.interfaces.program import Program
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError, Program, gather_objects
 
 from ..optimizer.local_tensors import Share, Shares
 from .tensor_index import WEIGHT
@@ -31,7 +29,7 @@ class Taken:
         self._model, self._shares = model, shares
         self._groups = self._shares.groups()
         named = {name: piece.full_shape for name, piece in self._shares.pieces.items()}
-        everyone = gather((named, [name for group in self._groups for name in group["names"]]), program.mesh)
+        everyone = gather_objects((named, [name for group in self._groups for name in group["names"]]), program.mesh)
         self._shapes = {name: shape for own, _ in everyone for name, shape in own.items()}
         self._stepped = {name for _, own in everyone for name in own}
         self._options: list[dict[str, Any]] = []

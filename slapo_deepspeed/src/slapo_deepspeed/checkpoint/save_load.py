@@ -11,21 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.distributed.agreement import gather
-from slapo_core.interfaces.program import Program
-from slapo_core.reporting.errors import BuildError
-from slapo_training.batches.microbatches import fingerprint
+from slapo_core import BuildError, Program, gather_objects
+from slapo_training.batches import fingerprint
+from slapo_training.checkpoint import Buffers
 from slapo_training.checkpoint import folder as checkpoint_folder
-from slapo_training.checkpoint.async_save import Buffers
-from slapo_training.distributed.ranks import Ranks, on_all
-from slapo_training.ema.average_list import AverageList
-from slapo_training.ema.average_list import Taken as TakenAverages
-from slapo_training.engines import checkpoint_files
-from slapo_training.engines.checkpoint_files import Beside, Position
-from slapo_training.model.named_tensors import buffers, parameters, unfold
-from slapo_training.optimizers import whole_tensor_checkpoint
-from slapo_training.optimizers.rank_optimizer import rate_kind
-from slapo_training.optimizers.whole_tensor_optimizer import WholeTensorOptimizer
+from slapo_training.distributed import Ranks, on_all
+from slapo_training.ema import AverageList
+from slapo_training.ema import Taken as TakenAverages
+from slapo_training.engines import Beside, Position, checkpoint_files
+from slapo_training.model import buffers, parameters, unfold
+from slapo_training.optimizers import WholeTensorOptimizer, rate_kind, whole_tensor_checkpoint
 
 from ..configuration.options import DeepSpeedOptions
 from ..optimizer.local_tensors import Shares, stepping, why_not
@@ -232,7 +227,7 @@ def _steps(model: Any, program: Program) -> dict[str, Any]:
     """What steps the weights, the same on every rank. Collective."""
     optimizer = stepping(model)
     groups = 0 if optimizer is None else len(optimizer.param_groups)
-    by_stage = dict(gather((program.axis_rank("pp"), groups), program.mesh))
+    by_stage = dict(gather_objects((program.axis_rank("pp"), groups), program.mesh))
     return {
         "optimizer": None if optimizer is None else type(getattr(optimizer, "inner", optimizer)).__name__,
         "whole": isinstance(optimizer, WholeTensorOptimizer),

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from slapo_core.interfaces.program import Program
-from slapo_core.reporting.errors import BuildError
-from slapo_training.checkpoint.plain_data import check_plain
-from slapo_training.engines.checkpoint_files import bytes_of
+from slapo_core import BuildError, Program
+from slapo_training.checkpoint import check_plain
+from slapo_training.engines import bytes_of
 
 from ..optimizer.local_tensors import Shares, why_not
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from slapo_core.reporting.errors import BuildError
-from slapo_training.model.pieces import Chunk, Piece, Ranges
+from slapo_core import BuildError
+from slapo_training.model import Chunk, Piece, Ranges
 
 from .tensor_index import WEIGHT, name_of
 

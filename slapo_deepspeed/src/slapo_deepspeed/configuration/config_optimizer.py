@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from slapo_core.reporting.errors import BuildError, UnknownNameError
+from slapo_core import BuildError, UnknownNameError
 
 ADAM = ("adam", "adamw")
 _COMPILED = ("lamb", "lion", "muon")

@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from slapo_core.reporting.errors import BuildError, UnknownNameError
-from slapo_training.engines.warning_filter import without_warnings
+from slapo_core import BuildError, UnknownNameError
+from slapo_training.engines import without_warnings
 
 from .config_optimizer import check_made
 

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from slapo_core.reporting.errors import BuildError
-from slapo_training.options.common_options import CommonOptions, is_rate
+from slapo_core import BuildError
+from slapo_training.options import CommonOptions, is_rate
 
 from .config_optimizer import check_section, with_torch_adam
 

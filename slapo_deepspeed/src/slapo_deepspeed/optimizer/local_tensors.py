@@ -9,10 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from slapo_core.interfaces.program import Program
-from slapo_core.modules.parameters import shard_spec
-from slapo_training.model.named_tensors import buffers, parameters
-from slapo_training.model.pieces import Piece, piece_of
+from slapo_core import Program, shard_spec
+from slapo_training.model import Piece, buffers, parameters, piece_of
 
 from ..process_state.process_groups import whole_shape
 

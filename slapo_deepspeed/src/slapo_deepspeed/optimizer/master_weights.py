@@ -9,12 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.interfaces.program import Program
-from slapo_core.modules.parameters import shard_spec
-from slapo_training.ema import MasterValue
-from slapo_training.ema.master_values import buffer_values
-from slapo_training.model.named_tensors import buffers, parameters
-from slapo_training.model.pieces import Piece, piece_of
+from slapo_core import Program, shard_spec
+from slapo_training.ema import MasterValue, buffer_values
+from slapo_training.model import Piece, buffers, parameters, piece_of
 
 from .local_tensors import Share, Shares
 

@@ -9,17 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.distributed.agreement import all_reduce
-from slapo_core.interfaces.program import Program
-from slapo_core.modules.parameters import shard_spec
-from slapo_core.reporting.errors import BuildError
-from slapo_training.model.pieces import Chunk, boxes, piece_of
-from slapo_training.optimizers.introspection.step_counters import OneStep
-from slapo_training.optimizers.probe.update_probe import is_same_in_turns
-from slapo_training.optimizers.whole_tensor_construction import Layout
-from slapo_training.optimizers.whole_tensor_optimizer import WholeTensorOptimizer
-from slapo_training.optimizers.whole_tensors.owner_exchange import Holding
-from slapo_training.optimizers.whole_tensors.whole_tensor import Whole
+from slapo_core import BuildError, Program, all_reduce, shard_spec
+from slapo_training.model import Chunk, boxes, piece_of
+from slapo_training.optimizers import Layout, WholeTensorOptimizer
+from slapo_training.optimizers.introspection import OneStep
+from slapo_training.optimizers.probe import is_same_in_turns
+from slapo_training.optimizers.whole_tensors import Holding, Whole
 
 from ..process_state.process_groups import whole_shape
 from .local_tensors import flattened, stepping

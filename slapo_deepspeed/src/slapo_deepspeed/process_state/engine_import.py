@@ -11,11 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from slapo_core.distributed.agreement import gather
-from slapo_core.interfaces.program import Program
-from slapo_core.reporting.errors import BuildError
-from slapo_training.distributed.single_process_group import OwnWorld
-from slapo_training.engines.warning_filter import without_warnings
+from slapo_core import BuildError, Program, gather_objects
+from slapo_training.distributed import OwnWorld
+from slapo_training.engines import without_warnings
 
 _OLD_NAMES = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
 """What torch says of the collectives that ZeRO calls."""
@@ -88,7 +86,7 @@ def number_alike(program: Program) -> None:
     from deepspeed.runtime.zero.partition_parameters import Init
 
     (modules,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
-    found = gather((Init.param_id, modules[0]), program.mesh)
+    found = gather_objects((Init.param_id, modules[0]), program.mesh)
     Init.param_id, modules[0] = (max(numbers) for numbers in zip(*found, strict=True))
 
 

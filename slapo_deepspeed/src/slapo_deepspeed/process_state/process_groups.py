@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.interfaces.program import Program
+from slapo_core import Program
 
 
 class MeshGroups:

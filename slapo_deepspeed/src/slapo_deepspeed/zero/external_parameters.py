@@ -13,8 +13,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from slapo_core.reporting.errors import BuildError
-from slapo_tracing.nodes.torch_calls import SHAPES, is_metadata, name_of
+from slapo_core import BuildError
+from slapo_tracing.nodes import SHAPES, is_metadata, name_of
 
 _HARMLESS = frozenset(("requires_grad_", "grad", "register_hook", "retain_grad", "numel"))  # who counts knows of empty ones
 _SHAPES = SHAPES | {"dim", "ndim", "ndimension"}

@@ -10,9 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from slapo_core.distributed.agreement import all_reduce
-from slapo_core.interfaces.program import Program
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError, Program, all_reduce
 
 _NOTHING = -(2**40)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from slapo_core.reporting.errors import ScheduleError
+from slapo_core import ScheduleError
 
 from ..implementations import eager
 from ..implementations._torch_private import is_dry_run

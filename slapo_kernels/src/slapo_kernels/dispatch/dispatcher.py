@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from slapo_core.reporting.errors import PluginError, ScheduleError, SlapoError
-from slapo_core.reporting.logger import get_logger
+from slapo_core import PluginError, ScheduleError, SlapoError, get_logger
 
 from ..implementations import eager, native
 from ..implementations._torch_private import is_dry_run

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from slapo_core.reporting.errors import ScheduleError
+from slapo_core import ScheduleError
 
 Function = Callable[..., Any]
 

@@ -8,11 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from slapo_core.registration.entries import Entry
-from slapo_core.registration.plugins import PluginRecord
-from slapo_core.registration.registry import default_registry
-from slapo_core.reporting.errors import PluginError, ScheduleError, UnknownNameError
-from slapo_core.reporting.failure_reason import reason
+from slapo_core import Entry, PluginError, PluginRecord, ScheduleError, UnknownNameError, default_registry, failure_reason
 
 from .implementation import Function, Implementation
 from .kernels import KERNELS
@@ -115,7 +111,7 @@ def _registered(hook: Any, record: PluginRecord) -> list[Entry]:
     try:
         given = hook()
     except (Exception, SystemExit) as error:
-        raise PluginError(f"slapo_kernels of {record} failed: {reason(error)}", owner=str(record)) from error
+        raise PluginError(f"slapo_kernels of {record} failed: {failure_reason(error)}", owner=str(record)) from error
     if not isinstance(given, Mapping) or not all(isinstance(each, Mapping) for each in given.values()):
         raise PluginError(
             f"slapo_kernels of {record} returned {given!r}; return {{kernel: {{name: implementation}}}}", owner=str(record)

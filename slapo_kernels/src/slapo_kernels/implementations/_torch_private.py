@@ -11,7 +11,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from slapo_tracing.nodes._torch_private import in_function_transform
+from slapo_tracing.nodes import in_function_transform
 
 
 def is_dry_run(tensor: object = None) -> bool:

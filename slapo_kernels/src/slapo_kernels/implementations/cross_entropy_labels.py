@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slapo_core.reporting.errors import ScheduleError
+from slapo_core import ScheduleError
 
 
 def check_labels(hidden: torch.Tensor, labels: torch.Tensor) -> None:

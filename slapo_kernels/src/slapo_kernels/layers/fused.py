@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from slapo_core.modules.parameters import facts, is_part
+from slapo_core import is_sharded, parameter_facts
 
 from ..dispatch.dispatcher import run
 from .linear import activation_named, check_probability
@@ -155,7 +155,7 @@ def _say_what_of(parameter: torch.Tensor, parts: Iterable[tuple[torch.Tensor, in
         size: Of each range.
     """
     held = list(parts)
-    if all(facts(part).names and not is_part(part) for part, _ in held):
-        facts(parameter)  # it is copied with what else is known
-        rows = tuple((facts(part).names[0], (number * size, (number + 1) * size), len(part)) for part, number in held)
+    if all(parameter_facts(part).names and not is_sharded(part) for part, _ in held):
+        parameter_facts(parameter)  # it is copied with what else is known
+        rows = tuple((parameter_facts(part).names[0], (number * size, (number + 1) * size), len(part)) for part, number in held)
         setattr(parameter, "slapo_made_of", (0, rows))  # noqa: B010  tensors have no such attribute for mypy

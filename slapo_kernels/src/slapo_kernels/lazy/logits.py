@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from slapo_core.reporting.errors import SlapoError
-from slapo_tracing.nodes.opaque_modules import is_opaque
+from slapo_core import SlapoError
+from slapo_tracing.nodes import is_opaque
 
 from ..implementations._torch_private import is_fsdp_hook, is_transformed
 from .cross_entropy import Watch

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_arg
 
-from slapo_tracing.matching.operators import operator_of
+from slapo_tracing.matching import operator_of
 
 from ..dispatch.dispatcher import run
 from ..implementations.eager import ACTIVATIONS

@@ -11,15 +11,13 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from slapo_tracing.nodes.nested_values import ATOMS, TABLES, Snapshot, tensors
-from slapo_tracing.nodes.torch_calls import is_metadata, name_of
-from slapo_tracing.recording.attribute_reads import OF_TORCH
-from slapo_tracing.recording.sandbox import OtherRandomNumbers
+from slapo_tracing.nodes import ATOMS, MODULE_TABLES, Snapshot, is_metadata, name_of, tensors_in
+from slapo_tracing.recording import OF_TORCH, SeparateRandomNumbers
 
 from ..replacements.meta_copies import bare_copy
 from .meta_results import result_of
 
-_NO_SETTINGS = OF_TORCH | {"training", *TABLES}
+_NO_SETTINGS = OF_TORCH | {"training", *MODULE_TABLES}
 _DEVICES = ("cpu", "cuda")
 _MANY = 10**6
 FEW_BATCHES = ((), (_MANY,), (_MANY, 1), (1, 2, 1), (1, 1, 1, 1))
@@ -63,7 +61,7 @@ class Observed:
         self.module = bare_copy(module, dtype, training)
         self.method, self.reads = method, set[tuple[str, str]]()
         self._watch: _Watch | None = None
-        self._others = OtherRandomNumbers()
+        self._others = SeparateRandomNumbers()
         for _, part in self.module.named_children() if whole else ():
             if type(part) is nn.LayerNorm:
                 vars(part)["forward"] = partial(_norm_alone, part)
@@ -190,10 +188,10 @@ class _Watch(TorchFunctionMode):
             return func(*args, **kwargs)
         if not self.depth:
             self.note(name, args, kwargs)
-        if _changes(func, name, kwargs) and not self._made.issuperset(map(id, tensors(args))):
+        if _changes(func, name, kwargs) and not self._made.issuperset(map(id, tensors_in(args))):
             raise ValueError("a tensor that was there before is changed")
         out = result_of(func, _bare(name), args, kwargs)
-        made = list(tensors(out))
+        made = list(tensors_in(out))
         self._alive += made
         self._made.update(map(id, made))
         return out

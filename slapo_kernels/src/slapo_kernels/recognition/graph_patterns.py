@@ -10,13 +10,10 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_arg
 
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import Schedule, ScheduleError
 from slapo_tracing.editing import graph_edit
-from slapo_tracing.matching.matcher import Match, traced_modules
-from slapo_tracing.matching.operators import bound_arguments, operator_of, signatures_of
-from slapo_tracing.nodes.opaque_modules import is_opaque
-from slapo_tracing.nodes.symbolic_sizes import SIZE
+from slapo_tracing.matching import Match, bound_arguments, operator_of, signatures_of, traced_modules
+from slapo_tracing.nodes import SIZE, is_opaque
 
 from ..replacements.kernel_modules import KernelCall
 

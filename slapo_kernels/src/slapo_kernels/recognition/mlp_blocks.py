@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from slapo_core.reporting.errors import TraceError
-from slapo_tracing import TracedModule, trace_module
-from slapo_tracing.matching.operators import operator_of
+from slapo_core import TraceError
+from slapo_tracing import trace_module
+from slapo_tracing.graphs import TracedModule
+from slapo_tracing.matching import operator_of
 
 from ..replacements.call_guard import DTYPES, Conditions, can_be_compared
 from ..replacements.fused_ops import Activate, AddDropped, Call, Gate, Step

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import fx, nn
 
-from slapo_core.modules.parameters import is_part
-from slapo_tracing.nodes.forward_wrapping import own_forward
-from slapo_tracing.nodes.opaque_modules import is_opaque
+from slapo_core import is_sharded
+from slapo_tracing.nodes import is_opaque, own_forward
 
 from ..lazy.logits import LazyHead, find_heads
 from ..replacements.kernel_modules import Body, Experts, Norm, Program, body_of
@@ -74,7 +73,7 @@ def _may_swap(module: nn.Module, body: Body) -> bool:
     own = own_forward(module)
     if isinstance(body, Experts):  # whose forward stays
         return own is None or getattr(own, "__self__", None) is module
-    return own is None and not any(map(is_part, module._parameters.values()))
+    return own is None and not any(map(is_sharded, module._parameters.values()))
 
 
 def _is_called(path: str, above: str, traced: fx.GraphModule) -> bool:

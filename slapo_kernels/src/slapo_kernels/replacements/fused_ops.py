@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_tracing.nodes.opaque_modules import is_opaque
+from slapo_tracing.nodes import is_opaque
 
 from ..dispatch.dispatcher import choose, run
 from .meta_copies import is_conv1d

@@ -16,9 +16,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 
-from slapo_core.modules.hook_tables import HOOK_TABLES
-from slapo_tracing.nodes.nested_values import TABLES
-from slapo_tracing.nodes.opaque_modules import is_opaque
+from slapo_core import HOOK_TABLES
+from slapo_tracing.nodes import MODULE_TABLES, is_opaque
 
 from ..dispatch.dispatcher import run
 from ..implementations._torch_private import is_watched
@@ -28,7 +27,7 @@ from .meta_copies import rebind
 
 _BODY = "_slapo_kernels"
 _TABLES = (
-    *TABLES,
+    *MODULE_TABLES,
     *HOOK_TABLES,
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )

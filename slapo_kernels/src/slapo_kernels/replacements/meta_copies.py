@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.modules.hook_tables import HOOK_TABLES
-from slapo_tracing.recording.module_hooks import WRAPPING
+from slapo_core import HOOK_TABLES
+from slapo_tracing.recording import WRAPPER_ATTRIBUTES
 
 
 def bare_copy(module: nn.Module, dtype: torch.dtype | None, training: bool) -> nn.Module:
@@ -22,7 +22,7 @@ def bare_copy(module: nn.Module, dtype: torch.dtype | None, training: bool) -> n
         training: The mode.
     """
     copied: nn.Module = object.__new__(type(module))
-    state = {name: value for name, value in vars(module).items() if name not in WRAPPING}
+    state = {name: value for name, value in vars(module).items() if name not in WRAPPER_ATTRIBUTES}
     state.update({name: type(state[name])() for name in HOOK_TABLES if name in state})
     vars(copied).update(state)
     for table in ("_parameters", "_buffers"):

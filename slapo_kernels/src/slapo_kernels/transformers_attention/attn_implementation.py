@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from slapo_core.reporting.errors import ScheduleError
+from slapo_core import ScheduleError
 
 from .fully_masked_queries import keep, plain
 

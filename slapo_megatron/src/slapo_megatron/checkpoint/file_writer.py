@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from slapo_training.checkpoint.async_save import Buffers, copied, keep
-from slapo_training.distributed.ranks import Ranks
-from slapo_training.engines.checkpoint_files import bytes_of
+from slapo_training.checkpoint import Buffers, copied, keep
+from slapo_training.distributed import Ranks
+from slapo_training.engines import bytes_of
 
 _FILES_OF_A_RANK = 2
 """As many as Megatron writes."""

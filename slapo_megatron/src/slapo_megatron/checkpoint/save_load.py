@@ -14,18 +14,13 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from slapo_core.distributed.agreement import compare
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError, compare_across_ranks
+from slapo_training.checkpoint import Buffers, StateLoading
 from slapo_training.checkpoint import folder as checkpoint_folder
-from slapo_training.checkpoint.async_save import Buffers
-from slapo_training.checkpoint.state_loading import StateLoading
-from slapo_training.distributed.ranks import Ranks
-from slapo_training.engines import checkpoint_files
-from slapo_training.engines.checkpoint_files import Position
-from slapo_training.model.named_tensors import write
-from slapo_training.optimizers import whole_tensor_checkpoint
-from slapo_training.optimizers.rank_optimizer import rate_kind
-from slapo_training.optimizers.whole_tensor_optimizer import WholeTensorOptimizer
+from slapo_training.distributed import Ranks
+from slapo_training.engines import Position, checkpoint_files
+from slapo_training.model import write
+from slapo_training.optimizers import WholeTensorOptimizer, rate_kind, whole_tensor_checkpoint
 
 from ..optimizer.local_tensors import Held
 from ..optimizer.optimizer_state import OptimizerState
@@ -69,7 +64,7 @@ def prepared(
 
         return put
 
-    compare([f"what Megatron's checkpoint has once for all ranks, {_common(engine)!r}"], program.mesh)
+    compare_across_ranks([f"what Megatron's checkpoint has once for all ranks, {_common(engine)!r}"], program.mesh)
     ranks.on_all(check)
     if engine.optimizer is not None:
         kept = OptimizerState(engine, held)

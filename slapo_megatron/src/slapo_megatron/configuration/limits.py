@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from slapo_core.interfaces.program import Program
-from slapo_training.engines.dialect import ALL_RANKS, NO_PLATEAU, Limit, holds_copies
+from slapo_core import Program
+from slapo_training.engines import ALL_RANKS, NO_PLATEAU, Limit, holds_copies
 
 from ..process_state.process_groups import device_of
 from .options import MegatronOptions

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from slapo_core.reporting.errors import BuildError, UnknownNameError
-from slapo_training.options.common_options import CommonOptions
+from slapo_core import BuildError, UnknownNameError
+from slapo_training.options import CommonOptions
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Precision to the type of floating-point weights."""

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.modules.parameters import ShardSpec
-from slapo_core.reporting.errors import ScheduleError
-from slapo_training.engines.warning_filter import without_warnings
+from slapo_core import ScheduleError, ShardSpec
+from slapo_training.engines import without_warnings
 
 from .parallel_layers import once
 

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.modules.parameters import ShardSpec, shard_spec
-from slapo_core.reporting.logger import get_logger
-from slapo_training.engines.warning_filter import without_warnings
+from slapo_core import ShardSpec, get_logger, shard_spec
+from slapo_training.engines import without_warnings
 
 from .fused_cross_entropy import FusedLosses
 from .parallel_layers import layer_classes

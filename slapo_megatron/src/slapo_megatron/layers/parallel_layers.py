@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core.reporting.errors import ScheduleError
-from slapo_training.engines.warning_filter import without_warnings
+from slapo_core import ScheduleError
+from slapo_training.engines import without_warnings
 
 
 @cache

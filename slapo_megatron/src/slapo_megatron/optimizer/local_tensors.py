@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.interfaces.program import Program
-from slapo_core.modules.parameters import ShardSpec, facts, is_part
-from slapo_training.model.pieces import boxes
+from slapo_core import Program, ShardSpec, is_sharded, parameter_facts
+from slapo_training.model import boxes
 
 
 class Held:
@@ -33,8 +32,8 @@ class Held:
         for stage in program.stages:
             rank = program.rank_of(stage.index)
             for name, tensor in _saved(stage.module):
-                key = (facts(tensor).names or program.original_names.get(name) or (name,))[0]
-                spec = facts(tensor).spec
+                key = (parameter_facts(tensor).names or program.original_names.get(name) or (name,))[0]
+                spec = parameter_facts(tensor).spec
                 self.shapes[key] = list(spec.full_shape if spec is not None else tensor.shape)
                 places.setdefault(key, set()).add(rank)
                 if rank == own:
@@ -85,7 +84,7 @@ class Held:
 
     def _spec(self, key: str) -> ShardSpec | None:
         held = self.tensors[key]
-        return facts(held).spec if is_part(held) else None
+        return parameter_facts(held).spec if is_sharded(held) else None
 
     def _copies(self, key: str) -> tuple[int, int, int]:
         """How many ranks come before this one along each axis that have the same of it."""

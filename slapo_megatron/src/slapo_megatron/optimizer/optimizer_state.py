@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from slapo_core.distributed.agreement import gather
-from slapo_core.reporting.errors import BuildError
-from slapo_training.optimizers.whole_tensor_optimizer import WholeTensorOptimizer
+from slapo_core import BuildError, gather_objects
+from slapo_training.optimizers import WholeTensorOptimizer
 
 from .local_tensors import Held
 from .optimizer_wrappers import prepared
@@ -88,7 +87,7 @@ class OptimizerState:
             BuildError: the same on every rank.
         """
         own = {tuple(sorted(self._inner.state[main])) for main in self._inner.state}
-        found = sorted({kinds for each in gather(sorted(own), self._mesh) for kinds in each})
+        found = sorted({kinds for each in gather_objects(sorted(own), self._mesh) for kinds in each})
         if len(found) > 1:
             odd = sorted(set(found[0]) ^ set(found[1]))[0]
             raise BuildError(
@@ -108,7 +107,7 @@ class OptimizerState:
                 state = self._inner.state.get(main, {})
                 own |= {(key, name): repr(value.item()) for name, value in state.items() if value.dim() == 0}
         found: dict[tuple[str, str], str] = {}
-        for each in gather(own, self._mesh):
+        for each in gather_objects(own, self._mesh):
             for (key, name), number in each.items():
                 if (other := found.setdefault((key, name), number)) != number:
                     raise BuildError(
@@ -120,7 +119,7 @@ class OptimizerState:
         """The number of the optimizer's group that each parameter is in. Collective."""
         places = {id(main): number for number, group in enumerate(self._inner.param_groups) for main in group["params"]}
         own = {key: places[id(part.main)] for key, part in self._parts.items() if id(part.main) in places}
-        return {key: number for each in gather(own, self._mesh) for key, number in each.items()}
+        return {key: number for each in gather_objects(own, self._mesh) for key, number in each.items()}
 
     def mains(self) -> Iterator[tuple[str, torch.Tensor, int]]:
         """Iterate over the tensors that this rank's optimizer steps: key, values, and number of elements before them."""
@@ -161,7 +160,7 @@ class OptimizerState:
             for main, state in self._inner.state.items()
             for name, value in state.items()
         }
-        found = {each for names in gather(sorted(own), self._mesh) for each in names}
+        found = {each for names in gather_objects(sorted(own), self._mesh) for each in names}
         numbers = {name for name, is_single in found if is_single}  # of a parameter without dimensions all is one
         return sorted({name for name, _ in found} - numbers), sorted(numbers)
 

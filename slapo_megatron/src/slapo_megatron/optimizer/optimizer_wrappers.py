@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.interfaces.program import Program
-from slapo_training.optimizers.introspection.parameter_tables import replace_parameters
-from slapo_training.optimizers.whole_tensor_construction import Layout
-from slapo_training.optimizers.whole_tensor_optimizer import WholeTensorOptimizer
+from slapo_core import Program
+from slapo_training.optimizers import Layout, WholeTensorOptimizer
+from slapo_training.optimizers.introspection import replace_parameters
 
 from ..configuration.options import MegatronOptions
 from ..process_state.process_groups import config_of

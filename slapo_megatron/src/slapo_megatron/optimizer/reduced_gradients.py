@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.interfaces.program import Program
+from slapo_core import Program
 from slapo_training.gradient_hooks import GradientAccess
 
 from ..configuration.options import MegatronOptions

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from slapo_core.reporting.errors import BuildError
-from slapo_core.reporting.logger import get_logger
-from slapo_training.engines.warning_filter import without_warnings
+from slapo_core import BuildError, get_logger
+from slapo_training.engines import without_warnings
 
 _CPU = torch.device("cpu")
 

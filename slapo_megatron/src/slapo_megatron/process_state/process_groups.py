@@ -8,12 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from slapo_core.interfaces.program import Program
-from slapo_core.reporting.errors import BuildError
-from slapo_training.distributed.ranks import on_all
-from slapo_training.distributed.single_process_group import OwnWorld
-from slapo_training.engines import stale_engines
-from slapo_training.engines.warning_filter import without_warnings
+from slapo_core import BuildError, Program
+from slapo_training.distributed import OwnWorld, on_all
+from slapo_training.engines import stale_engines, without_warnings
 
 _AXES = {"tp": "get_tensor_model_parallel_group", "pp": "get_pipeline_model_parallel_group", "dp": "get_data_parallel_group"}
 

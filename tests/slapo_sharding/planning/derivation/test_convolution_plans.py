@@ -11,12 +11,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core.building.build import build
-from slapo_core.modules.parameters import is_part
-from slapo_core.registration.registry import Registry
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import Registry, build, create_schedule, is_sharded
 from slapo_sharding import plugin
-from slapo_testing import assert_equivalent, run_distributed
+from slapo_testing import run_distributed
+from slapo_verify.comparison import assert_equivalent
 from tests.slapo_sharding.logged_warnings import warnings_told
 
 pytestmark = pytest.mark.multiproc
@@ -196,7 +194,7 @@ def _same(rank: int, kind: str) -> tuple[set[str], list[str]]:
         each.eval()
     torch.testing.assert_close(model(x), before(x), atol=1e-5, rtol=1e-4)
     block = model.blocks[1]
-    whole = {name.rpartition(".")[0] for name, each in block.named_parameters() if not is_part(each) and each.dim() > 1}
+    whole = {name.rpartition(".")[0] for name, each in block.named_parameters() if not is_sharded(each) and each.dim() > 1}
     return whole, told
 
 
@@ -228,7 +226,7 @@ def _unbatched(rank: int) -> set[str]:
     sch.tensor_parallel()
     build(sch)
     assert_equivalent(before, model, x)
-    return {name for name, each in model.named_parameters() if is_part(each)}
+    return {name for name, each in model.named_parameters() if is_sharded(each)}
 
 
 def test_a_norm_without_a_batch_stays_whole() -> None:

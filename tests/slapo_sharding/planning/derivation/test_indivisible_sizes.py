@@ -7,12 +7,10 @@ import copy
 import pytest
 import torch
 
-from slapo_core.building.build import build
-from slapo_core.registration.registry import Registry
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import Registry, ScheduleError, build, create_schedule
 from slapo_sharding import plugin
-from slapo_testing import assert_equivalent, run_distributed
+from slapo_testing import run_distributed
+from slapo_verify.comparison import assert_equivalent
 from tests.slapo_sharding.logged_warnings import warnings_told
 from tests.slapo_sharding.planning.sequence.test_sequence_parallel import Model, token_ids
 from tests.slapo_sharding.split_families import family

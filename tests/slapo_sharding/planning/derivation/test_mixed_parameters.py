@@ -10,12 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core.building.build import build
-from slapo_core.modules.parameters import is_part
-from slapo_core.registration.registry import Registry
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import Registry, build, create_schedule, is_sharded
 from slapo_sharding import plugin
-from slapo_testing import assert_equivalent, run_distributed
+from slapo_testing import run_distributed
+from slapo_verify.comparison import assert_equivalent
 from tests.slapo_sharding.logged_warnings import warnings_told
 
 pytestmark = pytest.mark.multiproc
@@ -186,7 +184,7 @@ def _same(rank: int, kind: Callable[[], nn.Module]) -> tuple[set[str], list[str]
     for each in (before, model):
         _trained(each, ids)
     torch.testing.assert_close(sch.full_state(), dict(before.state_dict()), atol=1e-5, rtol=1e-5)
-    parts = {name.removeprefix("model.").rpartition(".")[0] for name, each in model.named_parameters() if is_part(each)}
+    parts = {name.removeprefix("model.").rpartition(".")[0] for name, each in model.named_parameters() if is_sharded(each)}
     return parts, told
 
 

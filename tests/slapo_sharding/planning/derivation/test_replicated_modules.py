@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core import build
-from slapo_core.reporting.errors import ScheduleError
+from slapo_core import ScheduleError, build
 from slapo_testing import run_distributed
 from tests.slapo_sharding.handwritten import SPLIT, D, GatedMlp, H, Net
 from tests.slapo_sharding.handwritten_others import WHOLE, LoopedHeads, ThreeHeads

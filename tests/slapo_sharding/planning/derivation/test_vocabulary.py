@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core import build, create_schedule
-from slapo_core.modules.parameters import is_part
+from slapo_core import build, create_schedule, is_sharded
 from slapo_testing import run_distributed
 
 pytestmark = pytest.mark.multiproc
@@ -156,7 +155,7 @@ def of_kinds(rank: int, kinds: list[type[nn.Module]], sequence_parallel: bool) -
                 torch.testing.assert_close(value, whole, atol=1e-5, rtol=1e-4)
         for name, value in sch.full_state().items():
             torch.testing.assert_close(value, expected.state_dict()[name], atol=1e-5, rtol=1e-4)
-        split = {path for path, module in model.named_modules() if any(map(is_part, module._parameters.values()))}
+        split = {path for path, module in model.named_modules() if any(map(is_sharded, module._parameters.values()))}
         layers = {path for path in split if path.startswith("blocks.")}
         assert len(layers) == 4, kind
         found[kind.__name__] = split - layers

@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from slapo_core import build, create_schedule, get_logger
-from slapo_testing import assert_equivalent, run_distributed
+from slapo_testing import run_distributed
+from slapo_verify.comparison import assert_equivalent
 from tests.slapo_sharding.planning.dry_run.test_mode_regions import WIDTH, Attention
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]

@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from slapo_core import create_schedule
-from slapo_testing import assert_equivalent, run_distributed
+from slapo_testing import run_distributed
+from slapo_verify.comparison import assert_equivalent
 
 pytestmark = pytest.mark.multiproc
 

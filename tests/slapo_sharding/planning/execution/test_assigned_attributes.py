@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core import build, create_schedule
-from slapo_core.modules.parameters import is_part
+from slapo_core import build, create_schedule, is_sharded
 from slapo_testing import run_distributed
 from tests.slapo_sharding.handwritten import Net
 from tests.slapo_sharding.handwritten_reused import KeepsMap
@@ -78,14 +77,14 @@ def run(rank: int, kind: type[Net]) -> tuple[list[str], bool]:
     gradients = sch.full_state("grad")
     for name, parameter in expected.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-5, rtol=1e-3)
-    return told, is_part(model.blocks[0].part.c_attn.weight)
+    return told, is_sharded(model.blocks[0].part.c_attn.weight)
 
 
 def compare_attributes(rank: int, expected: nn.Module, model: nn.Module) -> None:
     found, whole = (each.blocks[1].part for each in (model, expected))
     assert found.last["tokens"] == whole.last["tokens"]
     torch.testing.assert_close(found.last["mean"], whole.last["mean"], atol=1e-5, rtol=1e-4)
-    heads = slice(2 * rank, 2 * rank + 2) if is_part(found.c_attn.weight) else slice(None)
+    heads = slice(2 * rank, 2 * rank + 2) if is_sharded(found.c_attn.weight) else slice(None)
     torch.testing.assert_close(found.attn_map, whole.attn_map[:, heads], atol=1e-5, rtol=1e-4)
     assert found.attn_map.requires_grad
     if hasattr(model, "last_loss"):

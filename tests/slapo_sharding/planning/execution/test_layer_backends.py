@@ -11,12 +11,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core import PluginError, Registry, ScheduleError, create_schedule, hookimpl
-from slapo_core.building.build import build
-from slapo_core.modules.parameters import ShardSpec
+from slapo_core import PluginError, Registry, ScheduleError, ShardSpec, build, create_schedule, hookimpl
 from slapo_sharding import plugin
 from slapo_sharding.communication import collectives
-from slapo_testing import assert_equivalent, run_distributed
+from slapo_testing import run_distributed
+from slapo_verify.comparison import assert_equivalent
 
 PLAN = {"0": "colwise", "2": "rowwise", "3": "rowwise_split_input"}
 

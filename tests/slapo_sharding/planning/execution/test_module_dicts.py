@@ -9,10 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core.building.build import build
-from slapo_core.modules.parameters import is_part
-from slapo_core.schedules.schedule import create_schedule
-from slapo_testing import assert_equivalent, run_distributed
+from slapo_core import build, create_schedule, is_sharded
+from slapo_testing import run_distributed
+from slapo_verify.comparison import assert_equivalent
 from tests.slapo_torch.layouts import mesh_of
 
 pytestmark = pytest.mark.multiproc
@@ -51,7 +50,7 @@ def _choices(rank: int) -> tuple[set[str], list[str]]:
     schedule = create_schedule(model, mesh=mesh_of(tp=2), example_inputs=(x,))
     schedule.tensor_parallel()
     build(schedule)
-    split = {name.removesuffix(".weight") for name, each in model[0].named_parameters() if is_part(each)}
+    split = {name.removesuffix(".weight") for name, each in model[0].named_parameters() if is_sharded(each)}
     forks = [line.split("'")[1] for line in str(schedule.journal).splitlines() if "fork_rng" in line]
     for name in ("first", "second", "first"):
         for module in (*plain.modules(), *model.modules()):

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core import build, create_schedule
-from slapo_core.modules.parameters import is_part
+from slapo_core import build, create_schedule, is_sharded
 from slapo_testing import run_distributed
 from tests.slapo_sharding.handwritten import SPLIT, D, GatedMlp
 from tests.slapo_sharding.logged_warnings import warnings_told
@@ -157,7 +156,7 @@ def trains(rank: int, kinds: list[str]) -> dict[str, Any]:
             torch.testing.assert_close(value, expected.get_parameter(name).detach(), atol=1e-5, rtol=1e-4)
         engine.close()
         layers = [(path, each) for path, each in sch.mod.blocks.named_modules() if isinstance(each, nn.Linear)]
-        found[kind] = sorted(path for path, each in layers if not is_part(each.weight)), list(told)
+        found[kind] = sorted(path for path, each in layers if not is_sharded(each.weight)), list(told)
     return found
 
 
@@ -199,8 +198,8 @@ def alone(rank: int) -> list[str]:
     sch = create_schedule(WithAlone(), example_inputs=(BATCHES[0],))
     with warnings_told() as told:
         sch.tensor_parallel()
-    assert is_part(sch.mod.blocks[1].attn.c_attn.weight)
-    assert not any(map(is_part, sch.mod.alone.parameters()))
+    assert is_sharded(sch.mod.blocks[1].attn.c_attn.weight)
+    assert not any(map(is_sharded, sch.mod.alone.parameters()))
     return list(told)
 
 

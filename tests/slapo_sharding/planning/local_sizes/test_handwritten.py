@@ -13,12 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from slapo_core import build, create_schedule
-from slapo_core.distributed.random import set_random_seed
-from slapo_core.reporting.errors import TraceError
+from slapo_core import TraceError, build, create_schedule, set_random_seed
 from slapo_sharding.planning.local_sizes.local_forward import LocalForward
 from slapo_testing import run_distributed
-from slapo_tracing.nodes.forward_wrapping import own_forward
+from slapo_tracing.nodes import own_forward
 from tests.slapo_sharding.handwritten import SPLIT, Net
 
 pytestmark = pytest.mark.multiproc

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core import build, create_schedule
-from slapo_core.reporting.errors import SlapoError
+from slapo_core import SlapoError, build, create_schedule
 from slapo_testing import run_distributed
 from tests.slapo_sharding.handwritten import SPLIT
 from tests.slapo_sharding.handwritten_branches import BRANCHES

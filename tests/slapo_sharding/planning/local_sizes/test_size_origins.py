@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch import fx, nn
 
-from slapo_core.registration.registry import Registry
-from slapo_core.schedules.schedule import create_schedule
+from slapo_core import Registry, create_schedule
 from slapo_sharding import plugin
 from slapo_sharding.planning.derivation import flat_graphs
 from slapo_sharding.planning.local_sizes.size_origins import Counted, forget, may_be, remembered
 from slapo_testing import run_distributed
-from slapo_tracing.tracers.selection import trace
+from slapo_tracing.tracers import trace
 from tests.slapo_sharding.split_families import family
 
 

@@ -11,14 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, LlamaModel
 
-from slapo_core.building.build import build
-from slapo_core.distributed.random import set_random_seed
-from slapo_core.registration.registry import Registry
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule import Schedule, create_schedule
-from slapo_core.schedules.schedule_files import load_schedule
+from slapo_core import Registry, Schedule, ScheduleError, build, create_schedule, load_schedule, set_random_seed
 from slapo_sharding import plugin
-from slapo_testing import DistributedError, assert_equivalent, run_distributed
+from slapo_testing import DistributedError, run_distributed
+from slapo_verify.comparison import assert_equivalent
 from tests.zoo.families import FAMILIES, Family
 
 pytestmark = pytest.mark.multiproc

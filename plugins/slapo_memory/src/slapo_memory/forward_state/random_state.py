@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from slapo_core.distributed.random import rng_state, set_rng_state
+from slapo_core import rng_state, set_rng_state
 
 from .value_kinds import Kind, kind_of, numpy_random
 

@@ -2,3 +2,7 @@
 the CPU. In: the forward call of a module. Out: its result, with less memory kept by autograd. May import
 ``selective_checkpoint`` and ``forward_state``.
 """
+
+from .recomputation import checkpoint
+
+__all__ = ["checkpoint"]

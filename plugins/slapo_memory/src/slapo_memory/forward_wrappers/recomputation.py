@@ -14,8 +14,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 
-from slapo_core.reporting.errors import ScheduleError
-from slapo_tracing.nodes.forward_wrapping import forward_wrappers
+from slapo_core import ScheduleError
+from slapo_tracing.nodes import forward_wrappers
 
 from ..forward_state._torch_private import is_watched, runs_eagerly, uncompiled
 from ..forward_state.arguments import Arguments

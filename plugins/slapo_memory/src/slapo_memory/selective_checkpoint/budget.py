@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from slapo_core.reporting.errors import ScheduleError, SlapoError
-from slapo_core.reporting.failure_reason import reason
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import Schedule, ScheduleError, SlapoError, failure_reason
 
 from ..forward_state._torch_private import is_about_fake_tensors
 from .operator_costs import Call, choose, measure
@@ -59,7 +57,7 @@ def plans(schedule: Schedule, chosen: list[Schedule], budget: int | float) -> li
         is_fake = is_about_fake_tensors(err)
         what = "the model does not run on fake tensors" if is_fake else "the model does not run on the example inputs"
         advice = "give a policy" if is_fake else "give create_schedule such as it takes, or a policy"
-        what = f"{what}, so a budget cannot be solved: {reason(err)}; {advice}"
+        what = f"{what}, so a budget cannot be solved: {failure_reason(err)}; {advice}"
         raise ScheduleError(what, path=schedule.path, primitive="checkpoint") from err
     return [_plan(each, call, budget) for each, call in zip(chosen, calls, strict=True)]
 

@@ -17,10 +17,9 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torch.utils.flop_counter import FlopCounterMode
 
-from slapo_core.distributed.random import MODEL_PARALLEL_RNG, get_cuda_rng_tracker
-from slapo_core.modules.forward_arguments import split_inputs
-from slapo_tracing.nodes.forward_wrapping import wrap_forward
-from slapo_tracing.recording.sandbox import Sandbox
+from slapo_core import MODEL_PARALLEL_RNG, get_cuda_rng_tracker, split_inputs
+from slapo_tracing.nodes import wrap_forward
+from slapo_tracing.recording import Sandbox
 
 from ..forward_state._torch_private import done_work, storage_key
 from ..forward_state.arguments import Arguments

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import Schedule
 
 from ..shared_steps.configuration import Configuration
 from ..shared_steps.kernels import ATTENTIONS, attention_of

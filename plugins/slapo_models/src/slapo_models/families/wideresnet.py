@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import Schedule
 
 from ..shared_steps.blocks import base_of, blocks_of, cut_blocks, recomputed
 from ..shared_steps.configuration import Configuration

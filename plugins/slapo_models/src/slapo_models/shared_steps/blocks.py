@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import Schedule
 
 from .configuration import Configuration
 

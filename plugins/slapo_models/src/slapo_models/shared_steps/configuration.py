@@ -7,8 +7,7 @@ from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any
 
-from slapo_core.reporting.errors import ScheduleError, UnknownNameError
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import Schedule, ScheduleError, UnknownNameError
 
 CREATION = ("example_inputs", "group", "mesh", "plugins")
 """Names that go to ``create_schedule``, where ``apply_schedule`` is given a model."""

@@ -9,10 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.modules.parameters import shard_spec
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.reporting.logger import get_logger
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import Schedule, ScheduleError, get_logger, shard_spec
 
 from .configuration import Configuration
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from slapo_core.reporting.errors import ScheduleError, UnknownNameError
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import Schedule, ScheduleError, UnknownNameError
 
 from .configuration import Configuration
 

@@ -9,7 +9,7 @@ from itertools import chain
 import torch
 from torch import nn
 
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import Schedule
 
 from .configuration import Configuration
 

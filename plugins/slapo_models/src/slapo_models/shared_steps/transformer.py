@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import Schedule
 
 from .blocks import base_of, blocks_of, cut_blocks, recomputed
 from .configuration import Configuration

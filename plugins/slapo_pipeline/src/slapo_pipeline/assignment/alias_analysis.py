@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from slapo_tracing.nodes.torch_calls import function_name
+from slapo_tracing.nodes import function_name
 
 
 class Memory:

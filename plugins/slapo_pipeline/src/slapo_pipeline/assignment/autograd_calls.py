@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 import torch
 from torch import fx, nn
 
-from slapo_core.reporting.errors import TraceError
+from slapo_core import TraceError
 
 from .alias_analysis import Memory, changes
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from torch import fx, nn
 
-from slapo_core.reporting.errors import SlapoError
-from slapo_tracing import TracedModule
-from slapo_tracing.nodes.opaque_modules import is_opaque
+from slapo_core import SlapoError
+from slapo_tracing.graphs import TracedModule
+from slapo_tracing.nodes import is_opaque
 
 from ..tracing.flat_trace import cut_positions, is_custom, trace_flat
 from .alias_analysis import is_part

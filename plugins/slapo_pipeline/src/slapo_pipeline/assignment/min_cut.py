@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import fx, nn
 
-from slapo_tracing.nodes.torch_calls import function_name
+from slapo_tracing.nodes import function_name
 
 from .alias_analysis import Memory
 

@@ -14,10 +14,8 @@ from typing import Any, NamedTuple
 
 from torch import fx, nn
 
-from slapo_core.reporting.errors import TraceError
-from slapo_tracing.nodes.graph_functions import expect
-from slapo_tracing.nodes.mode_regions import is_region_node
-from slapo_tracing.nodes.torch_calls import function_name
+from slapo_core import TraceError
+from slapo_tracing.nodes import expect, function_name, is_mode_node
 
 from .alias_analysis import Memory, changes, is_part
 from .autograd_calls import check_gradients
@@ -56,7 +54,7 @@ class Assigner:
         self.num_stages = len(positions) + 1
         self.positions = positions
         self.place = {node: index for index, node in enumerate(graph.nodes)}
-        self.order = [node for node in graph.nodes if not is_region_node(node)]
+        self.order = [node for node in graph.nodes if not is_mode_node(node)]
         self.memory = Memory(self.order)
         self.home: dict[fx.Node, int] = {}
         """Stage of each node that runs once; the others run wherever they are used."""

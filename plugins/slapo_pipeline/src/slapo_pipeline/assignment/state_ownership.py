@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import fx, nn
 
-from slapo_core.reporting.errors import TraceError
+from slapo_core import TraceError
 
 from .node_assignment import Assignment
 

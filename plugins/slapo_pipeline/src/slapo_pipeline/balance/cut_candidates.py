@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from slapo_core.modules.paths import is_module_list, join, split
-from slapo_core.reporting.errors import TraceError
-from slapo_tracing.nodes.opaque_modules import is_opaque
+from slapo_core import TraceError, is_module_list, paths
+from slapo_tracing.nodes import is_opaque
 
 from ..assignment.block_inlining import Flat, finer
 from ..assignment.min_cut import nbytes
@@ -137,7 +136,7 @@ def blocks(root: nn.Module, leaves: Collection[str] = ()) -> list[str]:
 
 def is_member(root: nn.Module, path: str) -> bool:
     """Return whether the module is one of a list's."""
-    return _is_list(root.get_submodule(split(path)[0]))
+    return _is_list(root.get_submodule(paths.split(path)[0]))
 
 
 def taken_apart(root: nn.Module, path: str, leaves: Collection[str] = ()) -> list[str]:
@@ -149,7 +148,7 @@ def taken_apart(root: nn.Module, path: str, leaves: Collection[str] = ()) -> lis
 
 def _inside(module: nn.Module, path: str, leaves: Collection[str]) -> Iterator[str]:
     for name, child in module._modules.items():
-        here = join(path, name)
+        here = paths.join(path, name)
         if child is None or is_table(child):
             continue
         if here in leaves or (not _runs_nothing(child) and (_is_list(module) or not _is_opened(child))):

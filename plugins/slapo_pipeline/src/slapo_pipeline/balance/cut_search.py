@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from slapo_core.reporting.errors import ScheduleError, TraceError
-from slapo_core.reporting.logger import get_logger
+from slapo_core import ScheduleError, TraceError, get_logger
 
 from ..partition.partitioner import Partitioner
 from ..tracing.flat_trace import opened_by

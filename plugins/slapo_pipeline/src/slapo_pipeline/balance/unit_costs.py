@@ -12,11 +12,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-from slapo_core.reporting.errors import ScheduleError, SlapoError
-from slapo_tracing.graphs.guard import argument_values
-from slapo_tracing.graphs.traced_module import guard_of
-from slapo_tracing.nodes.mode_regions import current, leave
-from slapo_tracing.recording.sandbox import Sandbox
+from slapo_core import ScheduleError, SlapoError
+from slapo_tracing.graphs import argument_values, guard_of
+from slapo_tracing.nodes import current_modes, leave_modes
+from slapo_tracing.recording import Sandbox
 
 from .cut_candidates import Units
 from .optimal_cuts import Amounts
@@ -123,7 +122,7 @@ class _Meter(fx.Interpreter):
         assert guard is not None
         values = argument_values(guard.parameters, (), units.inputs)
         inputs = [values[str(node.target)] for node in units.nodes if node.op == "placeholder"]
-        sandbox, before = Sandbox(units.root, inputs, fake=True), current()
+        sandbox, before = Sandbox(units.root, inputs, fake=True), current_modes()
         try:
             with sandbox.open(grad=True), self.watch():
                 self.run(*tree_map_only(torch.Tensor, sandbox.enter_input, inputs))
@@ -133,8 +132,8 @@ class _Meter(fx.Interpreter):
             what = f"the model does not run on fake tensors, so its FLOPs and memory are not known: {err}"
             raise ScheduleError(f"{what}; use balance='parameters'", primitive="pipeline") from err
         finally:
-            if current() != before:  # the run failed inside of a region
-                leave(before)
+            if current_modes() != before:  # the run failed inside of a region
+                leave_modes(before)
         return self.found
 
     def run_node(self, n: fx.Node) -> Any:

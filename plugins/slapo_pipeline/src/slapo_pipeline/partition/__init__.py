@@ -7,3 +7,9 @@ Without example inputs, `symbolic_stages.py` divides the graphs of `torch.fx`. S
 batch makes a program that has them. `value_guard.py` decides from the batch alone which program serves it, where
 the forward branches on values.
 """
+
+from .boundary_traffic import Traffic, boundary_bytes
+from .partitioned_module import PartitionedModule, StageArguments
+from .tied_parameters import analyze_tie_weights
+
+__all__ = ["PartitionedModule", "StageArguments", "Traffic", "analyze_tie_weights", "boundary_bytes"]

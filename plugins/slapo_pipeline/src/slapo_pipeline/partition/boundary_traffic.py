@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from slapo_core.interfaces.program import Boundary, Program
+from slapo_core import Boundary, Program
 
 
 @dataclass(frozen=True)

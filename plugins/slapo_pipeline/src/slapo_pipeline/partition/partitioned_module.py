@@ -11,11 +11,9 @@ from typing import Any, NamedTuple
 
 from torch import fx, nn
 
-from slapo_core.interfaces.program import Program, Stage
-from slapo_core.modules.forward_arguments import by_position, named_inputs, signature_of
-from slapo_tracing import TracedModule
-from slapo_tracing.graphs.traced_module import input_check_of
-from slapo_tracing.recording.module_hooks import HOOKS
+from slapo_core import Program, Stage, call_arguments, forward_signature, named_inputs
+from slapo_tracing.graphs import TracedModule, input_check_of
+from slapo_tracing.recording import HOOK_ATTRIBUTES
 
 from .stage_module import StageGuard, laid_out
 
@@ -182,7 +180,7 @@ def _part(stage: Stage, sent: list[str] | None) -> _Part:
     graph = _without(module.graph, {inputs[name] for name in received if name not in reads}, sent, gives)
     kept = tuple(each for name, each in zip(received, guard.received, strict=True) if name in reads)
     made = TracedModule(module, graph, dataclasses.replace(guard, received=kept))
-    made.__dict__.update({name: module.__dict__[name] for name in HOOKS})
+    made.__dict__.update({name: module.__dict__[name] for name in HOOK_ATTRIBUTES})
     return _Part(stage.index, made, reads, stage.batch_inputs, gives, gives is not None and len(gives) != 1)
 
 
@@ -219,7 +217,7 @@ def _graph(program: Program, parts: list[_Part], name: Callable[[int], str]) -> 
         args = tuple(known[each] for each in part.reads)
         kwargs: Mapping[str, Any] = {each: known[each] for each in part.batch}
         if len(parts) == 1 and program.replan is None:
-            args, kwargs = by_position(program.module, known)
+            args, kwargs = call_arguments(program.module, known)
         result = graph.call_module(name(part.stage), args, dict(kwargs))
         for index, value in enumerate(part.gives or ()):
             # what passes through a stage that was not traced here has a name already
@@ -231,7 +229,7 @@ def _graph(program: Program, parts: list[_Part], name: Callable[[int], str]) -> 
 
 def _inputs(program: Program, parts: list[_Part]) -> list[str]:
     """The model's arguments that some stage reads, in the order of its forward."""
-    parameters = signature_of(program.module).parameters
+    parameters = forward_signature(program.module).parameters
     if len(parts) == 1 and not parts[0].batch:
         several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         return [

@@ -11,17 +11,22 @@ import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from slapo_core.interfaces.program import Boundary, Program, Stage
-from slapo_core.modules.parameters import facts, shard_spec
-from slapo_core.modules.paths import find
-from slapo_core.reporting.errors import BuildError, TraceError
-from slapo_core.reporting.logger import get_logger
-from slapo_core.schedules.schedule import Schedule
-from slapo_tracing.graphs.traced_module import guard_of
-from slapo_tracing.nodes.mode_regions import autocast_state
-from slapo_tracing.nodes.nested_values import fingerprint
-from slapo_tracing.recording.attribute_reads import Attributes
-from slapo_tracing.tracers.synthetic_inputs import stand_ins
+from slapo_core import (
+    Boundary,
+    BuildError,
+    Program,
+    Schedule,
+    Stage,
+    TraceError,
+    get_logger,
+    parameter_facts,
+    paths,
+    shard_spec,
+)
+from slapo_tracing.graphs import guard_of
+from slapo_tracing.nodes import autocast_state, fingerprint
+from slapo_tracing.recording import Attributes
+from slapo_tracing.tracers import synthetic_inputs
 
 from ..assignment.block_inlining import Flat, divided, finer
 from ..assignment.node_assignment import Assignment
@@ -136,7 +141,7 @@ class Partitioner:
             try:
                 return self._symbolic_program()
             except BuildError:
-                if (inputs := stand_ins(self.root)) is None:
+                if (inputs := synthetic_inputs(self.root)) is None:
                     raise
         return self.program(self.root.training, inputs)
 
@@ -192,7 +197,7 @@ class Partitioner:
             stages=tuple(stages),
             mesh=self.mesh,
             shard_specs={name: spec for name, parameter in named.items() if (spec := shard_spec(parameter)) is not None},
-            original_names={name: facts(parameter).names for name, parameter in named.items()},
+            original_names={name: parameter_facts(parameter).names for name, parameter in named.items()},
             ties=tie_groups(root, modules),
             replan=self.program,
         )
@@ -235,7 +240,7 @@ def check_open(root: nn.Module, places: list[str]) -> None:
     Modules around a cut are taken apart; one that was wrapped after the cut would lose what wraps it.
     """
     for path in places:
-        if find(root, path) is None:
+        if paths.find(root, path) is None:
             raise BuildError(f"the model is cut at {path!r}, but that module is gone; undo the cut, or what removed the module")
         names = path.split(".")
         for depth in range(len(names)):

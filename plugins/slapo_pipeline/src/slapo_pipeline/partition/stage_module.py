@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from slapo_core.reporting.errors import TraceError
-from slapo_tracing import TracedModule
-from slapo_tracing.graphs.traced_module import guard_of
-from slapo_tracing.nodes.mode_regions import State, autocast_state, write_regions
-from slapo_tracing.nodes.nested_values import difference, fingerprint
-from slapo_tracing.recording.attribute_reads import Attributes
+from slapo_core import TraceError
+from slapo_tracing.graphs import TracedModule, guard_of
+from slapo_tracing.nodes import ModeState, autocast_state, difference, fingerprint, write_mode_nodes
+from slapo_tracing.recording import Attributes
 
 from ..assignment.node_assignment import Assignment
 from .module_tree import prune
@@ -38,7 +36,7 @@ class StageGuard:
     received: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
     batch: dict[str, Any]
     training: bool
-    autocast: State
+    autocast: ModeState
     device: torch.device | None
     attributes: Attributes | None
 
@@ -121,7 +119,7 @@ def stage_graph(parts: Assignment, index: int, names: Sequence[str]) -> tuple[fx
             env[node] = graph.node_copy(node, lambda other: env[other])
     if index + 1 < len(parts.nodes):
         graph.output(tuple(env[node] for node in parts.received[index + 1]))
-    write_regions(graph)
+    write_mode_nodes(graph)
     return graph, [str(node.target) for node in batch]
 
 

@@ -15,12 +15,10 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_arg
 
-from slapo_core.reporting.errors import BuildError, TraceError
-from slapo_tracing import TracedModule, trace
-from slapo_tracing.graphs.guard import argument_values, plain_signature
-from slapo_tracing.graphs.traced_module import guard_of
-from slapo_tracing.nodes.graph_functions import expect, expect_outputs
-from slapo_tracing.nodes.mode_regions import autocast_state, is_region_node
+from slapo_core import BuildError, TraceError
+from slapo_tracing.graphs import TracedModule, argument_values, guard_of, plain_signature
+from slapo_tracing.nodes import autocast_state, expect, expect_outputs, is_mode_node
+from slapo_tracing.tracers import trace
 
 from ..assignment.node_assignment import Assigner, Assignment
 from ..tracing.flat_trace import cut_positions, opened_by
@@ -111,7 +109,7 @@ class _Flattened:
         for node in graph.nodes:
             if node.op == "output":
                 return map_arg(node.args[0], values.__getitem__)
-            if node.op != "placeholder" and not is_region_node(node) and node.target not in (expect, expect_outputs):
+            if node.op != "placeholder" and not is_mode_node(node) and node.target not in (expect, expect_outputs):
                 values[node] = self._added(node, values, path, regions)
         raise AssertionError("a graph without an output")
 

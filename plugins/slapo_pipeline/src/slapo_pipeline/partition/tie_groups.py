@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from slapo_core.interfaces.program import TieGroup
+from slapo_core import TieGroup
 
 
 def tie_groups(module: nn.Module, stages: Sequence[nn.Module]) -> tuple[TieGroup, ...]:

@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from slapo_tracing import TracedModule
-from slapo_tracing.nodes.codegen import compile_graph
-from slapo_tracing.nodes.graph_functions import expect
-from slapo_tracing.nodes.mode_regions import is_region_node
+from slapo_tracing.graphs import TracedModule
+from slapo_tracing.nodes import compile_graph, expect, is_mode_node
 
 from ..assignment.alias_analysis import Memory
 
@@ -64,7 +62,7 @@ class ValueConditions:
 
 def _needed(graph: fx.Graph, root: nn.Module) -> list[fx.Node]:
     """Return the checks that the batch alone decides and all that they need, in order."""
-    order = [node for node in graph.nodes if not is_region_node(node)]
+    order = [node for node in graph.nodes if not is_mode_node(node)]
     own: set[fx.Node] = set()
     for node in order:
         if _is_of_batch(node, root) and own.issuperset(node.all_input_nodes):

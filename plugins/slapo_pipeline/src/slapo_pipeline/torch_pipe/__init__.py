@@ -7,3 +7,33 @@ Only the rank of the first stage has the batch, so stages of a `Pipe` pass on wh
 sum the gradients of tied parameters after the last backward of their rank, when all that other ranks wait for has
 been sent.
 """
+
+from ._torch_private import (
+    DetachExecutor,
+    LossWrapper,
+    MultiUseParameterConfig,
+    PipeInfo,
+    PipeSequential,
+    PipeSplitWrapper,
+    SplitPoint,
+    TrivialLossWrapper,
+    get_submod_name,
+)
+from .split_points import annotate_split_points
+from .stage_runtime import build_stage
+from .tied_gradients import sum_tied_gradients
+
+__all__ = [
+    "DetachExecutor",
+    "LossWrapper",
+    "MultiUseParameterConfig",
+    "PipeInfo",
+    "PipeSequential",
+    "PipeSplitWrapper",
+    "SplitPoint",
+    "TrivialLossWrapper",
+    "annotate_split_points",
+    "build_stage",
+    "get_submod_name",
+    "sum_tied_gradients",
+]

@@ -12,10 +12,8 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.utils import _pytree as pytree
 
-from slapo_core.interfaces.program import Program
-from slapo_core.modules.forward_arguments import named_inputs, signature_of
-from slapo_core.reporting.errors import BuildError
-from slapo_tracing.nodes.nested_values import difference, fingerprint
+from slapo_core import BuildError, Program, forward_signature, named_inputs
+from slapo_tracing.nodes import difference, fingerprint
 
 from .stage_runtime import like, model_result, note_built, sendable
 from .tied_gradients import sum_tied_gradients
@@ -147,7 +145,7 @@ class CarryingStage(nn.Module):
 
     def _checked(self, batch: dict[str, Any]) -> dict[str, Any]:
         """A micro-batch, which is to be like the one that the pipe was made with: the other stages get no other."""
-        parameters = signature_of(self.__dict__["_model"]).parameters
+        parameters = forward_signature(self.__dict__["_model"]).parameters
         for name in {**self._example, **batch}:
             default = parameters[name].default if name in parameters else None
             default = None if default is inspect.Parameter.empty else default

@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import fx, nn
 
-from slapo_core.reporting.errors import BuildError
-from slapo_tracing.nodes.mode_regions import is_region_node
-from slapo_tracing.nodes.opaque_modules import is_opaque
+from slapo_core import BuildError
+from slapo_tracing.nodes import is_mode_node, is_opaque
 
 from ..assignment.block_inlining import Flat
 from ..assignment.node_assignment import Assigner
@@ -78,7 +77,7 @@ def _positions(graph: fx.Graph) -> list[int]:
     positions = list(dict.fromkeys(positions))
     for stage, (begin, end) in enumerate(zip([-1, *positions], [*positions, len(kept)], strict=True)):
         between = kept[begin + 1 : end + 1]
-        if not any(node.op.startswith("call_") and not is_region_node(node) for node in between):
+        if not any(node.op.startswith("call_") and not is_mode_node(node) for node in between):
             raise BuildError(f"split_policy leaves stage {stage} without anything to run; take a pipe_split out")
     return positions
 

@@ -9,9 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
-from slapo_core.interfaces.program import Boundary, Program
-from slapo_core.reporting.errors import BuildError
-from slapo_core.reporting.logger import get_logger
+from slapo_core import Boundary, BuildError, Program, get_logger
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from slapo_core.interfaces.program import Program
+from slapo_core import Program
 
 from .stage_runtime import built_stages, pipeline_group
 

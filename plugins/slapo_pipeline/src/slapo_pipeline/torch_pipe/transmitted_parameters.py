@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from slapo_core.interfaces.program import Boundary, Program, Stage, TieGroup
-from slapo_tracing.nodes.nested_values import TABLES, shallow_copy
+from slapo_core import Boundary, Program, Stage, TieGroup
+from slapo_tracing.nodes import MODULE_TABLES, shallow_copy
 
 
 def transmitted(program: Program, is_chosen: Callable[[TieGroup], bool]) -> Program:
@@ -92,7 +92,7 @@ class TransmittingStage(nn.Module):
     ) -> None:
         super().__init__()
         inner = _without(module, [name for names in used.values() for name in names])
-        for table in TABLES:
+        for table in MODULE_TABLES:
             self.__dict__[table] = inner.__dict__[table]
         self.__dict__["inner"] = inner  # no child: its parameters are this module's, under their names
         self.kept: dict[int, str] = {}

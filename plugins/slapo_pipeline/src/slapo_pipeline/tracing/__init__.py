@@ -3,3 +3,7 @@ that calls every module without a cut inside as one node. `cuts.py` reads the cu
 records marks in a forward, and `root_hooks.py` moves hooks of the whole model to its first and last stage. This is
 the lowest room: it imports `slapo_core` only.
 """
+
+from .pipe_split import pipe_split
+
+__all__ = ["pipe_split"]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from slapo_core.modules.forward_arguments import named_inputs, split_inputs
+from slapo_core import named_inputs, split_inputs
 
 
 def by_name(root: nn.Module, inputs: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from slapo_core.schedules.journal import Step
+from slapo_core import Step
 
 CUT_PIPELINE_STAGE = "cut_pipeline_stage"
 CUT_AT_MARKS = "cut_at_marks"

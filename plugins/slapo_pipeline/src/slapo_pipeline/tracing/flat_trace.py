@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from slapo_core.reporting.errors import ScheduleError, TraceError
-from slapo_tracing import TracedModule, trace_module
-from slapo_tracing.nodes.mode_regions import is_region_node
+from slapo_core import ScheduleError, TraceError
+from slapo_tracing import trace_module
+from slapo_tracing.graphs import TracedModule
+from slapo_tracing.nodes import is_mode_node
 
 from .cuts import CUT_AT_MARKS, CUT_PIPELINE_STAGE, is_at_mark, where_of
 from .pipe_split import is_mark, marked
@@ -163,7 +164,7 @@ def is_custom(module: nn.Module) -> bool:
 
 
 def _computes(node: fx.Node) -> bool:
-    return node.op in ("call_function", "call_method") and not is_mark(node) and not is_region_node(node)
+    return node.op in ("call_function", "call_method") and not is_mark(node) and not is_mode_node(node)
 
 
 def _check_work_between(work: Sequence[int], cuts: Sequence[tuple[int, str]]) -> None:

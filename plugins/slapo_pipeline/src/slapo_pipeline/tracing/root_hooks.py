@@ -10,9 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from slapo_core.modules.forward_arguments import named_inputs, signature_of
-from slapo_core.reporting.errors import BuildError
-from slapo_tracing.nodes.opaque_modules import is_opaque
+from slapo_core import BuildError, forward_signature, named_inputs
+from slapo_tracing.nodes import is_opaque
 
 _TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -111,12 +110,12 @@ def _run_after(
 def _as_call(root: nn.Module, named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return these arguments by position as far as can be: a hook without ``with_kwargs`` sees no others."""
     args: list[Any] = []
-    for name, each in signature_of(root).parameters.items():
+    for name, each in forward_signature(root).parameters.items():
         if each.kind is each.VAR_POSITIONAL and name in named:
             args += named[name]
         elif each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) and name in named:
             args.append(named[name])
             continue
         break
-    taken = list(signature_of(root).bind_partial(*args).arguments)
+    taken = list(forward_signature(root).bind_partial(*args).arguments)
     return tuple(args), {name: value for name, value in named.items() if name not in taken}

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_tracing import TracedModule
-from slapo_tracing.nodes.mode_regions import autocast_state
-from slapo_tracing.nodes.nested_values import Snapshot, fingerprint
+from slapo_tracing.graphs import TracedModule
+from slapo_tracing.nodes import Snapshot, autocast_state, fingerprint
 
 from .flat_trace import opened_by
 

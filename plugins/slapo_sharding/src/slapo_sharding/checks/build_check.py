@@ -8,10 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.modules.parameters import is_part, shard_spec
-from slapo_core.reporting.errors import BuildError
-from slapo_core.schedules.journal import Step
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import BuildError, Schedule, Step, is_sharded, shard_spec
 
 from ..communication.batch_norm_statistics import resolve_replicas
 from ..rules.sharding_rule import AppliedCut, applied_cut, holds, is_kept_for_inside, split_of
@@ -113,7 +110,7 @@ def cut_modules(root: nn.Module) -> list[nn.Module]:
 def _check_unawares(name: str, module: nn.Module, above: Iterable[nn.Module]) -> None:
     for own, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
         is_used = is_kept_for_inside(module, tensor) or any(split_of(outer) and holds(outer, tensor) for outer in above)
-        if is_part(tensor) and not is_used:
+        if is_sharded(tensor) and not is_used:
             spec = shard_spec(tensor)
             if spec is not None and spec.axis == "dp":
                 raise BuildError(

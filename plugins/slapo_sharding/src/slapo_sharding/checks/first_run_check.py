@@ -25,10 +25,8 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from slapo_core.modules.parameters import facts, is_part
-from slapo_core.reporting.errors import BuildError
-from slapo_tracing.nodes.opaque_modules import is_taken_apart
-from slapo_tracing.nodes.torch_calls import SHAPES, is_metadata, name_of
+from slapo_core import BuildError, is_sharded, parameter_facts
+from slapo_tracing.nodes import SHAPES, is_metadata, is_taken_apart, name_of
 
 from ..communication._torch_autograd import no_functions, watched_functions
 from ..rules.sharding_rule import holds, is_kept_for_inside, split_of
@@ -251,7 +249,7 @@ class _Reads(TorchFunctionMode):
         tensors = [*tensors_in(args), *tensors_in(kwargs)]
         owner = None
         for tensor in tensors[:1] if name_of(func) in _TYPES else tensors:
-            if is_part(tensor) and not self._is_own(tensor) and not _is_harmless(func):
+            if is_sharded(tensor) and not self._is_own(tensor) and not _is_harmless(func):
                 owner = self._traced_owner(tensor)
                 if owner is None:
                     message = self._message(func, tensor)
@@ -270,7 +268,7 @@ class _Reads(TorchFunctionMode):
         result = self.values.call(func, args, kwargs, tensors, self.running)
         made = args[0] if result is None and args else result
         is_leaf = isinstance(made, torch.Tensor) and made.requires_grad and made.is_leaf
-        if name_of(func) in _ASKS and is_leaf and not is_part(made):
+        if name_of(func) in _ASKS and is_leaf and not is_sharded(made):
             self.gradients.start(made, is_whole=made not in self.values.known)
         if not (isinstance(gradient, BuildError) and self.values.are_mixed(made)):  # the values are wrong before it
             self.gradients.note(made, gradient, tensors)
@@ -314,7 +312,7 @@ class _Reads(TorchFunctionMode):
 
     def _message(self, func: Any, tensor: torch.Tensor) -> str:
         reader = self.running[-1]
-        name = " = ".join(facts(tensor).names) or f"a parameter of shape {tuple(tensor.shape)}"
+        name = " = ".join(parameter_facts(tensor).names) or f"a parameter of shape {tuple(tensor.shape)}"
         return (
             f"{self._named(reader)} uses {name!r} in {name_of(func)} at {_source()}, but this rank "
             "has only its part of it, which its own module alone can use; call that module instead, or leave the parameter "

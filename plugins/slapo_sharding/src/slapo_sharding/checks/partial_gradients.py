@@ -18,9 +18,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from slapo_core.modules.parameters import facts, is_part
-from slapo_core.reporting.errors import BuildError
-from slapo_tracing.nodes.torch_calls import is_metadata, name_of
+from slapo_core import BuildError, is_sharded, parameter_facts
+from slapo_tracing.nodes import is_metadata, name_of
 
 from ..rules.sharding_rule import split_of
 from ..syncs import overlapped_reduction
@@ -185,7 +184,7 @@ class OwnGradients:
             return Gradient.USE
         if not isinstance(x, nn.Parameter):
             return Gradient.UNKNOWN
-        return Gradient.OWN if is_part(x) else Gradient.SUMMED if sums_gradient(x) else Gradient.WHOLE
+        return Gradient.OWN if is_sharded(x) else Gradient.SUMMED if sums_gradient(x) else Gradient.WHOLE
 
     def call(
         self, func: Callable[..., Any], tensors: Sequence[torch.Tensor], is_ours: Callable[[], bool]
@@ -229,7 +228,7 @@ class OwnGradients:
 
 def _wrong(name: str, gradient: Gradient, x: torch.Tensor) -> str:
     if isinstance(x, nn.Parameter):
-        return _WRONG[gradient].format(name, " = ".join(facts(x).names) or f"a parameter of shape {tuple(x.shape)}")
+        return _WRONG[gradient].format(name, " = ".join(parameter_facts(x).names) or f"a parameter of shape {tuple(x.shape)}")
     if gradient is Gradient.SUMMED:
         return _WRONG[gradient].format(name, "a value made of a parameter")
     return (

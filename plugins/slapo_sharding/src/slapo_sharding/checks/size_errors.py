@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from slapo_tracing.nodes.torch_calls import model_source
+from slapo_tracing.nodes import model_source
 
 from ..rules.sharding_rule import AppliedCut, split_of
 from ..syncs.sync_hooks import first_input, syncs_of

@@ -5,3 +5,22 @@ group, with the matching gradient. This is the lowest room of the package: it im
 other room. Torch's functional collectives are called in ``collectives`` only. Torch's private names are in
 ``_torch_private`` and, where DTensor must not be imported, in ``_torch_autograd``.
 """
+
+from .cross_entropy import ParallelCrossEntropy, vocab_parallel_cross_entropy
+from .sync_ops import (
+    all_gather_forward_output,
+    reduce_backward_grad,
+    reduce_forward_output,
+    reduce_scatter_forward_output,
+    scatter_forward_output,
+)
+
+__all__ = [
+    "ParallelCrossEntropy",
+    "all_gather_forward_output",
+    "reduce_backward_grad",
+    "reduce_forward_output",
+    "reduce_scatter_forward_output",
+    "scatter_forward_output",
+    "vocab_parallel_cross_entropy",
+]

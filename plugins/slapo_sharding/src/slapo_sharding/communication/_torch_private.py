@@ -16,8 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from slapo_tracing.nodes._torch_private import in_function_transform, quiet
-from slapo_tracing.nodes.mode_regions import current, leave
+from slapo_tracing.nodes import current_modes, in_function_transform, leave_modes, quiet
 
 MOVES = ("redistribution", "placement changes")
 """Words in the error of an operation that cannot be done without sending data."""
@@ -61,7 +60,7 @@ def layouts_kept() -> Iterator[None]:
     Attention is computed from its parts, for which DTensor has rules on every device. Autocast and gradient mode are restored:
     a graph that fails inside of a region does not leave it.
     """
-    before = current()
+    before = current_modes()
     with (
         warnings.catch_warnings(),
         ExplicitRedistributionContext(strict=True),
@@ -75,8 +74,8 @@ def layouts_kept() -> Iterator[None]:
         try:
             yield
         finally:
-            if current() != before:
-                leave(before)
+            if current_modes() != before:
+                leave_modes(before)
 
 
 def mesh_of(size: int) -> DeviceMesh:

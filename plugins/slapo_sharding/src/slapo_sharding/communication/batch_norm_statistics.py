@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from slapo_core.schedules.schedule import Schedule
-from slapo_tracing.nodes.forward_wrapping import forward_wrappers
+from slapo_core import Schedule
+from slapo_tracing.nodes import forward_wrappers
 
 from . import collectives
 from .collectives import Group

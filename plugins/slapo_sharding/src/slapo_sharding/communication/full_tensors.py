@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from slapo_core.modules.parameters import is_part, shard_spec
-from slapo_core.reporting.errors import ScheduleError
-from slapo_training.distributed.full_tensors import original_keys, over_group
+from slapo_core import ScheduleError, is_sharded, shard_spec
+from slapo_training.distributed import original_keys, over_group
 
 
 def gather_full(tensor: torch.Tensor) -> torch.Tensor:
@@ -90,4 +89,4 @@ def _problem(tensor: torch.Tensor, full: torch.Tensor) -> str | None:
 @torch.no_grad()
 def _write(tensor: torch.Tensor, full: torch.Tensor) -> None:
     spec = shard_spec(tensor)
-    tensor.copy_(spec.local(full) if spec is not None and is_part(tensor) else full)
+    tensor.copy_(spec.local(full) if spec is not None and is_sharded(tensor) else full)

@@ -6,14 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from torch import fx, nn
 
-from slapo_core.modules.forward_arguments import split_inputs
-from slapo_core.modules.parameters import is_part
-from slapo_core.reporting.errors import ScheduleError, TraceError
-from slapo_core.reporting.logger import get_logger
-from slapo_core.schedules.schedule import Schedule
-from slapo_core.schedules.steps import attempt
-from slapo_tracing.nodes.forward_wrapping import own_forward
-from slapo_tracing.nodes.opaque_modules import is_opaque
+from slapo_core import Schedule, ScheduleError, TraceError, get_logger, is_sharded, savepoint, split_inputs
+from slapo_tracing.nodes import is_opaque, own_forward
 
 from ..rules.norms import counts_channels_only
 from ..rules.parametrizations import registrations
@@ -89,7 +83,7 @@ def apply_derived(
         return steps
     if [path for path in whole.opaque if split_parts(schedule[path], _apply_to_part)]:
         derived.reasons = remaining_reasons(schedule.mod, derived.reasons)
-    if not splits_more and not any(map(is_part, schedule.mod.parameters())):
+    if not splits_more and not any(map(is_sharded, schedule.mod.parameters())):
         raise _nothing_split(schedule, derived, sequence_parallel)
     if vocabulary == {}:
         steps = vocabulary_in(derived.layouts, schedule.mod, schedule.world_size, rules_of(schedule))
@@ -108,7 +102,7 @@ def _carried_out(schedule: Schedule, whole: LeftWhole, sequence_parallel: bool, 
     """Carry out the first plan that can be; fill ``whole`` with what the ones before could not be carried out with."""
     while True:
         try:
-            with attempt(schedule), registrations():  # which an attempt that fails would take for writes
+            with savepoint(schedule), registrations():  # which an attempt that fails would take for writes
                 return carry_out(schedule, whole, sequence_parallel, splits_more or bool(whole.opaque))
         except (ScheduleError, TraceError) as err:
             if sequence_parallel and whole.adapts:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from slapo_core.reporting.errors import ScheduleError, TraceError
-from slapo_core.schedules.schedule import Schedule
-from slapo_core.schedules.steps import attempt
+from slapo_core import Schedule, ScheduleError, TraceError, savepoint
 
 from .derivation.flat_graphs import layer_paths
 from .derivation.layer_search import Derived
@@ -30,7 +28,7 @@ def apply_given(schedule: Schedule, outputs: Mapping[str, str]) -> str | None:
     """
     whole = LeftWhole({path: "the plan leaves it out" for path in layer_paths(schedule) if path not in outputs})
     try:
-        with attempt(schedule):
+        with savepoint(schedule):
             check = partial(_check_outputs, schedule, outputs)
             carry_out(schedule, whole, sequence_parallel=False, splits_more=True, accept=check)
     except Misfit as err:

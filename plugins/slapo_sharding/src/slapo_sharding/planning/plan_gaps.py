@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from slapo_core.modules.parameters import is_part
-from slapo_core.reporting.errors import ScheduleError, TraceError
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import Schedule, ScheduleError, TraceError, is_sharded
 
 from ..splitting import attention_heads
 from ..splitting.module_paths import kind
@@ -39,7 +37,7 @@ def _unplanned(schedule: Schedule) -> list[str]:
             outer = ".".join(names[:end])
             if kind(outer) != outer:
                 break
-            if not any(map(is_part, schedule.mod.get_submodule(outer).parameters())):
+            if not any(map(is_sharded, schedule.mod.get_submodule(outer).parameters())):
                 found[outer] = None
                 break
     return list(found)

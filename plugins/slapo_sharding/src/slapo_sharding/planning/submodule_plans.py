@@ -6,12 +6,9 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
-from slapo_core.modules.parameters import is_part
-from slapo_core.reporting.errors import ScheduleError, TraceError
-from slapo_core.reporting.logger import get_logger
-from slapo_core.schedules.schedule import Schedule
-from slapo_tracing.nodes.opaque_modules import is_opaque
-from slapo_tracing.tracers.selection import is_container
+from slapo_core import Schedule, ScheduleError, TraceError, get_logger, is_sharded
+from slapo_tracing.nodes import is_opaque
+from slapo_tracing.tracers import is_container
 
 from .derivation.flat_graphs import layer_paths
 
@@ -46,4 +43,4 @@ def _parts(module: nn.Module) -> Iterator[str]:
 
 
 def _is_split(module: nn.Module) -> bool:
-    return any(map(is_part, module.parameters()))
+    return any(map(is_sharded, module.parameters()))

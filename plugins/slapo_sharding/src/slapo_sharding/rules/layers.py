@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_tracing.nodes.opaque_modules import as_layer
+from slapo_tracing.nodes import as_layer
 
 from .linear_subclasses import computes_linear, only_input
 from .sharding_rule import Cut, ShardingRule, applied_cut, computes_as

@@ -16,7 +16,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from slapo_core.reporting.errors import ScheduleError
+from slapo_core import ScheduleError
 
 _POLYNOMIAL = {
     *(F.linear, torch.matmul, torch.add, torch.addmm, torch.mm, torch.t, torch.transpose, torch.swapaxes),

@@ -10,12 +10,9 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from slapo_core.registration.registry import Registry
-from slapo_core.reporting.errors import PluginError
-from slapo_core.reporting.failure_reason import reason
-from slapo_core.schedules.schedule import Schedule
-from slapo_tracing.nodes.opaque_modules import as_layer
-from slapo_training.model.named_tensors import is_wrapper
+from slapo_core import PluginError, Registry, Schedule, failure_reason
+from slapo_tracing.nodes import as_layer
+from slapo_training.model import is_wrapper
 
 from .convolutions import channel_dim
 from .parametrizations import adapted, computed_by
@@ -147,7 +144,7 @@ def _ask(rule: ShardingRule, owner: str, question: Callable[..., Any], *args: An
     try:
         return question(*args)
     except Exception as error:
-        raise PluginError(f"sharding rule {rule.kind!r} of {owner} failed: {reason(error)}", owner=owner) from error
+        raise PluginError(f"sharding rule {rule.kind!r} of {owner} failed: {failure_reason(error)}", owner=owner) from error
 
 
 _books: WeakKeyDictionary[Registry, dict[int, Rulebook]] = WeakKeyDictionary()
@@ -189,7 +186,7 @@ def _load(registry: Registry) -> Iterator[tuple[ShardingRule, str]]:
         try:
             given = implementation.function()
         except (Exception, SystemExit) as error:
-            raise PluginError(f"slapo_shard_rules of {owner} failed: {reason(error)}", owner=owner) from error
+            raise PluginError(f"slapo_shard_rules of {owner} failed: {failure_reason(error)}", owner=owner) from error
         if not isinstance(given, (list, tuple)):
             raise PluginError(f"slapo_shard_rules of {owner} returned {given!r}; return a list of rules", owner=owner)
         for rule in [rule for entry in given for rule in _imported(entry, owner)]:
@@ -207,7 +204,9 @@ def _imported(given: Any, owner: str) -> Sequence[Any]:
     try:
         found = pkgutil.resolve_name(given) if isinstance(given, str) else given
     except (Exception, SystemExit) as error:
-        raise PluginError(f"sharding rule {given!r} of {owner} cannot be imported: {reason(error)}", owner=owner) from error
+        raise PluginError(
+            f"sharding rule {given!r} of {owner} cannot be imported: {failure_reason(error)}", owner=owner
+        ) from error
     return found if isinstance(found, (list, tuple)) else [found]
 
 

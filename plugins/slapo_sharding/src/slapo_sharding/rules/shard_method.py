@@ -7,7 +7,7 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
-from slapo_core.registration.registry import default_registry
+from slapo_core import default_registry
 
 from .rulebook import add_rule
 from .sharding_rule import Cut, ShardingRule, computes_as

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from slapo_core.modules.parameters import ShardSpec
+from slapo_core import ShardSpec
 
 _CUT = "_slapo_cut"
 

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.modules.parameters import facts
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError, parameter_facts
 
 _MARK = "shares memory with "
 
@@ -17,8 +16,8 @@ _MARK = "shares memory with "
 def note_shared_memory(root: nn.Module) -> None:
     """Mark each parameter and buffer that is a view of another one's numbers."""
     for one, other in overlapping({id(each): each for each in (*root.parameters(), *root.buffers())}.values()):
-        facts(one).tags.add(f"{_MARK}{facts(other).names[0]!r}")
-        facts(other).tags.add(f"{_MARK}{facts(one).names[0]!r}")
+        parameter_facts(one).tags.add(f"{_MARK}{parameter_facts(other).names[0]!r}")
+        parameter_facts(other).tags.add(f"{_MARK}{parameter_facts(one).names[0]!r}")
 
 
 def check_shared_memory(root: nn.Module) -> None:
@@ -29,7 +28,9 @@ def check_shared_memory(root: nn.Module) -> None:
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
         for name, parameter in root.named_parameters():
-            shared = [tag for tag in facts(parameter).tags if tag.startswith(_MARK)] if parameter.requires_grad else []
+            shared = (
+                [tag for tag in parameter_facts(parameter).tags if tag.startswith(_MARK)] if parameter.requires_grad else []
+            )
             if shared:
                 raise BuildError(
                     f"parameter {name!r} {shared[0]}, another parameter or buffer, and ranks would train copies apart; "

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.modules.parameters import ParamFacts, facts
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import ParameterFacts, Schedule, parameter_facts
 from slapo_training.gradient_hooks import register_first
 
 from ..communication._torch_autograd import no_functions
@@ -79,7 +78,7 @@ class _LastingFacts:
         known: What is known of its parts, by name.
     """
 
-    def __init__(self, known: dict[str, ParamFacts]) -> None:
+    def __init__(self, known: dict[str, ParameterFacts]) -> None:
         self.known = known
 
     def __deepcopy__(self, memo: Any) -> _LastingFacts:
@@ -88,13 +87,17 @@ class _LastingFacts:
     def __call__(self, module: nn.Module, keys: Any) -> None:
         for name, known in self.known.items():
             new = tensor_of(module, name)
-            if new is not None and facts(new).spec is None:
-                vars(facts(new)).update(vars(replace(known, tags=set(known.tags))))
-                self.known[name] = facts(new)
+            if new is not None and parameter_facts(new).spec is None:
+                vars(parameter_facts(new)).update(vars(replace(known, tags=set(known.tags))))
+                self.known[name] = parameter_facts(new)
 
 
 def keep_facts(module: nn.Module) -> None:
     """A part that ``load_state_dict(assign=True)`` puts into the module is known to be one, as the part before it was."""
     own = {**module._parameters, **module._buffers}
-    known = {name: facts(tensor) for name, tensor in own.items() if tensor is not None and facts(tensor).spec is not None}
+    known = {
+        name: parameter_facts(tensor)
+        for name, tensor in own.items()
+        if tensor is not None and parameter_facts(tensor).spec is not None
+    }
     module.register_load_state_dict_post_hook(_LastingFacts(known))  # type: ignore[no-untyped-call]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.modules.parameters import ShardSpec
+from slapo_core import ShardSpec
 from slapo_training.gradient_hooks import register_first
 
 from ..communication import collectives

@@ -10,10 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.modules.parameters import ShardSpec, shard_spec
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule import Schedule
-from slapo_tracing.nodes.forward_wrapping import forward_wrappers
+from slapo_core import Schedule, ScheduleError, ShardSpec, shard_spec
+from slapo_tracing.nodes import forward_wrappers
 
 from ..communication import shard_ranges
 from ..rules.parametrizations import sources

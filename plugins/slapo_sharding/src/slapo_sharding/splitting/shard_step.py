@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from slapo_core.modules.parameters import ShardSpec, facts, successor
-from slapo_core.schedules.schedule import Schedule
-from slapo_tracing.nodes.forward_wrapping import own_forward
+from slapo_core import Schedule, ShardSpec, parameter_facts, successor
+from slapo_tracing.nodes import own_forward
 from slapo_training.gradient_hooks import carry_hooks, cut_attributes
 
 from ..rules.parametrization_hooks import is_computing
@@ -51,7 +50,7 @@ def carry_out(schedule: Schedule, step: ShardStep) -> None:
         schedule.touch(module)
     for module, path, tensor, spec in step.pieces:
         if num_shards == 1:
-            facts(tensor).spec = spec
+            parameter_facts(tensor).spec = spec
         else:
             below, _, name = path.rpartition(".")
             handle = handles[module][below] if below else handles[module]

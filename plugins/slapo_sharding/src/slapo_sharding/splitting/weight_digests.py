@@ -15,10 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from slapo_core.distributed.agreement import gather
-from slapo_core.modules.parameters import facts, is_part
-from slapo_core.reporting.errors import BuildError
-from slapo_tracing.nodes._torch_private import in_function_transform
+from slapo_core import BuildError, gather_objects, is_sharded, parameter_facts
+from slapo_tracing.nodes import in_function_transform
 
 from ..communication._torch_autograd import no_functions
 from ..communication._torch_private import no_modes
@@ -58,9 +56,9 @@ def check(model: nn.Module) -> None:
         return
     with no_functions(), no_modes(), torch.no_grad():
         digests = {name: digest for name, parameter in model.named_parameters() if (digest := _known(parameter))}
-        if len(set(gather(_hash(repr(digests).encode()), None, group))) == 1:
+        if len(set(gather_objects(_hash(repr(digests).encode()), None, group))) == 1:
             return
-        found = gather(digests, None, group)
+        found = gather_objects(digests, None, group)
     shared = (name for name in digests if all(name in other for other in found))
     different = next((name for name in shared if len({other[name] for other in found}) > 1), None)
     if different is not None:
@@ -75,7 +73,12 @@ def _known(parameter: torch.Tensor) -> str:
     if parameter in _cut_from:
         shard, full = _cut_from[parameter]
         return str(full) if shard == _digest(parameter) else ""
-    if is_part(parameter) or not facts(parameter).names or type(parameter) is not nn.Parameter or parameter.is_meta:
+    if (
+        is_sharded(parameter)
+        or not parameter_facts(parameter).names
+        or type(parameter) is not nn.Parameter
+        or parameter.is_meta
+    ):
         return ""
     return _digest(parameter)
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_tracing.nodes.opaque_modules import is_taken_apart
+from slapo_tracing.nodes import is_taken_apart
 
 from ..communication import collectives
 from ..rules.layers import is_conv1d, is_linear

@@ -16,10 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core.modules.parameters import ShardSpec
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule import Schedule
-from slapo_tracing.nodes.forward_wrapping import wrap_forward
+from slapo_core import Schedule, ScheduleError, ShardSpec
+from slapo_tracing.nodes import wrap_forward
 
 from ..communication._torch_autograd import no_functions
 from ..communication.cross_entropy import parallel_cross_entropy

@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from slapo_tracing.nodes.torch_calls import function_name
+from slapo_tracing.nodes import function_name
 
 from ..communication.collectives import Group, all_reduce, all_reduce_grad, num_ranks
 from ..rules.sharding_rule import computes_as

@@ -14,8 +14,8 @@ from torch import nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils import _pytree as pytree
 
-from slapo_core.reporting.errors import ScheduleError
-from slapo_tracing.nodes.nested_values import Hidden
+from slapo_core import ScheduleError
+from slapo_tracing.nodes import Hidden
 
 from ..communication import collectives
 from ..communication._torch_private import with_numbers

@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import nn
 
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError
 
 from ..rules.sharding_rule import AppliedCut
 from .sync_hooks import syncs_of

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from slapo_core.reporting.errors import SlapoError
+from slapo_core import SlapoError
 
 from ..workers.job_transport import FunctionRef, unpickled
 from ..workers.pool import DistributedError, run_distributed

@@ -12,10 +12,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from slapo_core.interfaces.dialect import Dialect
-from slapo_core.registration.entries import Entry
-from slapo_core.registration.registry import Registry
-from slapo_core.reporting.errors import SlapoError
+from slapo_core import Dialect, Entry, Registry, SlapoError
 
 from .examples.case import ConformanceError
 from .examples.examples import EngineExample, Example

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import IO, Any
 
-from slapo_core.reporting.errors import SlapoError
+from slapo_core import SlapoError
 
 from .fork_server import ForkServer
 from .job_transport import FunctionRef, Job, Report, unpickled

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # its functions default to the world of the moment it is imported: here, none
 
-from slapo_core.distributed.random import get_cuda_rng_tracker
+from slapo_core import get_cuda_rng_tracker
 
 from .job_transport import Job, Report, detached, unpickled
 

@@ -8,10 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from slapo_core.reporting.errors import BuildError
-from slapo_tracing.graphs.traced_module import as_original
-from slapo_training.checkpoint.plain_data import check_plain
-from slapo_training.checkpoint.state_loading import StateLoading
+from slapo_core import BuildError
+from slapo_tracing.graphs import as_original
+from slapo_training.checkpoint import StateLoading, check_plain
 
 
 def packed(model: nn.Module) -> dict[str, Any]:

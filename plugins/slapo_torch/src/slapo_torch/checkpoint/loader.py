@@ -9,24 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.reporting.errors import BuildError
-from slapo_core.reporting.failure_reason import reason
-from slapo_training.checkpoint import folder, rng_state
-from slapo_training.checkpoint.folder import Checkpoint
-from slapo_training.checkpoint.state_loading import StateLoading
-from slapo_training.distributed.ranks import Ranks
-from slapo_training.engines.checkpoint_files import Position
-from slapo_training.model import named_tensors
-from slapo_training.model.pieces import Piece
-from slapo_training.optimizers.named_optimizers import named_optimizers
-from slapo_training.optimizers.whole_tensor_optimizer import WholeTensorOptimizer
+from slapo_core import BuildError, failure_reason
+from slapo_training.checkpoint import Checkpoint, StateLoading, folder, rng_state
+from slapo_training.distributed import Ranks
+from slapo_training.engines import Position
+from slapo_training.model import Piece, named_tensors
+from slapo_training.optimizers import WholeTensorOptimizer, named_optimizers
 
 from . import extra_state, model_state, optimizer_loading, optimizer_state
 from .optimizer_state import key_of
 from .saver import COMMON, MODEL, TARGET, Trained, layout_of, place_of, ranges_of
 
 if TYPE_CHECKING:
-    from slapo_training.checkpoint.tensor_files import SavedTensors
+    from slapo_training.checkpoint import SavedTensors
 
 
 def load_checkpoint(path: str | os.PathLike[str], what: Trained) -> Position:
@@ -92,7 +87,7 @@ class _Reading:
 
     def open(self) -> None:
         """Read all but the tensors."""
-        from slapo_training.checkpoint.tensor_files import SavedTensors  # noqa: PLC0415  torch.distributed.checkpoint takes half a second  # noqa: PLC0415  torch.distributed.checkpoint takes half a second
+        from slapo_training.checkpoint import SavedTensors  # noqa: PLC0415  torch.distributed.checkpoint takes half a second  # noqa: PLC0415  torch.distributed.checkpoint takes half a second
 
         self.common = _read(self._data / COMMON)
         if self._is_same_layout:
@@ -100,7 +95,7 @@ class _Reading:
         try:
             self._saved = SavedTensors(self._data)
         except (OSError, UnpicklingError, EOFError) as err:
-            raise BuildError(f"'.metadata' of the checkpoint cannot be read: {reason(err)}; load another one") from err
+            raise BuildError(f"'.metadata' of the checkpoint cannot be read: {failure_reason(err)}; load another one") from err
 
     def check_names(self) -> None:
         """Refuse another model, by all that is different. Collective.
@@ -192,5 +187,5 @@ def _read(file: Path) -> Any:
         return torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, UnpicklingError) as err:
         raise BuildError(
-            f"{os.fspath(file)!r} of the checkpoint is missing or broken: {reason(err)}; load another one"
+            f"{os.fspath(file)!r} of the checkpoint is missing or broken: {failure_reason(err)}; load another one"
         ) from err

@@ -8,13 +8,10 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from slapo_core.interfaces.program import Program
-from slapo_core.modules.parameters import shard_spec
-from slapo_training.ema import MasterValue
-from slapo_training.ema.master_values import buffer_values
-from slapo_training.model.named_tensors import Tensors, buffers, parameters, write
-from slapo_training.model.pieces import Piece, piece_of
-from slapo_training.optimizers.whole_tensor_construction import Layout
+from slapo_core import Program, shard_spec
+from slapo_training.ema import MasterValue, buffer_values
+from slapo_training.model import Piece, Tensors, buffers, parameters, piece_of, write
+from slapo_training.optimizers import Layout
 
 from ..fsdp.replica_spec import in_replica, replica_spec
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from slapo_core.reporting.errors import BuildError
-from slapo_training.checkpoint.plain_data import digest
+from slapo_core import BuildError
+from slapo_training.checkpoint import digest
 
 Groups = Sequence[Mapping[str, Any]]
 """Of one rank: of each the names of its ``params``, and its ``options``."""

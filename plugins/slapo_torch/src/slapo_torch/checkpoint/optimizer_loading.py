@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from slapo_core.modules.parameters import is_part
-from slapo_core.reporting.errors import BuildError
-from slapo_training.checkpoint.state_loading import StateLoading
-from slapo_training.model.pieces import Piece
-from slapo_training.optimizers.named_optimizers import NamedOptimizer
+from slapo_core import BuildError, is_sharded
+from slapo_training.checkpoint import StateLoading
+from slapo_training.model import Piece
+from slapo_training.optimizers import NamedOptimizer
 
 from . import optimizer_groups
 from .model_state import piece
@@ -114,7 +113,7 @@ def _check_parts(named: NamedOptimizer, state: Mapping[str, Any], parts: Mapping
     """
     for name, parameter in named.own().items():
         kept = state.get(name, {"parts": (), "values": {}})
-        of_whole = kept["values"] if is_part(parameter) else ()
+        of_whole = kept["values"] if is_sharded(parameter) else ()
         for key in [*of_whole, *(key for key in kept["parts"] if key not in parts.get(name, {}))]:
             raise BuildError(
                 f"{key!r} in the state of {type(named.optimizer).__name__} is no number for each element of {name!r}, which "

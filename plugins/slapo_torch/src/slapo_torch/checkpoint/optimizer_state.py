@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from slapo_core.modules.parameters import is_part
-from slapo_core.reporting.errors import BuildError
-from slapo_training.checkpoint.plain_data import check_plain, digest
-from slapo_training.model.pieces import Piece
-from slapo_training.optimizers.named_optimizers import NamedOptimizer
-from slapo_training.optimizers.whole_tensors.whole_tensor import local_of
+from slapo_core import BuildError, is_sharded
+from slapo_training.checkpoint import check_plain, digest
+from slapo_training.model import Piece
+from slapo_training.optimizers import NamedOptimizer
+from slapo_training.optimizers.whole_tensors import local_of
 
 from ..fsdp.replica_spec import replica_spec
 from .model_state import piece
@@ -88,7 +87,7 @@ def held(named: NamedOptimizer) -> State:
                 numbers.setdefault(name, {})[key] = value.item(), value.dtype
             elif _is_one(value):
                 numbers.setdefault(name, {})[key] = value, None
-            elif is_part(known[name]):
+            elif is_sharded(known[name]):
                 own["parts"].append(key)
                 parts.setdefault(name, {})[key] = value
             else:

@@ -15,24 +15,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from slapo_core.interfaces.program import Program
-from slapo_training.checkpoint import rng_state
-from slapo_training.checkpoint.async_save import Buffers, Saver, Saving
-from slapo_training.checkpoint.folder import Writing
-from slapo_training.checkpoint.plain_data import digest
-from slapo_training.distributed.ranks import Ranks
-from slapo_training.ema.average_list import AverageList
-from slapo_training.engines.checkpoint_files import Position, bytes_of
-from slapo_training.model import named_tensors
-from slapo_training.model.pieces import Piece
-from slapo_training.optimizers.named_optimizers import named_optimizers
-from slapo_training.optimizers.whole_tensor_optimizer import WholeTensorOptimizer
+from slapo_core import Program
+from slapo_training.checkpoint import Buffers, Saver, Saving, Writing, digest, rng_state
+from slapo_training.distributed import Ranks
+from slapo_training.ema import AverageList
+from slapo_training.engines import Position, bytes_of
+from slapo_training.model import Piece, named_tensors
+from slapo_training.optimizers import WholeTensorOptimizer, named_optimizers
 
 from ..step.training_progress import Progress
 from . import extra_state, model_state, optimizer_state
 
 if TYPE_CHECKING:
-    from slapo_training.checkpoint.tensor_files import TensorFiles
+    from slapo_training.checkpoint import TensorFiles
 
 TARGET = "torch"
 COMMON = "common.pt"
@@ -82,7 +77,7 @@ class TorchSaver(Saver):
         self, path: str | os.PathLike[str], what: Trained, position: Position, ranks: Ranks, copies: Buffers | None
     ) -> Callable[[Ranks], None]:
         """What writes the checkpoint as the engine is now, given the ranks to meet. Collective."""
-        from slapo_training.checkpoint.tensor_files import TensorFiles  # noqa: PLC0415  torch.distributed.checkpoint takes half a second  # noqa: PLC0415  torch.distributed.checkpoint takes half a second
+        from slapo_training.checkpoint import TensorFiles  # noqa: PLC0415  torch.distributed.checkpoint takes half a second  # noqa: PLC0415  torch.distributed.checkpoint takes half a second
 
         program, module = what.program, what.module
         place: dict[str, Any] = {}

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.modules.parameters import ShardSpec, facts, shard_spec
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError, ShardSpec, parameter_facts, shard_spec
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ def in_replica(tensor: torch.Tensor) -> torch.Tensor:
     if spec is None:
         return tensor
     meta = torch.empty((spec.replica_rows(), *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
-    facts(meta).names, facts(meta).spec = facts(tensor).names, spec.inner
+    parameter_facts(meta).names, parameter_facts(meta).spec = parameter_facts(tensor).names, spec.inner
     return meta
 
 
@@ -131,6 +130,6 @@ def as_replicas_see(parameter: nn.Parameter) -> nn.Parameter:
     if spec is None:
         return parameter
     seen = nn.Parameter(parameter.detach(), requires_grad=False)
-    facts(seen).names, facts(seen).spec = facts(parameter).names, spec.inner
+    parameter_facts(seen).names, parameter_facts(seen).spec = parameter_facts(parameter).names, spec.inner
     seen.grad = parameter.grad
     return seen

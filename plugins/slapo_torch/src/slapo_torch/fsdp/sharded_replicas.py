@@ -11,12 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from slapo_core.interfaces.program import Program
-from slapo_core.modules.parameters import successor
-from slapo_core.reporting.errors import BuildError
-from slapo_core.reporting.logger import get_logger
-from slapo_training.distributed.ranks import new_group
-from slapo_training.model.state_rollback import StateSnapshot
+from slapo_core import BuildError, Program, get_logger, successor
+from slapo_training.distributed import new_group
+from slapo_training.model import StateSnapshot
 
 from ..gradients.reduction import average_gradients
 from .unit import REMEDY, Sharded, Unit

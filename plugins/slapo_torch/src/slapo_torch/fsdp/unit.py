@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, UnshardHandle, fully_shard
 from torch.distributed.tensor import DTensor
 
-from slapo_core.modules.parameters import successor
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError, successor
 from slapo_training.gradient_hooks import cut_attributes
 
 from .replica_spec import ReplicaSpec, replica_spec

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError
 
 from ..gradients._torch_private import no_functions
 from .unit import REMEDY, Unit

@@ -8,11 +8,8 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import nn
 
-from slapo_core.interfaces.program import Program
-from slapo_core.modules.parameters import shard_spec
-from slapo_core.modules.paths import join, select
-from slapo_core.reporting.errors import BuildError, UnknownNameError
-from slapo_training.model.named_tensors import is_wrapper
+from slapo_core import BuildError, Program, UnknownNameError, paths, shard_spec
+from slapo_training.model import is_wrapper
 
 
 def unit_paths(root: nn.Module, patterns: Sequence[str] | None) -> list[str]:
@@ -29,7 +26,7 @@ def unit_paths(root: nn.Module, patterns: Sequence[str] | None) -> list[str]:
         return list(_layers(root, ""))
     found: set[str] = set()
     for pattern in patterns:
-        matching = [path for path, _ in select(root, pattern)]
+        matching = [path for path, _ in paths.select(root, pattern)]
         if not matching:
             names = [path for path, _ in root.named_modules() if path]
             raise BuildError(str(UnknownNameError.of("module for fsdp_units", pattern, names)))
@@ -46,12 +43,12 @@ def _layers(module: nn.Module, path: str, in_list: bool = False) -> Iterator[str
     if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) and (in_list or _repeats_a_class(module)):
         for name, child in children.items():
             if _never_runs(child):  # layers written as lists of their parts: the parts run
-                yield from _layers(child, join(path, name), in_list=True)
+                yield from _layers(child, paths.join(path, name), in_list=True)
             else:
-                yield join(path, name)
+                yield paths.join(path, name)
     else:
         for name, child in children.items():
-            yield from _layers(child, join(path, name))
+            yield from _layers(child, paths.join(path, name))
 
 
 def _repeats_a_class(module: nn.Module) -> bool:
@@ -66,20 +63,24 @@ def _never_runs(module: nn.Module) -> bool:
     return type(module).forward is nn.Module.forward
 
 
-def deal(root: nn.Module, paths: Sequence[str], held: Collection[int]) -> dict[str, list[nn.Parameter]]:
+def deal(root: nn.Module, unit_roots: Sequence[str], held: Collection[int]) -> dict[str, list[nn.Parameter]]:
     """The parameters of each unit, those of the same type together, and under ``""`` those of none or of several units.
 
     Args:
         root: The whole model.
-        paths: Of the units.
+        unit_roots: Path of each unit.
         held: Ids of the parameters to deal out.
     """
     users: dict[int, set[str]] = defaultdict(set)
-    units = {join(path, name): path for path in paths for name, _ in root.get_submodule(path).named_parameters("", True, False)}
+    units = {
+        paths.join(path, name): path
+        for path in unit_roots
+        for name, _ in root.get_submodule(path).named_parameters("", True, False)
+    }
     named = dict(root.named_parameters(remove_duplicate=False))
     for name, parameter in named.items():
         users[id(parameter)].add(units.get(name, ""))
-    dealt: dict[str, list[nn.Parameter]] = {path: [] for path in [*paths, ""]}
+    dealt: dict[str, list[nn.Parameter]] = {path: [] for path in [*unit_roots, ""]}
     for parameter in {id(parameter): parameter for parameter in named.values()}.values():
         if id(parameter) in held:
             using = users[id(parameter)]

@@ -14,7 +14,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError
 
 
 class Replicas:

@@ -16,7 +16,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining._utils import _derive_grad_metas, _StageMeta, extract_tensor_metas
 
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError
 
 StageMeta = _StageMeta
 FORWARDS = (schedules.FORWARD, schedules.SEND_F, schedules.RECV_F)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from slapo_core.interfaces.program import Program
-from slapo_core.reporting.errors import BuildError, UnknownNameError
-from slapo_core.reporting.logger import get_logger
+from slapo_core import BuildError, Program, UnknownNameError, get_logger
 
 
 @dataclass(frozen=True)

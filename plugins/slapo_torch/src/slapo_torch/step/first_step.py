@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.interfaces.program import Program
-from slapo_training.batches.microbatches import Batch
+from slapo_core import Program
+from slapo_training.batches import Batch
 from slapo_training.first_step import FirstStep
 from slapo_training.options import CommonOptions
 

@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_training.batches.microbatches import Batch
-from slapo_training.losses.microbatch_loss import note_failure
-from slapo_training.losses.reductions import LossReduction
-from slapo_training.losses.replica_loss import ReplicaFailedError
+from slapo_training.batches import Batch
+from slapo_training.losses import LossReduction, ReplicaFailedError, note_failure
 
 from ..gradients.aliasing import FirstGradients
 from ..gradients.ddp import Replicas

@@ -8,14 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.distributed.agreement import agree
-from slapo_core.interfaces.program import Program
-from slapo_core.modules.parameters import is_part, successor
-from slapo_core.reporting.errors import BuildError
-from slapo_training.batches.microbatches import fingerprint
-from slapo_training.distributed.grad_norm import clip_grad_norm_
-from slapo_training.distributed.replicated_gradients import compare_gradients
-from slapo_training.engines.initial_weights import different
+from slapo_core import BuildError, Program, is_sharded, raise_on_all_ranks, successor
+from slapo_training.batches import fingerprint
+from slapo_training.distributed import clip_grad_norm_, compare_gradients
+from slapo_training.engines import different
 
 from ..fsdp.replica_spec import as_replicas_see, in_replica, replica_spec
 from ..gradients.reduction import average_gradients, by_ranks, sum_gradients
@@ -45,7 +41,7 @@ class Holdings:
         shared = [(ranks, parameter) for ranks, _, parameter in self._mine if parameter.requires_grad and len(ranks) > 1]
         self._shared = by_ranks(shared)
         named = dict(self._stage.named_parameters())
-        whole = {name: parameter for name, parameter in named.items() if not is_part(in_replica(parameter))}
+        whole = {name: parameter for name, parameter in named.items() if not is_sharded(in_replica(parameter))}
         self._unchecked = {name: parameter for name, parameter in whole.items() if parameter.requires_grad}
         if len(self._unchecked) == len(self.trainable):  # nothing is sharded
             self._unchecked.clear()
@@ -96,11 +92,11 @@ class Holdings:
         """
         mesh = self._program.mesh
         named = dict(self._stage.named_parameters())
-        whole = {name: parameter for name, parameter in named.items() if not is_part(in_replica(parameter))}
+        whole = {name: parameter for name, parameter in named.items() if not is_sharded(in_replica(parameter))}
         error = self._check_equal("dp", "replicas", named)
         error = self._check_equal("tp", "tensor-parallel ranks", whole) or error
         error = self._check_ties() or error
-        agree(error, mesh)
+        raise_on_all_ranks(error, mesh)
 
     def num_unchecked(self, used: Collection[int] = ()) -> int:
         """Return the number of whole parameters that have their first gradient now, for ``check_gradients`` to compare.
@@ -118,7 +114,7 @@ class Holdings:
         """
         named = {name: as_replicas_see(parameter) for name, parameter in self._stage.named_parameters()}
         wrong, seen = compare_gradients(named, {name: named[name] for name in self._unchecked}, low_precision)
-        agree(BuildError(wrong) if wrong else None, self._program.mesh)
+        raise_on_all_ranks(BuildError(wrong) if wrong else None, self._program.mesh)
         self._unchecked = {name: parameter for name, parameter in self._unchecked.items() if name not in seen}
 
     def _check_equal(self, axis: str, ranks: str, named: dict[str, nn.Parameter]) -> BuildError | None:

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError
 from slapo_training.first_step import scaled_gradient
-from slapo_training.losses.reductions import EQUAL_PARTS, UNKNOWN_REDUCTION, CombinedMeans, Counted, LossReduction
+from slapo_training.losses import EQUAL_PARTS, UNKNOWN_REDUCTION, CombinedMeans, Counted, LossReduction
 
 OTHER_LABELS = f"the model injects gradients, and its loss is a mean over other labels than the batch shows; {EQUAL_PARTS}"
 """Error after a step whose losses were weighted by wrong numbers of labels."""

@@ -8,12 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.interfaces.program import Boundary, Stage
-from slapo_core.modules.forward_arguments import by_position
-from slapo_core.reporting.errors import BuildError
-from slapo_training.losses.microbatch_loss import CountedLoss, MicroBatchLoss, run_stage
-from slapo_training.losses.reductions import UNKNOWN_REDUCTION, LossReduction, is_label_mean
-from slapo_training.model.named_tensors import is_wrapper
+from slapo_core import Boundary, BuildError, Stage, call_arguments
+from slapo_training.losses import UNKNOWN_REDUCTION, CountedLoss, LossReduction, MicroBatchLoss, is_label_mean, run_stage
+from slapo_training.model import is_wrapper
 from slapo_training.options import CommonOptions
 
 from .microbatch_weights import Share
@@ -82,7 +79,7 @@ class StageCall(nn.Module):
     def _run(self, received: tuple[torch.Tensor, ...], batch: Mapping[str, Any]) -> Any:
         if self.inputs or self.outputs is not None:
             return self.module(*received, **batch)
-        args, kwargs = by_position(self.module, batch)
+        args, kwargs = call_arguments(self.module, batch)
         return self.module(*args, **kwargs)
 
     def _sendable(self, result: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError
 
 from ..gradients._torch_private import default_store
 

@@ -13,11 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from slapo_core.distributed.agreement import all_reduce
-from slapo_core.reporting.errors import BuildError
-from slapo_training.checkpoint.plain_data import check_plain
-from slapo_training.checkpoint.state_loading import StateLoading
-from slapo_training.optimizers.rank_optimizer import rate_kind
+from slapo_core import BuildError, all_reduce
+from slapo_training.checkpoint import StateLoading, check_plain
+from slapo_training.optimizers import rate_kind
 
 from .microbatch_weights import LabelCount
 

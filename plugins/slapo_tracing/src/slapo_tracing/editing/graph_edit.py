@@ -13,27 +13,26 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import fx, nn
 from torch.fx.node import map_arg
 
-from slapo_core.modules import paths
-from slapo_core.reporting.errors import ScheduleError
+from slapo_core import ScheduleError, paths
 
 from ..graphs.traced_module import TracedModule, compile_anew, subtree, variants_of
-from ..graphs.variants import Variants, on_meta, with_dropped
+from ..graphs.variants import Variants, meta_copy, with_dropped
 from ..matching.matcher import Match, match_at
 from ..nodes.forward_wrapping import forward_wrappers
 from ..nodes.graph_comparison import Twins
-from ..nodes.mode_regions import is_region_node, write_regions
+from ..nodes.mode_regions import is_mode_node, write_mode_nodes
 from ..nodes.symbolic_sizes import SIZE
 from ..nodes.torch_calls import function_name
 from ..recording.module_hooks import is_hooked
-from .subgraph import NAMES, NewCall, Part, is_in, node_now
+from .subgraph import NAMES, NewCall, Subgraph, is_in, node_now
 
 if TYPE_CHECKING:
-    from slapo_core.schedules.schedule import Schedule
+    from slapo_core import Schedule
 
 
 def check_replace(schedule: Schedule, nodes: Sequence[Any], new: Any) -> None:
     """Raise ``ScheduleError`` where ``replace_subgraph`` with these arguments would."""
-    _check_call(new, Part.of(traced_module_of(schedule, nodes).graph, nodes).inputs)
+    _check_call(new, Subgraph.of(traced_module_of(schedule, nodes).graph, nodes).inputs)
 
 
 def replace_subgraph(
@@ -66,7 +65,7 @@ def replace_subgraph(
         ScheduleError: The nodes cannot be one call, or ``new`` does not take the inputs; nothing was changed.
     """
     gm = traced_module_of(schedule, nodes)
-    part = Part.of(gm.graph, nodes)
+    part = Subgraph.of(gm.graph, nodes)
     _check_call(new, [*part.inputs, *layers])
     variants = variants_of(gm)
     rewrite = _Replacement(part, remake)
@@ -92,7 +91,7 @@ def replace_subgraph(
     return target if op == "call_module" else made[len(layers)].name
 
 
-Remake = Callable[[TracedModule, "Part"], nn.Module]
+Remake = Callable[[TracedModule, Subgraph], nn.Module]
 """``remake(traced, part)``: the module for a part of the graph of another call."""
 
 
@@ -104,7 +103,7 @@ class _Replacement:
         remake: See ``replace_subgraph``.
     """
 
-    def __init__(self, part: Part, remake: Remake | None) -> None:
+    def __init__(self, part: Subgraph, remake: Remake | None) -> None:
         labels = _labels(part.inputs, {node.name: node for node in part.nodes})
         self.nodes = {node.name: _form(node, labels) for node in part.nodes}
         self.draws = {node.name for node in part.nodes if node.meta.get("draws")}
@@ -125,14 +124,14 @@ class _Replacement:
         """
         if (match := self._match(module, twins)) is not None:
             made: list[fx.Node] = []
-            Part.of(graph, match).replace(self.call, made)
+            Subgraph.of(graph, match).replace(self.call, made)
             twins.update(zip(self.made, made, strict=True))
             return
         inputs = [value.in_other(twins, self) if isinstance(value, _Input) else value for value in self.inputs]
         if lost := [name for name in self.nodes if name not in twins]:
             raise self.missing(lost[0])
         nodes = {name: twins[name] for name in self.nodes}
-        part = Part(graph, nodes.values(), inputs, [twins[name] for name in self.outputs])
+        part = Subgraph(graph, nodes.values(), inputs, [twins[name] for name in self.outputs])
         labels = _labels(inputs, nodes)
         changed = {name: form for name in self.nodes if (form := _form(nodes[name], labels)) != self.nodes[name]}
         call = self._remade(module, part) if changed and self.remake is not None else self.call
@@ -159,7 +158,7 @@ class _Replacement:
         """Return the error for a node without a twin."""
         return ScheduleError(f"{self.call.label}: the graph of this call has nothing that corresponds to {name!r}")
 
-    def _remade(self, module: TracedModule, part: Part) -> NewCall:
+    def _remade(self, module: TracedModule, part: Subgraph) -> NewCall:
         assert self.remake is not None
         if _tree(module, self.call) != self.tree:
             what = f"{self.call.target!r} was changed since, and this call needs another one"
@@ -179,7 +178,7 @@ class _Input(NamedTuple):
     number: int
 
     @classmethod
-    def of(cls, value: fx.Node, part: Part) -> _Input:
+    def of(cls, value: fx.Node, part: Subgraph) -> _Input:
         """The input of a part."""
         users = (node for node in part.nodes if value in node.all_input_nodes)
         user = next(users, None)
@@ -241,12 +240,12 @@ def traced_module_of(schedule: Schedule, nodes: Sequence[Any]) -> fx.GraphModule
     return module
 
 
-def extract(gm: fx.GraphModule, nodes: Sequence[Any] | Part) -> TracedModule:
+def extract(gm: fx.GraphModule, nodes: Sequence[Any] | Subgraph) -> TracedModule:
     """The nodes as a module of their own, which takes the subgraph's inputs by position and returns its outputs.
 
     It shares the parameters; ``gm`` is left as it is. ``replace_subgraph`` puts it in their place.
     """
-    part = nodes if isinstance(nodes, Part) else Part.of(gm.graph, nodes)
+    part = nodes if isinstance(nodes, Subgraph) else Subgraph.of(gm.graph, nodes)
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     for value in part.inputs:
@@ -266,7 +265,7 @@ def extract(gm: fx.GraphModule, nodes: Sequence[Any] | Part) -> TracedModule:
             values[node].target = str(node.target).removeprefix(f"{prefix}.")
     results = [values[node] for node in part.outputs]
     graph.output(results[0] if len(results) == 1 else tuple(results))
-    write_regions(graph)
+    write_mode_nodes(graph)
     called = [str(node.target) for node in graph.find_nodes(op="call_module")]
     return TracedModule(subtree(gm.get_submodule(prefix), called), graph)
 
@@ -285,12 +284,12 @@ def _check_call(new: Any, inputs: list[Any]) -> None:
         ) from err
 
 
-def _put_back(gm: fx.GraphModule, part: Part, made: list[fx.Node]) -> Callable[[], None]:
+def _put_back(gm: fx.GraphModule, part: Subgraph, made: list[fx.Node]) -> Callable[[], None]:
     """Return a function that restores a part of a graph as it is now; it erases ``made`` and makes erased nodes anew."""
     places = []
     for node in sorted([*part.nodes, *part.late]):
         before = node.prev
-        while is_region_node(before):  # these come and go: they are written anew
+        while is_mode_node(before):  # these come and go: they are written anew
             before = before.prev
         places.append((node, before))
     has_regions = any(node.prev is not before for node, before in places) or bool(part.late)
@@ -314,7 +313,7 @@ def _put_back(gm: fx.GraphModule, part: Part, made: list[fx.Node]) -> Callable[[
         for node in reversed(made):
             graph.erase_node(now(node))
         if has_regions:
-            write_regions(graph)
+            write_mode_nodes(graph)
         compile_anew(gm)
 
     return put_back
@@ -348,5 +347,5 @@ def _drop_modules(schedule: Schedule, gm: fx.GraphModule, called: set[str]) -> N
 
 def _note_dropped(schedule: Schedule, variants: Variants | None, path: str, module: nn.Module) -> None:
     if variants is not None and path not in variants.dropped:
-        variants.dropped[path] = on_meta(module)
+        variants.dropped[path] = meta_copy(module)
         schedule.on_undo(partial(variants.dropped.__delitem__, path))

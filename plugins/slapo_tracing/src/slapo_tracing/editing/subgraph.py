@@ -10,11 +10,11 @@ from weakref import WeakKeyDictionary
 
 from torch import fx
 
-from slapo_core.reporting.errors import ScheduleError
+from slapo_core import ScheduleError
 
 from ..matching.matcher import CompiledPattern, Match, Place
 from ..nodes.graph_functions import expect_outputs
-from ..nodes.mode_regions import write_regions
+from ..nodes.mode_regions import write_mode_nodes
 from ..nodes.symbolic_sizes import SIZE
 
 
@@ -27,7 +27,7 @@ class NewCall(NamedTuple):
     layers: tuple[str, ...]
 
 
-def resolve(gm: fx.GraphModule, nodes: Sequence[Any]) -> list[fx.Node]:
+def resolve_nodes(gm: fx.GraphModule, nodes: Sequence[Any]) -> list[fx.Node]:
     """Return the nodes that handles stand for in the graph as it is now: by name where an undo has made them anew.
 
     Raises:
@@ -62,7 +62,7 @@ def node_now(graph: fx.Graph, node: fx.Node) -> fx.Node:
     return found
 
 
-class Part:
+class Subgraph:
     """Nodes of a graph that can become one call, with their inputs and outputs.
 
     Attributes:
@@ -92,7 +92,7 @@ class Part:
         self.late = self._late()
 
     @classmethod
-    def of(cls, graph: fx.Graph, nodes: Sequence[Any]) -> Part:
+    def of(cls, graph: fx.Graph, nodes: Sequence[Any]) -> Subgraph:
         """The part that a match, or handles of nodes, stand for."""
         now = [node_now(graph, node) for _, node in nodes]
         if isinstance(nodes, Match):
@@ -133,7 +133,7 @@ class Part:
         for each in reversed(self.nodes):
             self.graph.erase_node(each)
         if self.late:
-            write_regions(self.graph)
+            write_mode_nodes(self.graph)
 
     def _check(self, node: fx.Node) -> None:
         if not node.op.startswith("call"):

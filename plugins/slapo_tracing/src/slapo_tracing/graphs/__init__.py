@@ -2,3 +2,22 @@
 
 May import ``recording`` and ``nodes``.
 """
+
+from .guard import Call, Guard, argument_values, plain_signature
+from .traced_module import TracedModule, as_original, guard_of, input_check_of
+from .untraced import as_untraced
+from .variants import Variant, meta_copy
+
+__all__ = [
+    "Call",
+    "Guard",
+    "TracedModule",
+    "Variant",
+    "argument_values",
+    "as_original",
+    "as_untraced",
+    "guard_of",
+    "input_check_of",
+    "meta_copy",
+    "plain_signature",
+]

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 import torch
 from torch import fx, nn
 
-from slapo_core.modules.forward_arguments import signature_of
+from slapo_core import forward_signature
 
 from ..nodes import mode_regions
 from ..nodes.graph_functions import Expectation, expect
-from ..nodes.nested_values import difference, fingerprint, is_input, tensors
+from ..nodes.nested_values import difference, fingerprint, is_input, tensors_in
 from ..recording.attribute_reads import Attributes
 
 
@@ -26,7 +26,7 @@ def device_of(value: Any) -> torch.device | None:
             return each.device
         if each is not None:
             break
-    return next((tensor.device for tensor in tensors(value)), None)
+    return next((tensor.device for tensor in tensors_in(value)), None)
 
 
 class Parameters(inspect.Signature):
@@ -72,7 +72,7 @@ class Parameters(inspect.Signature):
 
 def plain_signature(module: nn.Module) -> Parameters:
     """The parameters of a module's own forward without annotations, which may not be copied or pickled."""
-    return Parameters([p.replace(annotation=p.empty) for p in signature_of(module).parameters.values()])
+    return Parameters([p.replace(annotation=p.empty) for p in forward_signature(module).parameters.values()])
 
 
 def argument_values(parameters: Parameters, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class Guard:
 
     parameters: Parameters
     training: bool
-    autocast: mode_regions.State
+    autocast: mode_regions.ModeState
     traced: dict[str, Any] = field(default_factory=dict)
     placeholders: tuple[str, ...] = ()
     device: torch.device | None = None

@@ -15,12 +15,12 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate, map_arg
 
-from slapo_core.modules import paths
+from slapo_core import paths
 
 from ..nodes import _torch_private as private
-from ..nodes.nested_values import TABLES as _TABLES
+from ..nodes.nested_values import MODULE_TABLES as _TABLES
 from ..nodes.nested_values import shallow_copy
-from ..recording.module_hooks import HOOKS, WRAPPING
+from ..recording.module_hooks import HOOK_ATTRIBUTES, WRAPPER_ATTRIBUTES
 from .guard import Guard, InputCheck
 from .variants import Opened, Retrace, Variants
 
@@ -78,7 +78,7 @@ class TracedModule(fx.GraphModule):
         _show_signature(self)
 
     def _adopt(self, root: nn.Module) -> None:
-        skipped = ("graph", "code", "_variants", *WRAPPING)
+        skipped = ("graph", "code", "_variants", *WRAPPER_ATTRIBUTES)
         for name, value in shallow_copy(root).__dict__.items():
             if name in (*_TABLES, *_KEPT) or name not in (*self.__dict__, *skipped):
                 self.__dict__[name] = value
@@ -257,8 +257,8 @@ def former(module: TracedModule, bare: bool = False) -> nn.Module:
     shell = variants.inner if variants is not None else None
     view: nn.Module = as_original(module) if shell is None else object.__new__(type(shell))
     if shell is not None or bare:
-        view.__dict__ = {name: value for name, value in module.__dict__.items() if not bare or name not in WRAPPING}
-        view.__dict__.update({name: OrderedDict() for name in HOOKS if bare and name in view.__dict__})
+        view.__dict__ = {name: value for name, value in module.__dict__.items() if not bare or name not in WRAPPER_ATTRIBUTES}
+        view.__dict__.update({name: OrderedDict() for name in HOOK_ATTRIBUTES if bare and name in view.__dict__})
     if shell is not None:
         view.__dict__.update(_graph=shell.graph, _variants=shell._variants)
     return view

@@ -12,11 +12,11 @@ from ..recording.module_hooks import rebind
 from .traced_module import TracedModule, as_original, variants_of
 
 if TYPE_CHECKING:
-    from slapo_core.schedules.schedule import Schedule
+    from slapo_core import Schedule
 
 
 @contextmanager
-def untraced(schedule: Schedule) -> Iterator[None]:
+def as_untraced(schedule: Schedule) -> Iterator[None]:
     """Put the originals in the places of traced modules; afterwards the traced ones are back, with what was changed.
 
     The originals have the attributes, parameters, submodules and hooks of the traced ones: what a step changes of these, it

@@ -17,8 +17,7 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate
 
-from slapo_core.reporting.errors import ScheduleError, TraceError
-from slapo_core.reporting.logger import get_logger
+from slapo_core import ScheduleError, TraceError, get_logger
 
 from ..nodes import _torch_private as private
 from ..nodes import mode_regions
@@ -133,18 +132,18 @@ class Variant(Hidden):
         self, function: Callable[..., Any], module: nn.Module, inputs: Mapping[str, Any], args: Sequence[Any] = ()
     ) -> Any:
         """Call the function of the graph; gradients and autocast are switched afterwards as before, whatever it raises."""
-        before = mode_regions.current() if self.switches else None
+        before = mode_regions.current_modes() if self.switches else None
         try:
             return function(module, *args, **inputs)
         finally:
-            if before is not None and mode_regions.current() != before:  # an error inside a region
-                mode_regions.leave(before)
+            if before is not None and mode_regions.current_modes() != before:  # an error inside a region
+                mode_regions.leave_modes(before)
 
     def compile(self) -> Callable[..., Any]:
         """The function of the graph, which is made where it is not there."""
         if self.function is None:
             self.function, self.source = compile_graph(self.graph, self.name)
-            self.switches = any(map(mode_regions.is_region_node, self.graph.nodes))
+            self.switches = any(map(mode_regions.is_mode_node, self.graph.nodes))
         return self.function
 
     @property
@@ -394,12 +393,12 @@ def with_modules(root: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module
 
 def with_dropped(module: TracedModule) -> TracedModule:
     """A traced module that has copies of the submodules that rewrites removed, which graphs without these rewrites call."""
-    copied = with_modules(module, {path: on_meta(dropped) for path, dropped in module._variants.dropped.items()})
+    copied = with_modules(module, {path: meta_copy(dropped) for path, dropped in module._variants.dropped.items()})
     assert isinstance(copied, type(module))
     return copied
 
 
-def on_meta(module: nn.Module, memo: dict[nn.Module, nn.Module] | None = None) -> nn.Module:
+def meta_copy(module: nn.Module, memo: dict[nn.Module, nn.Module] | None = None) -> nn.Module:
     """Return a copy of a module and all in it, with weights on the meta device.
 
     Args:
@@ -413,7 +412,7 @@ def on_meta(module: nn.Module, memo: dict[nn.Module, nn.Module] | None = None) -
     for name, weight in copied._parameters.items():
         copied._parameters[name] = weight if weight is None else nn.Parameter(_empty(weight), weight.requires_grad)
     copied._buffers.update({name: None if buffer is None else _empty(buffer) for name, buffer in copied._buffers.items()})
-    copied._modules.update({name: child and on_meta(child, memo) for name, child in copied._modules.items()})
+    copied._modules.update({name: child and meta_copy(child, memo) for name, child in copied._modules.items()})
     return copied
 
 

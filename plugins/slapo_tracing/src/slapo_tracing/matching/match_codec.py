@@ -6,8 +6,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from slapo_core.interfaces.codec import Codec
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import Codec, Schedule
 
 from .matcher import find_by_name, match_data
 

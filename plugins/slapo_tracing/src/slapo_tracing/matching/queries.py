@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
 
-from slapo_core.reporting.errors import ScheduleError, TraceError
-from slapo_core.reporting.logger import get_logger
+from slapo_core import ScheduleError, TraceError, get_logger
 
 from ..tracers.in_place import trace_in_place
 from ..tracers.selection import is_container
@@ -18,7 +17,7 @@ from . import matcher
 from .patterns import Pattern
 
 if TYPE_CHECKING:
-    from slapo_core.schedules.schedule import Schedule
+    from slapo_core import Schedule
 
 
 def find_node(schedule: Schedule, wanted: str | Callable[[fx.Node], bool]) -> list[matcher.Handle]:

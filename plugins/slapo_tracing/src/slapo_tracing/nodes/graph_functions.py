@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from slapo_core.reporting.errors import ScheduleError, TraceError
+from slapo_core import ScheduleError, TraceError
 
 from . import _torch_private as private
 from .nested_values import contents, fill, getter

@@ -144,14 +144,14 @@ def getter(value: Any) -> Callable[[Any, Any], Any]:
     return operator.getitem if isinstance(value, (dict, list, tuple, deque)) else getattr
 
 
-def tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor inside."""
     return (part for _, part, _ in walk(value) if isinstance(part, torch.Tensor))
 
 
 def has_tensor(value: Any) -> bool:
     """Whether a tensor is anywhere inside."""
-    return isinstance(value, torch.Tensor) or any(True for _ in tensors(value))
+    return isinstance(value, torch.Tensor) or any(True for _ in tensors_in(value))
 
 
 def is_input(value: Any) -> bool:
@@ -252,7 +252,7 @@ class _TensorCopies(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
 
 
-TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+MODULE_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 """Attributes in which a module holds what is registered with it."""
 
 
@@ -260,6 +260,6 @@ def shallow_copy(module: nn.Module, bare: bool = False) -> nn.Module:
     """A module of the same attributes, parameters and children with tables of its own; ``bare``: empty ones."""
     copied: nn.Module = object.__new__(type(module))
     copied.__dict__.update(module.__dict__)
-    for name in TABLES:
+    for name in MODULE_TABLES:
         copied.__dict__[name] = type(module.__dict__[name])() if bare else module.__dict__[name].copy()
     return copied

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from slapo_core.modules.parameters import is_part
+from slapo_core import is_sharded
 
 
 def is_opaque(module: nn.Module, *, inlined: bool = False) -> bool:
@@ -26,7 +26,7 @@ def is_opaque(module: nn.Module, *, inlined: bool = False) -> bool:
         or not all(getattr(hook, "traced", False) or (apart and getattr(hook, "traced_with_layer", False)) for hook in hooks)
         or state["_backward_hooks"]
         or state["_backward_pre_hooks"]
-        or (not apart and any(is_part(tensor) for tensor in [*state["_parameters"].values(), *state["_buffers"].values()]))
+        or (not apart and any(is_sharded(tensor) for tensor in [*state["_parameters"].values(), *state["_buffers"].values()]))
     )
 
 

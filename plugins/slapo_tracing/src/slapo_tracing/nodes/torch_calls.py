@@ -14,7 +14,7 @@ from torch import fx
 
 from . import _torch_private as private
 from .graph_functions import setitem
-from .nested_values import tensors
+from .nested_values import tensors_in
 
 ASKS_VALUES = frozenset(
     "item tolist __bool__ __int__ __float__ __index__ __complex__ __contains__ is_nonzero equal allclose numpy "
@@ -80,7 +80,7 @@ class Effects:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], watch: private.Watch) -> None:
         self._watch, self._drawn = watch, watch.drawn
-        self.tensors = [*tensors((args, kwargs))]
+        self.tensors = [*tensors_in((args, kwargs))]
         self._before = [private.version(tensor) for tensor in self.tensors]
 
     def draws(self) -> bool:

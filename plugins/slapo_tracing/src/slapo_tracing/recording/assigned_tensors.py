@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from slapo_core.modules import paths
+from slapo_core import paths
 
-from ..nodes.nested_values import tensors
+from ..nodes.nested_values import tensors_in
 from .attribute_reads import OF_TORCH
 from .attribute_writes import is_constant
 
@@ -40,7 +40,7 @@ def assigned_values(recorder: Recorder) -> dict[str, Any]:
 def note_assigned(recorder: Recorder) -> None:
     """Note at the nodes of tensors the attributes that hold these after a forward, in ``meta["assigned"]``."""
     for path, value in assigned_values(recorder).items():
-        for node in filter(None, (recorder.nodes.get(id(tensor)) for tensor in tensors(value))):
+        for node in filter(None, (recorder.nodes.get(id(tensor)) for tensor in tensors_in(value))):
             node.meta.setdefault("assigned", []).append(path)
 
 
@@ -57,5 +57,5 @@ def _assigned_to(recorder: Recorder, module: nn.Module) -> list[str]:
 
 
 def _is_constant(recorder: Recorder, value: Any) -> bool:
-    nodes = [recorder.nodes.get(id(tensor)) for tensor in tensors(value)]
+    nodes = [recorder.nodes.get(id(tensor)) for tensor in tensors_in(value)]
     return all(node is None or is_constant(node) for node in nodes)

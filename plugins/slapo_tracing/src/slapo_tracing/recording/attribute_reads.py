@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.reporting.errors import TraceError
+from slapo_core import TraceError
 
-from ..nodes.nested_values import TABLES, Snapshot, difference, fingerprint
+from ..nodes.nested_values import MODULE_TABLES, Snapshot, difference, fingerprint
 
-_TABLES = TABLES[:3]
+_TABLES = MODULE_TABLES[:3]
 OF_TORCH = frozenset([*vars(nn.Module()), *dir(nn.Module)]) - {"training", *_TABLES}
 """Names of what torch gives every module."""
 _NONE = inspect.Parameter.empty

@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_arg
 
-from ..nodes.nested_values import Snapshot, contents, fingerprint, tensors
+from ..nodes.nested_values import Snapshot, contents, fingerprint, tensors_in
 from ..nodes.symbolic_sizes import SIZE
 from .attribute_reads import OF_TORCH, facts_of
 
@@ -119,7 +119,7 @@ class Repeat:
 
     def _state(self, recorders: Iterable[Recorder], earlier: Iterable[Recorder]) -> list[dict[str, Any]]:
         """Return what the modules hold after a run, tensors by the nodes that made them, of this run or an earlier one."""
-        computed = {id(tensor) for module, name in self.assigned for tensor in tensors(vars(module).get(name))}
+        computed = {id(tensor) for module, name in self.assigned for tensor in tensors_in(vars(module).get(name))}
 
         def meaning(tensor: torch.Tensor) -> Any:
             own = next((each.nodes[id(tensor)] for each in recorders if id(tensor) in each.nodes), None)

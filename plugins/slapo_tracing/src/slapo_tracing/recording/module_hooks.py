@@ -10,19 +10,19 @@ from typing import Any
 
 from torch import nn
 
-from slapo_core.modules.hook_tables import HOOK_TABLES
+from slapo_core import HOOK_TABLES
 
 from ..nodes.forward_wrapping import INNER, WRAPPERS, WrappedForward, forward_wrappers, wrap_forward, wrapped_forward
 
-WRAPPING = ("forward", WRAPPERS, INNER)
+WRAPPER_ATTRIBUTES = ("forward", WRAPPERS, INNER)
 """Attributes in which a module's wrappers are kept."""
-HOOKS = (*HOOK_TABLES, "_is_full_backward_hook")
+HOOK_ATTRIBUTES = (*HOOK_TABLES, "_is_full_backward_hook")
 """``HOOK_TABLES``, and the kind of the backward hooks."""
 
 
 def carry_around(old: nn.Module, new: nn.Module) -> None:
     """Run hooks and wrappers of ``old`` around the forward of ``new``, which takes its place."""
-    for name in HOOKS:
+    for name in HOOK_ATTRIBUTES:
         new.__dict__[name] = old.__dict__[name]  # the same objects: handles that remove a hook refer to them
     for wrapper in forward_wrappers(old):
         wrap_forward(new, wrapper)

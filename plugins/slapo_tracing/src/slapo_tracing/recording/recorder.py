@@ -14,12 +14,12 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
-from slapo_core.reporting.errors import TraceError
+from slapo_core import TraceError
 
 from ..nodes import _torch_private as private
 from ..nodes import mode_regions
 from ..nodes.graph_functions import Slot, Template, expect, rebuild, set_state, setitem
-from ..nodes.nested_values import ATOMS, Snapshot, by_reference, contents, getter, has_tensor, replace_tensors, tensors, walk
+from ..nodes.nested_values import ATOMS, Snapshot, by_reference, contents, getter, has_tensor, replace_tensors, tensors_in, walk
 from ..nodes.symbolic_sizes import SIZE, Size, size_of
 from ..nodes.torch_calls import ASKS_VALUES, SHAPES, Effects, is_dynamic, is_metadata, is_open, model_source, name_of, node_form
 from .attribute_reads import first_weight
@@ -86,7 +86,7 @@ class Recorder:
         """Paths of the inlined modules that run now, outermost first."""
         self.is_rewrite = False
         """True while operations run that a rewrite put into a graph."""
-        self.baseline = mode_regions.current()
+        self.baseline = mode_regions.current_modes()
         self.grad_switches = 0
 
     def attributes(self, caches: dict[tuple[int, str], Any]) -> tuple[set[tuple[str, str]], dict[tuple[str, str], Any]]:
@@ -259,7 +259,7 @@ class Recorder:
     def _create(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> fx.Node:
         node = self.graph.create_node(op, target, args, kwargs)
         node.meta.update(source=model_source(), module=self.inside[-1], is_rewrite=self.is_rewrite)
-        node.meta.update(regions=mode_regions.current(self.baseline, self.grad_switches > 0))
+        node.meta.update(regions=mode_regions.current_modes(self.baseline, self.grad_switches > 0))
         if isinstance(value, torch.Tensor):
             node.meta["val"] = self.sandbox.fake_of(value)
         if not self.sandbox.fake and op not in ("placeholder", "get_attr"):
@@ -283,7 +283,7 @@ class Recorder:
         for node in reversed(self.graph.nodes):
             if not node.users and (node.op == "get_attr" or SIZE in node.meta or node.target in (operator.getitem, getattr)):
                 self.graph.erase_node(node)
-        mode_regions.write_regions(self.graph)
+        mode_regions.write_mode_nodes(self.graph)
 
     def call_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[[], Any]) -> Any:
         """Run a module that stays whole and record the call."""
@@ -359,7 +359,7 @@ class Recorder:
         changed, node.meta["draws"] = effects.changed(), effects.draws()
         if changed:
             nodes: set[fx.Node | None] = {self.nodes[key] for key in changed if key in self.nodes}
-            nodes |= {held.node for held in self.objects.values() if any(id(t) in changed for t in tensors(held.value))}
+            nodes |= {held.node for held in self.objects.values() if any(id(t) in changed for t in tensors_in(held.value))}
             node.meta["mutates"] = tuple(place for place, other in enumerate(node.all_input_nodes) if other in nodes)
         return changed
 

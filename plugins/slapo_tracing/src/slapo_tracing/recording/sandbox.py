@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from slapo_core.reporting.errors import TraceError
+from slapo_core import TraceError
 
 from ..nodes import _torch_private as private
-from ..nodes.nested_values import Snapshot, contents, fingerprint, put_back, tensors
+from ..nodes.nested_values import Snapshot, contents, fingerprint, put_back, tensors_in
 
 _TABLES = (dict, list)
 _METHODS = (staticmethod, classmethod, MethodType)
@@ -51,7 +51,7 @@ class Sandbox:
         self._standins: dict[int, torch.Tensor] = {}
         self._versions: dict[int, int] = {}
         self._swapped: list[tuple[dict[str, Any], str, Any]] = []
-        devices = (tensor.device for tensor in tensors(inputs) if not tensor.is_meta)
+        devices = (tensor.device for tensor in tensors_in(inputs) if not tensor.is_meta)
         self.device = next(devices, torch.device("cpu"))
         self._is_empty = any(tensor.is_meta for tensor in [*root.parameters(), *root.buffers()])
 
@@ -83,7 +83,7 @@ class Sandbox:
     def open(self, grad: bool) -> Iterator[None]:
         """Stand-ins are in the model, gradients on or off, and afterwards model and random numbers are as before."""
         modules = list(self.root.modules())
-        self.random_numbers = OtherRandomNumbers()
+        self.random_numbers = SeparateRandomNumbers()
         self.forget_results = _forget_results(modules)
         devices = [] if self.fake or self.device.type != "cuda" else [self.device]
         Sandbox.open_now += 1
@@ -158,7 +158,7 @@ def _forget_results(modules: list[nn.Module]) -> Callable[[], None]:
     return undo
 
 
-class OtherRandomNumbers:
+class SeparateRandomNumbers:
     """Python's and NumPy's random states now, to compare with and to put back; torch's own are forked."""
 
     def __init__(self) -> None:

@@ -3,3 +3,9 @@
 A module, example inputs and leaf modules enter; a ``TracedModule`` leaves. May import ``graphs``, ``recording`` and
 ``nodes``.
 """
+
+from .selection import Leaves, is_container, named_leaves, trace
+from .synthetic_inputs import synthetic_inputs
+from .value_tracer import LeafKind, trace_again, trace_value
+
+__all__ = ["LeafKind", "Leaves", "is_container", "named_leaves", "synthetic_inputs", "trace", "trace_again", "trace_value"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from slapo_core.reporting.errors import TraceError
+from slapo_core import TraceError
 
 from ..graphs.guard import Guard
 from ..graphs.traced_module import TracedModule

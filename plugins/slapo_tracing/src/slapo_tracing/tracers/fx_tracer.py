@@ -7,14 +7,13 @@ from typing import Any
 
 from torch import fx, nn
 
-from slapo_core.reporting.errors import TraceError
-from slapo_core.reporting.logger import get_logger
+from slapo_core import TraceError, get_logger
 
 from ..graphs.guard import Call, Guard, argument_values, plain_signature
 from ..graphs.traced_module import TracedModule, former, variants_of
 from ..nodes import _torch_private as private
 from ..nodes.mode_regions import autocast_state
-from ..nodes.nested_values import TABLES, difference, fingerprint, is_input
+from ..nodes.nested_values import MODULE_TABLES, difference, fingerprint, is_input
 from ..nodes.opaque_modules import is_opaque
 from ..recording.attribute_reads import OF_TORCH, Attributes
 from ..recording.module_hooks import carry_around
@@ -115,7 +114,9 @@ def _graph(
             return bool(leaf)
 
     def read(holder: nn.Module, name: str, value: Any) -> Any:
-        if name not in OF_TORCH and (name not in TABLES or isinstance(holder, Iterable)):  # fx itself reads the tables of all
+        if name not in OF_TORCH and (
+            name not in MODULE_TABLES or isinstance(holder, Iterable)
+        ):  # fx itself reads the tables of all
             reads.add((id(holder), name))
         return value
 

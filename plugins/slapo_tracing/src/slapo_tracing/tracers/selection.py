@@ -9,16 +9,15 @@ from typing import Any
 
 from torch import fx, nn
 
-from slapo_core.modules.forward_arguments import signature_of, split_inputs
-from slapo_core.reporting.errors import ScheduleError, TraceError, UnknownNameError
+from slapo_core import ScheduleError, TraceError, UnknownNameError, forward_signature, split_inputs
 
 from ..graphs.traced_module import TracedModule
 from ..nodes.forward_wrapping import own_forward
 from ..nodes.opaque_modules import is_opaque
 from .export_tracer import trace_export
 from .fx_tracer import trace_fx, tracer_class
-from .synthetic_inputs import stand_ins
-from .value_tracer import Assigned, Kind, Plan, trace_value
+from .synthetic_inputs import synthetic_inputs
+from .value_tracer import Assigned, LeafKind, Plan, trace_value
 
 Leaf = Callable[[str, nn.Module], bool]
 Leaves = str | type | Iterable[str | type] | None
@@ -122,7 +121,7 @@ def trace(
     Args:
         model: What runs on the example inputs. It is left as it is.
         example_inputs: One call's arguments, see ``split_inputs``; None: ``torch.fx`` traces symbolically,
-            or, where it cannot, the forward is run on ``stand_ins``.
+            or, where it cannot, the forward is run on ``synthetic_inputs``.
         recursive: Submodules are traced too, each into a graph of its own.
         flatten: One graph of everything instead.
         leaf_modules: Classes, class names or globs of paths below the traced module, to be kept whole; or one of these.
@@ -148,7 +147,7 @@ def trace(
     concrete_args = {name: value for name, value in (concrete_args or {}).items() if value is not inspect.Parameter.empty}
     check_concrete(module, concrete_args)
 
-    def plan(path: str, child: nn.Module) -> Kind:
+    def plan(path: str, child: nn.Module) -> LeafKind:
         whole = _is_torch_module(child) and not isinstance(child, open_modules)
         if id(child) in kept or whole or (isinstance(child, fx.GraphModule) and not flatten):
             return "leaf"
@@ -159,13 +158,13 @@ def trace(
         try:
             return trace_fx(module, None, plan, concrete_args)
         except TraceError:
-            if (example_inputs := stand_ins(model, given)) is None:
+            if (example_inputs := synthetic_inputs(model, given)) is None:
                 raise
     tracer = tracer or "value"
     if tracer_class(tracer) is not None:
         example = None if target or example_inputs is None else split_inputs(example_inputs, module)
         return _traced(module, example, plan, tracer, concrete_args)
-    example_inputs = stand_ins(model, given) if example_inputs is None else example_inputs
+    example_inputs = synthetic_inputs(model, given) if example_inputs is None else example_inputs
     if example_inputs is None or (target and tracer == "export"):
         what = f"tracer {tracer!r} runs the module; give its example_inputs"
         raise ScheduleError(f"{what}, here or to create_schedule", path=target, primitive="trace")
@@ -183,7 +182,7 @@ def is_container(module: nn.Module) -> bool:
 
 def check_concrete(module: nn.Module, concrete_args: Mapping[str, Any]) -> None:
     """Raise ``TraceError`` where the forward of a module takes no such argument by name."""
-    known = [name for name, each in signature_of(module).parameters.items() if each.kind is not each.VAR_KEYWORD]
+    known = [name for name, each in forward_signature(module).parameters.items() if each.kind is not each.VAR_KEYWORD]
     if unknown := concrete_args.keys() - {*known}:
         what = f"concrete_args: the forward of {type(module).__name__} takes no {min(unknown)!r}"
         raise TraceError(f"{what}; it takes {', '.join(known) or 'none'}")

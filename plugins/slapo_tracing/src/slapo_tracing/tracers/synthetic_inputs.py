@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.modules.forward_arguments import signature_of
-from slapo_core.reporting.errors import TraceError
-from slapo_core.reporting.logger import get_logger
+from slapo_core import TraceError, forward_signature, get_logger
 
 _MOST_TRIALS = 48
 _LENGTH = 8
@@ -19,7 +17,7 @@ _LIKE_TOKENS = dict.fromkeys(("attention_mask", "decoder_attention_mask"), 1) | 
 """Arguments that have the shape of the tokens, and a value for them."""
 
 
-def stand_ins(model: nn.Module, concrete_args: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+def synthetic_inputs(model: nn.Module, concrete_args: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
     """Inputs by name with which the model runs, or None if none are found.
 
     They are the ``dummy_inputs`` of a model of Transformers, else tensors for the arguments that have no default, of the shapes
@@ -51,7 +49,7 @@ def _runs(model: nn.Module, inputs: dict[str, Any]) -> bool:
 
 
 def _candidates(model: nn.Module, concrete: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    parameters = {name: each for name, each in signature_of(model).parameters.items() if name not in concrete}
+    parameters = {name: each for name, each in forward_signature(model).parameters.items() if name not in concrete}
     own = _dummy_inputs(model)
     found = {name: value for name, value in own.items() if name in parameters} if isinstance(own, Mapping) else {}
     if concrete and isinstance(tokens := found.get("input_ids"), torch.Tensor):

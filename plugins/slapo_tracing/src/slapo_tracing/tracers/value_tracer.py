@@ -12,9 +12,7 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from slapo_core.modules import paths
-from slapo_core.reporting.errors import TraceError
-from slapo_core.reporting.logger import get_logger
+from slapo_core import TraceError, get_logger, paths
 
 from ..graphs.guard import Call, Guard, plain_signature
 from ..graphs.traced_module import TracedModule, variants_of
@@ -29,12 +27,12 @@ from ..recording.attribute_reads import OF_TORCH, Attributes, facts_of
 from ..recording.attribute_writes import Change, Repeat, Settings, changes
 from ..recording.module_hooks import carry_around, engines_aside, innermost_forward
 from ..recording.recorder import Recorder
-from ..recording.sandbox import OtherRandomNumbers, Sandbox
+from ..recording.sandbox import Sandbox, SeparateRandomNumbers
 from ..recording.vmapped_functions import CapturedFunction
 
-Kind = Literal["leaf", "inline", "graph"]
+LeafKind = Literal["leaf", "inline", "graph"]
 Assigned = Literal["refused", "noted", "returned"]
-Plan = Callable[[str, nn.Module], Kind]
+Plan = Callable[[str, nn.Module], LeafKind]
 """Treatment of a module that is called: it stays whole, is recorded into its caller's graph, or gets a graph of its own."""
 
 
@@ -128,7 +126,7 @@ class _Session(TorchFunctionMode):
 
     def run_whole(self, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module unrecorded; random numbers of Python and NumPy it draws are its own."""
-        others, self.running = OtherRandomNumbers(), module
+        others, self.running = SeparateRandomNumbers(), module
         try:
             with self._unrecorded():
                 return call(module, *args, **kwargs)

@@ -6,6 +6,6 @@ batch. A batch by argument names enters; micro-batches, label counts and fingerp
 ``slapo_core`` alone.
 """
 
-from .microbatches import labels_of, split
+from .microbatches import Batch, check_labels, content, counted_labels, fingerprint, labels_of, signature, split, variadic
 
-__all__ = ["labels_of", "split"]
+__all__ = ["Batch", "check_labels", "content", "counted_labels", "fingerprint", "labels_of", "signature", "split", "variadic"]

@@ -11,8 +11,7 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_flatten
 
-from slapo_core.modules.forward_arguments import signature_of
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError, forward_signature
 
 from .nested_tensors import tensors_of
 from .rows import Batch as Batch
@@ -157,8 +156,8 @@ def check_labels(
         )
     if loss_fn is None and "labels" in batch and not _takes(module, "labels"):
         raise BuildError(
-            f"the forward of {type(module).__name__} takes {', '.join(signature_of(module).parameters)} and no 'labels'; build "
-            "with loss_fn=, a function of (outputs, labels), or give the labels under the forward's own name for them"
+            f"the forward of {type(module).__name__} takes {', '.join(forward_signature(module).parameters)} and no 'labels'; "
+            "build with loss_fn=, a function of (outputs, labels), or give the labels under the forward's own name for them"
         )
 
 
@@ -190,4 +189,4 @@ def _has_rows(leaf: Any) -> bool:
 
 def variadic(model: nn.Module) -> str | None:
     """Return the name of the forward's ``*args``, under which ``named_inputs`` has a tuple; None where it has none."""
-    return next((name for name, each in signature_of(model).parameters.items() if each.kind is each.VAR_POSITIONAL), None)
+    return next((name for name, each in forward_signature(model).parameters.items() if each.kind is each.VAR_POSITIONAL), None)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError
 
 from .nested_tensors import Path, tensors_of
 

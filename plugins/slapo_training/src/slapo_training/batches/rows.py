@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError
 
 from .nested_tensors import Path, tensors_of, with_tensors
 from .row_dims import OF_IMAGES, Dim, Place, RowPlaces, is_list, owner_of, size_of, without_absent_images

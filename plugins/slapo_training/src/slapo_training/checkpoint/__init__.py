@@ -13,3 +13,27 @@ background, planning and copying finish before ``save`` returns; the threads of 
 group of their own, because training steps use the other groups. A load compares all checksums, names and shapes and
 reads into new tensors. The engine changes only afterwards, on all ranks or on none.
 """
+
+from . import folder, rng_state
+from .async_save import Buffers, Saver, Saving, copied, keep
+from .folder import Checkpoint, Writing
+from .plain_data import check_plain, digest
+from .state_loading import StateLoading
+from .tensor_files import SavedTensors, TensorFiles
+
+__all__ = [
+    "Buffers",
+    "Checkpoint",
+    "SavedTensors",
+    "Saver",
+    "Saving",
+    "StateLoading",
+    "TensorFiles",
+    "Writing",
+    "check_plain",
+    "copied",
+    "digest",
+    "folder",
+    "keep",
+    "rng_state",
+]

@@ -9,10 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slapo_core.interfaces.program import Program
-from slapo_core.reporting.errors import BuildError, SlapoError
-from slapo_core.reporting.failure_reason import reason
-from slapo_core.reporting.logger import get_logger
+from slapo_core import BuildError, Program, SlapoError, failure_reason, get_logger
 
 from ..distributed.ranks import Ranks
 
@@ -58,8 +55,10 @@ class Saving:
         try:
             self._write()
         except BaseException as err:  # nobody hears of the end of a thread
-            self._error = err if isinstance(err, Exception) else BuildError(f"the checkpoint was not written: {reason(err)}")
-            get_logger().error("in the background: %s", err if isinstance(err, SlapoError) else reason(err))
+            self._error = (
+                err if isinstance(err, Exception) else BuildError(f"the checkpoint was not written: {failure_reason(err)}")
+            )
+            get_logger().error("in the background: %s", err if isinstance(err, SlapoError) else failure_reason(err))
         del self._write  # it holds what was written
 
 

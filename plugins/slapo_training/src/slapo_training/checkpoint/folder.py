@@ -21,9 +21,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slapo_core.reporting.errors import BuildError, SlapoError
-from slapo_core.reporting.failure_reason import reason
-from slapo_core.reporting.logger import get_logger
+from slapo_core import BuildError, SlapoError, failure_reason, get_logger
 
 from ..distributed.ranks import Ranks
 from .manifest import FORMAT, MANIFEST, content_in, data_of, folder_of, has_strangers, read, target_of, text_of
@@ -127,7 +125,9 @@ class Writing:
                 try:
                     _sync(each)
                 except OSError as err:
-                    get_logger().warning("the new checkpoint in %r may not outlive a power cut: %s", str(each), reason(err))
+                    get_logger().warning(
+                        "the new checkpoint in %r may not outlive a power cut: %s", str(each), failure_reason(err)
+                    )
             _remove_left(self.folder, self.data.name)
             self._unlock()
 
@@ -153,7 +153,7 @@ class Writing:
     def _told(self, error: Exception) -> Exception:
         if isinstance(error, SlapoError):
             return error
-        why = error.strerror if isinstance(error, OSError) and error.strerror else reason(error)
+        why = error.strerror if isinstance(error, OSError) and error.strerror else failure_reason(error)
         told = BuildError(f"the checkpoint {fspath(self.folder)!r} was not written, and what was there is as before: {why}")
         told.__cause__ = error
         return told
@@ -238,7 +238,7 @@ def _locked(folder: Path) -> int | None:
         raise BuildError(f"another save writes to {fspath(folder)!r} now; give another folder, or wait for its end") from err
     except OSError as err:
         os.close(lock)
-        get_logger().warning("%r has no locks; let one program at a time save there: %s", fspath(folder), reason(err))
+        get_logger().warning("%r has no locks; let one program at a time save there: %s", fspath(folder), failure_reason(err))
         return None
     return lock
 
@@ -275,7 +275,7 @@ def _faults(data: Path, name: str, files: Mapping[str, tuple[int, str]]) -> Iter
     except FileNotFoundError:
         yield f"{name!r} is missing"
     except OSError as err:
-        yield f"{name!r} cannot be read, {reason(err)}"
+        yield f"{name!r} cannot be read, {failure_reason(err)}"
 
 
 def _summed(file: Path, is_new: bool = False) -> str:

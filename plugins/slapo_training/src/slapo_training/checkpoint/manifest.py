@@ -11,7 +11,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError
 
 MANIFEST = "slapo.json"
 FORMAT = 6

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError
 
 _TABLES = (dict, OrderedDict, Counter)
 _DEEPEST = 100

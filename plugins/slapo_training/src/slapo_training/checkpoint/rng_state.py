@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from slapo_core.distributed.random import RNGState, get_cuda_rng_tracker, rng_state, set_rng_state
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError, RNGState, get_cuda_rng_tracker, rng_state, set_rng_state
 
 
 def packed() -> dict[str, Any]:

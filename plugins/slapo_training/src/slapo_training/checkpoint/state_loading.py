@@ -6,8 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from slapo_core.reporting.errors import BuildError
-from slapo_core.reporting.failure_reason import reason
+from slapo_core import BuildError, failure_reason
 
 
 class StateLoading:
@@ -32,7 +31,7 @@ class StateLoading:
             self._before.append((take, now()))
             take(state)
         except Exception as err:
-            raise BuildError(f"{what} does not take what was saved of it: {reason(err)}; build with the same") from err
+            raise BuildError(f"{what} does not take what was saved of it: {failure_reason(err)}; build with the same") from err
 
     def roll_back(self) -> None:
         """Load the states from before again, the last first."""

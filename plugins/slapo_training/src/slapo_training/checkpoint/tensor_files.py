@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError
 
 from ..distributed._torch_private import MetadataUnpickler
 from ..distributed.ranks import Ranks

@@ -5,3 +5,22 @@ equal on all ranks, and a process group of one process. A program or a device me
 one error on all ranks, leave. This is the lowest room of the package: it imports ``slapo_core`` and torch alone. The
 private torch names of the whole package are in ``_torch_private.py``.
 """
+
+from .full_tensors import full_state, original_keys, over_group, plain
+from .grad_norm import clip_grad_norm_
+from .ranks import Ranks, new_group, on_all
+from .replicated_gradients import compare_gradients
+from .single_process_group import OwnWorld
+
+__all__ = [
+    "OwnWorld",
+    "Ranks",
+    "clip_grad_norm_",
+    "compare_gradients",
+    "full_state",
+    "new_group",
+    "on_all",
+    "original_keys",
+    "over_group",
+    "plain",
+]

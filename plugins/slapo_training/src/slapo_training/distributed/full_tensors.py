@@ -9,11 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.distributed.agreement import agree
-from slapo_core.interfaces.program import Program
-from slapo_core.modules.parameters import ShardSpec, facts, is_part, shard_spec
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import Program, Schedule, ScheduleError, ShardSpec, is_sharded, parameter_facts, raise_on_all_ranks, shard_spec
 
 from .replicated_gradients import compare_gradients
 
@@ -52,7 +48,7 @@ def original_keys(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[
     Raises:
         ScheduleError: two tensors have one name.
     """
-    keys = {name: facts(tensor).names or (name,) for name, tensor in named}
+    keys = {name: parameter_facts(tensor).names or (name,) for name, tensor in named}
     taken: dict[str, str] = {}
     for name, key in ((name, key) for name, own in keys.items() for key in own):
         if (other := taken.setdefault(key, name)) != name:
@@ -64,8 +60,12 @@ def original_keys(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[
 def _refuse_parts(module: nn.Module, program: Program | None) -> None:
     """Nobody sums the gradients of whole parameters here, so they must be whole as well."""
     held = {name: parameter for name, parameter in module.named_parameters() if not parameter.is_meta}
-    wrong, _ = compare_gradients(held, {name: each for name, each in held.items() if each.requires_grad and not is_part(each)})
-    agree(ScheduleError(wrong, primitive="full_state") if wrong else None, program.mesh if program is not None else None)
+    wrong, _ = compare_gradients(
+        held, {name: each for name, each in held.items() if each.requires_grad and not is_sharded(each)}
+    )
+    raise_on_all_ranks(
+        ScheduleError(wrong, primitive="full_state") if wrong else None, program.mesh if program is not None else None
+    )
 
 
 def _owners(program: Program | None) -> dict[str, int]:
@@ -111,7 +111,7 @@ def plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
 def over_group(parameter: torch.Tensor, read: Read) -> torch.Tensor | None:
     """The full tensor of what ``read`` gives for a parameter; None where no rank of its group has any. Collective."""
     local, spec = plain(read(parameter)), shard_spec(parameter)
-    if spec is None or not is_part(parameter):
+    if spec is None or not is_sharded(parameter):
         return local.clone() if local is not None else None
     present = torch.tensor(local is not None, dtype=torch.uint8, device=parameter.device)
     dist.all_reduce(present, group=spec.group)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from slapo_core.modules.parameters import shard_spec
+from slapo_core import shard_spec
 
 from .full_tensors import plain
 

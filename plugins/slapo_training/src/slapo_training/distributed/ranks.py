@@ -10,9 +10,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from slapo_core.distributed.agreement import agree, gather
-from slapo_core.interfaces.program import Program
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError, Program, gather_objects, raise_on_all_ranks
 
 from ._torch_private import groups_known, job_timeout
 
@@ -35,7 +33,7 @@ def on_all(action: Callable[[], T], program: Program) -> T:
         result = action()
     except Exception as err:
         error = err
-    agree(error, program.mesh)
+    raise_on_all_ranks(error, program.mesh)
     return result  # type: ignore[no-any-return]
 
 
@@ -65,7 +63,7 @@ class Ranks:
     def of(cls, program: Program) -> Ranks:
         """The ranks of a program, which meet in the groups that its steps use. Collective."""
         own = dist.get_rank() if dist.is_initialized() else 0
-        everyone = gather(own, program.mesh)
+        everyone = gather_objects(own, program.mesh)
         return cls(everyone.index(own), len(everyone), program.mesh)
 
     def apart(self) -> Ranks:
@@ -84,7 +82,7 @@ class Ranks:
 
     def gather(self, value: Any) -> list[Any]:
         """One value of every rank, by place. Collective."""
-        return gather(value, self.mesh, self.group)
+        return gather_objects(value, self.mesh, self.group)
 
     def on_all(self, action: Callable[[], Any]) -> list[Any]:
         """Do what one rank can do alone, and go on only if all could. Collective.
@@ -103,7 +101,7 @@ class Ranks:
             error = self.told(err)
         found = self.gather((error is None, value))
         if not all(is_done for is_done, _ in found):
-            agree(error, self.mesh, self.group)
+            raise_on_all_ranks(error, self.mesh, self.group)
         return [each for _, each in found]
 
     def first(self, action: Callable[[], Any]) -> Any:
@@ -126,7 +124,7 @@ def new_group(rows: Sequence[list[int]], mesh: DeviceMesh, backend: str | None =
         found: list[dist.ProcessGroup] = [dist.new_group(row, job_timeout(), backend=backend) for row in rows]
         return found[[dist.get_rank() in row for row in rows].index(True)]
     # by themselves ranks name a group by how many each knows, which may differ, as where a tie's group leaves some out
-    if len(set(gather(groups_known(), mesh))) > 1:
+    if len(set(gather_objects(groups_known(), mesh))) > 1:
         raise BuildError(
             "the mesh leaves out ranks, and those in it are in different numbers of process groups, so that torch cannot make "
             "one more; give a mesh of all ranks, or save with wait=True if that is for a save in the background"

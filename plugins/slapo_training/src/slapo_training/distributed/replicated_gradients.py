@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.modules.parameters import is_part, shard_spec
+from slapo_core import is_sharded, shard_spec
 
 _NEAR = 1e-2
 """Share of a gradient by which ranks may differ."""
@@ -31,7 +31,7 @@ def compare_gradients(
         What is wrong with the first one that differs, in one sentence, or None; and the names of those whose gradient is not
         zero. The same on every rank of the group. Gradients that are not finite are left to others to complain about.
     """
-    group = next((spec.group for p in parameters.values() if is_part(p) and (spec := shard_spec(p))), None)
+    group = next((spec.group for p in parameters.values() if is_sharded(p) and (spec := shard_spec(p))), None)
     if group is None or not whole:
         return None, set(whole)
     low_precision = low_precision or any(parameter.element_size() < 4 for parameter in whole.values())

@@ -5,8 +5,9 @@ an engine; what leaves is a ``WeightAverage``, which evaluates, exports and gath
 ``slapo_training``.
 """
 
+from .average_list import AverageList, Taken
 from .averaged_engine import AveragedEngine
-from .master_values import MasterValue
+from .master_values import MasterValue, buffer_values
 from .weight_average import WeightAverage, ema
 
-__all__ = ["AveragedEngine", "MasterValue", "WeightAverage", "ema"]
+__all__ = ["AverageList", "AveragedEngine", "MasterValue", "Taken", "WeightAverage", "buffer_values", "ema"]

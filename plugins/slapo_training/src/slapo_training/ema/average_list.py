@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.reporting.errors import BuildError
-from slapo_core.reporting.logger import get_logger
+from slapo_core import BuildError, get_logger
 
 from ..checkpoint.async_save import Buffers
 from ..distributed.ranks import Ranks

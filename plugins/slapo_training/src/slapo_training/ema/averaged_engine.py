@@ -6,8 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
 
-from slapo_core.interfaces.engine import Engine
-from slapo_core.interfaces.program import Program
+from slapo_core import Engine, Program
 
 from ..model.pieces import Piece
 from .average_list import AverageList

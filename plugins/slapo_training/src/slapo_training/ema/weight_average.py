@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 
-from slapo_core.interfaces.engine import Engine
-from slapo_core.modules.parameters import facts
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError, Engine, parameter_facts
 
 from ..distributed.ranks import Ranks
 from ..model.pieces import whole
@@ -176,4 +174,4 @@ def _names(engine: AveragedEngine) -> dict[str, tuple[str, ...]]:
     """Return all names that this rank's tensors have in the unmodified model, by the first of them."""
     modules = engine.module if isinstance(engine.module, torch.nn.Module) else torch.nn.ModuleList(engine.module)
     named = [*modules.named_parameters(), *modules.named_buffers()]
-    return {own[0]: own for name, tensor in named for own in [facts(tensor).names or (name,)]}
+    return {own[0]: own for name, tensor in named for own in [parameter_facts(tensor).names or (name,)]}

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from slapo_core.interfaces.program import Program
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError, Program
 
 from ..checkpoint import rng_state
 from ..checkpoint.folder import Checkpoint, Writing

@@ -9,9 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from slapo_core.interfaces.dialect import Dialect
-from slapo_core.interfaces.program import Program
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError, Dialect, Program
 
 
 class Limit(NamedTuple):

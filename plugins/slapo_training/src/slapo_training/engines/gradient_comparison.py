@@ -9,10 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from slapo_core.distributed.agreement import agree, gather
-from slapo_core.interfaces.program import Program
-from slapo_core.modules.parameters import facts, is_part
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError, Program, gather_objects, is_sharded, parameter_facts, raise_on_all_ranks
 
 from ..distributed.replicated_gradients import compare_gradients
 
@@ -38,9 +35,8 @@ class GradientComparison:
     ) -> None:
         self._program, self._shape_of = program, shape_of
         named = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-        is_sharded = any(map(is_part, parameters.values()))
-        self._named = named if is_sharded else {}
-        self._waiting = {name for name, parameter in self._named.items() if not is_part(parameter)}
+        self._named = named if any(map(is_sharded, parameters.values())) else {}
+        self._waiting = {name for name, parameter in self._named.items() if not is_sharded(parameter)}
         self._steps = 0
         self._is_done = not program.shard_specs  # the same on every rank
 
@@ -66,9 +62,9 @@ class GradientComparison:
         named = {name: self._with(found.get(name), parameter) for name, parameter in self._named.items()}
         wrong, seen = compare_gradients(named, {name: named[name] for name in sorted(self._waiting)})
         self._waiting -= seen
-        agree(BuildError(wrong) if wrong else None, self._program.mesh)
+        raise_on_all_ranks(BuildError(wrong) if wrong else None, self._program.mesh)
         # other stages and replicas may wait for gradients that this one has seen
-        self._is_done = not any(gather(bool(self._waiting), self._program.mesh))
+        self._is_done = not any(gather_objects(bool(self._waiting), self._program.mesh))
 
     def _with(self, gradient: torch.Tensor | None, parameter: nn.Parameter) -> nn.Parameter:
         """Return a parameter of the same facts with this gradient."""
@@ -77,7 +73,7 @@ class GradientComparison:
         else:
             made = nn.Parameter(torch.empty_like(gradient))
             made.grad = gradient
-        facts(made).spec = facts(parameter).spec
+        parameter_facts(made).spec = parameter_facts(parameter).spec
         return made
 
 

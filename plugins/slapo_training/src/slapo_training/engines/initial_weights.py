@@ -8,10 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.distributed.agreement import agree
-from slapo_core.interfaces.program import Program
-from slapo_core.modules.parameters import is_part
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError, Program, is_sharded, raise_on_all_ranks
 
 from ..batches.microbatches import fingerprint
 from ..model.named_tensors import is_wrapper
@@ -31,8 +28,8 @@ def check_same_start(program: Program, named: Mapping[str, nn.Parameter], replic
         BuildError: on every rank; names a parameter, or says that the replicas' parameters are not the same ones.
     """
     error = _equal(program, "dp", "replicas", named) if replicas else None
-    error = _equal(program, "tp", "tensor-parallel ranks", {n: p for n, p in named.items() if not is_part(p)}) or error
-    agree(_tied(program, named) or error, program.mesh)
+    error = _equal(program, "tp", "tensor-parallel ranks", {n: p for n, p in named.items() if not is_sharded(p)}) or error
+    raise_on_all_ranks(_tied(program, named) or error, program.mesh)
 
 
 def _equal(program: Program, axis: str, ranks: str, named: Mapping[str, nn.Parameter]) -> BuildError | None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from slapo_core.interfaces.program import Program, Stage
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError, Program, Stage
 
 from ..batches.rows import Batch
 

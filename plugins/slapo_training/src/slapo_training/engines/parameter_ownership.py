@@ -12,7 +12,7 @@ from weakref import WeakSet
 
 from torch import nn
 
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError
 
 
 class Owner(Protocol):

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.interfaces.program import Program
-from slapo_core.modules.parameters import successor
+from slapo_core import Program, successor
 
 
 def release_others(program: Program, mine: Iterable[nn.Module], cast: Callable[[torch.Tensor], torch.Tensor]) -> None:

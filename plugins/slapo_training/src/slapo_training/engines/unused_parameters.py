@@ -9,9 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.distributed.agreement import gather
-from slapo_core.interfaces.program import Program
-from slapo_core.reporting.logger import get_logger
+from slapo_core import Program, gather_objects, get_logger
 
 from .gradient_comparison import gradients_watched
 
@@ -47,7 +45,7 @@ class UnusedParameters:
     def _warn(self, used: set[str]) -> None:
         mesh, ties = self._program.mesh, self._program.ties
         if ties:  # one stage's use of a parameter is all that the others' copies need
-            told = zip(*gather([bool(used.intersection(tie.names)) for tie in ties], mesh), strict=True)
+            told = zip(*gather_objects([bool(used.intersection(tie.names)) for tie in ties], mesh), strict=True)
             used = used.union(*(tie.names for tie, each in zip(ties, told, strict=True) if any(each)))
         own = [name in used for name in self._named]
         found = torch.tensor(own, dtype=torch.uint8, device=mesh.device_type if mesh is not None else "cpu")

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from slapo_core.interfaces.program import Program
-from slapo_core.reporting.logger import get_logger
+from slapo_core import Program, get_logger
 
 from ..batches.microbatches import Batch
 from ..model.training_mode import Modes

@@ -7,9 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from slapo_core.interfaces.program import Program
-from slapo_core.reporting.errors import BuildError
-from slapo_core.reporting.logger import get_logger
+from slapo_core import BuildError, Program, get_logger
 
 Pair = tuple[float, float]
 """The loss of some rows, and the mean of the losses of their parts."""

@@ -7,9 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from slapo_core.interfaces.program import Program
-from slapo_core.reporting.errors import BuildError
-from slapo_core.reporting.logger import get_logger
+from slapo_core import BuildError, Program, get_logger
 
 from ..distributed._torch_private import has_custom_functions
 from ..options.common_options import CommonOptions

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from slapo_core.distributed.agreement import all_reduce
-from slapo_core.interfaces.program import Program
+from slapo_core import Program, all_reduce
 
 from ..batches.microbatches import labels_of
 from ..losses.reductions import Counted

@@ -9,9 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from slapo_core.distributed.agreement import gather
-from slapo_core.interfaces.program import Program
-from slapo_core.reporting.logger import get_logger
+from slapo_core import Program, gather_objects, get_logger
 
 from ..batches.nested_tensors import fields_of
 from ..losses.microbatch_loss import loss_of
@@ -144,7 +142,7 @@ class LossComparison:
 
     def terms(self) -> dict[str, Pair]:
         """Return losses beside the loss in the model's output that are no means of those of the parts."""
-        return {name: pair for each in gather(self._own_terms(), self._program.mesh) for name, pair in each.items()}
+        return {name: pair for each in gather_objects(self._own_terms(), self._program.mesh) for name, pair in each.items()}
 
     def factors(self) -> dict[str, Factor]:
         """Return the factor that each of these losses would have in the loss, were it a small term and all that is no mean."""
@@ -180,7 +178,7 @@ class LossComparison:
                 size = max(one.abs().max().item(), other.abs().max().item()) if one.numel() else 0.0
                 if size and (one - other).abs().max().item() > self._tolerance.values * size:
                     found.append(name)
-        return sorted({name for names in gather(found, self._program.mesh) for name in names})
+        return sorted({name for names in gather_objects(found, self._program.mesh) for name in names})
 
     def loss_function(self, whole: Run) -> Pair | None:
         """Compare the loss function on all outputs with its mean over those of some rows, where outputs can be cut."""
@@ -200,7 +198,7 @@ class LossComparison:
 
     def first(self, value: T | None) -> T | None:
         """Return the value of the first rank that has one."""
-        return next((each for each in gather(value, self._program.mesh) if each is not None), None)
+        return next((each for each in gather_objects(value, self._program.mesh) if each is not None), None)
 
     def _run(self, index: int) -> Run:
         return self._runs(self._plans[index], self._state, fixed=self._fixed)

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from slapo_core.distributed.agreement import gather
-from slapo_core.interfaces.program import Program
+from slapo_core import Program, gather_objects
 
 from ..batches.rows import BatchRows
 
@@ -73,7 +72,7 @@ class UnevenMarks:
 
     def end(self) -> None:
         """Leave out the counts that differ in this batch from now on. Collective over the mesh."""
-        everyone = [each for own in gather(self._own, self._program.mesh) for each in own]
+        everyone = [each for own in gather_objects(self._own, self._program.mesh) for each in own]
         self._seen |= {name for name, number in everyone[0].items() if any(each.get(name) != number for each in everyone)}
 
 

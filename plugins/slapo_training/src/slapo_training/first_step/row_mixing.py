@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from slapo_tracing.nodes.forward_wrapping import forward_wrappers
+from slapo_tracing.nodes import forward_wrappers
 
 from ..model.state_rollback import StateSnapshot
 

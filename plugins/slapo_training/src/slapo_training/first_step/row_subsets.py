@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
-from slapo_core.interfaces.program import Program
+from slapo_core import Program
 
 from ..batches.microbatches import Batch, labels_of
 from ..batches.rows import BatchRows

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from slapo_core.interfaces.program import Program
-from slapo_core.reporting.errors import BuildError
-from slapo_core.reporting.logger import get_logger
+from slapo_core import BuildError, Program, get_logger
 
 from ..model.state_rollback import StateSnapshot
 from ..options.common_options import CommonOptions

@@ -12,11 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from slapo_core.distributed.agreement import agree, all_reduce
-from slapo_core.interfaces.program import Boundary, Program, Stage
-from slapo_core.modules.forward_arguments import by_position
-from slapo_core.reporting.errors import SlapoError
-from slapo_tracing.nodes.graph_functions import asks_for_gradients
+from slapo_core import Boundary, Program, SlapoError, Stage, all_reduce, call_arguments, raise_on_all_ranks
+from slapo_tracing.nodes import asks_for_gradients
 
 from ..batches.nested_tensors import with_tensors
 from ..losses.microbatch_loss import CountedLoss
@@ -189,7 +186,7 @@ class StageRuns:
                 raise
         if self.anywhere(error is not None):
             if not self._has_run and self.anywhere(isinstance(error, SlapoError)):
-                agree(error if isinstance(error, SlapoError) else None, self._program.mesh)
+                raise_on_all_ranks(error if isinstance(error, SlapoError) else None, self._program.mesh)
             self._has_run = True
             raise RunFailedError(str(error) if error is not None else "it failed on another rank") from error
 
@@ -233,7 +230,7 @@ class _OneRun:
         if len(self._stages) > 1:
             kwargs = {name: kwargs[name] for name in stage.batch_inputs if name in kwargs}
         else:
-            args, kwargs = by_position(stage.module, kwargs)
+            args, kwargs = call_arguments(stage.module, kwargs)
         is_last = stage.index + 1 == len(self._stages)
         given: Tensors = StageCall(stage.module, self._loss if is_last else _call)(*args, **kwargs)
         if not is_last:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from slapo_core.reporting.errors import UnknownNameError
+from slapo_core import UnknownNameError
 
 _KIND = "_slapo_gradient_hook"
 KINDS = ("elementwise", "whole")

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
-from slapo_core.modules.parameters import ShardSpec
+from slapo_core import ShardSpec
 
 from ..distributed.full_tensors import gather_parts
 from .elementwise_marker import is_elementwise

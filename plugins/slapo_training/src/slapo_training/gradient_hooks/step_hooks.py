@@ -11,10 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from slapo_core.distributed.agreement import gather, mesh_groups
-from slapo_core.interfaces.program import Program
-from slapo_core.modules.parameters import ShardSpec, facts, is_part, shard_spec
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError, Program, ShardSpec, gather_objects, is_sharded, mesh_groups, parameter_facts, shard_spec
 
 from ..distributed.full_tensors import over_group
 from ..distributed.synchronized_rng import equal_random_numbers
@@ -116,7 +113,7 @@ class StepHooks:
         self._used = set[str]()
         self.is_active = False
         for name, parameter in module.named_parameters() if is_on else ():
-            self._hooked[name] = _Hooked(name, facts(parameter).names or (name,), weakref.ref(parameter))
+            self._hooked[name] = _Hooked(name, parameter_facts(parameter).names or (name,), weakref.ref(parameter))
             for table in TABLES:
                 self._take(self._hooked[name], parameter, table)
 
@@ -128,7 +125,7 @@ class StepHooks:
             if isinstance(hook, CarriedHook):
                 found.append(hook.ref)
                 hooked.origin = hook.origin
-            elif is_users(hook) and not is_part(parameter):
+            elif is_users(hook) and not is_sharded(parameter):
                 found.append(HookRef(table, key))
             else:
                 left[key] = hook
@@ -155,7 +152,7 @@ class StepHooks:
             access: The engine's gradients.
         """
         own = {name: each.facts() for name, each in self._hooked.items() if each.hooks or each.post_hooks}
-        everyone = gather((own, self._place), self._program.mesh)
+        everyone = gather_objects((own, self._place), self._program.mesh)
         alike = [found for found, place in everyone if place == self._place]
         self.is_active = any(found for found, _ in everyone)
         named, places = dict(module.named_parameters()), _places(self._program.module)
@@ -207,7 +204,7 @@ class StepHooks:
             return
         used: set[str] | None = None
         if self._access.counts_unused:
-            used = set[str]().union(*gather(self._used, self._program.mesh))
+            used = set[str]().union(*gather_objects(self._used, self._program.mesh))
             self._used.clear()
         failure: Exception | None = None
         self._access.begin([each.parameter for each in self._order if each.parameter is not None])
@@ -223,7 +220,7 @@ class StepHooks:
         """Run the hooks of one parameter; after an error of another this rank still sends what the others wait for."""
         parameter = each.parameter
         assert parameter is not None
-        spec = shard_spec(parameter) if is_part(parameter) and not each.is_local else None
+        spec = shard_spec(parameter) if is_sharded(parameter) and not each.is_local else None
         gradient = self._gradient(parameter, spec)
         if gradient is None:
             return None

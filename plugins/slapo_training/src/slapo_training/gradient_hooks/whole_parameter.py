@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from slapo_core.modules.parameters import ShardSpec, facts
+from slapo_core import ShardSpec, parameter_facts
 
 from ..distributed.full_tensors import gather_parts, plain
 from .sharded_attributes import CUT, attributes_cut_with
@@ -67,5 +67,5 @@ def _stand_in(part: torch.Tensor, values: torch.Tensor, spec: ShardSpec) -> nn.P
     vars(whole).update({name: gather_parts(value, spec) for name, value in attributes_cut_with(part).items()})
     vars(whole).pop(CUT, None)
     whole.__dict__.pop("_slapo_facts", None)
-    facts(whole).names = facts(part).names
+    parameter_facts(whole).names = parameter_facts(part).names
     return whole

@@ -13,6 +13,22 @@ in the output is remembered for evaluation, where nothing has a gradient. A loss
 pass runs backward from the gradients of the outputs.
 """
 
-from .microbatch_loss import CountedLoss
+from .microbatch_loss import NO_GRADIENT, CountedLoss, MicroBatchLoss, check_has_gradient, note_failure, run_stage
+from .reductions import EQUAL_PARTS, UNKNOWN_REDUCTION, CombinedMeans, Counted, LossReduction, is_label_mean
+from .replica_loss import ReplicaFailedError
 
-__all__ = ["CountedLoss"]
+__all__ = [
+    "CombinedMeans",
+    "Counted",
+    "CountedLoss",
+    "EQUAL_PARTS",
+    "LossReduction",
+    "MicroBatchLoss",
+    "NO_GRADIENT",
+    "ReplicaFailedError",
+    "UNKNOWN_REDUCTION",
+    "check_has_gradient",
+    "is_label_mean",
+    "note_failure",
+    "run_stage",
+]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError
 
 from .output_loss import OutputLoss
 from .reductions import CountedMeans, LossReduction, reduction_in_graph

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from slapo_core.distributed.random import rng_state, set_rng_state
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError, rng_state, set_rng_state
 
 from ..batches.nested_tensors import Path, fields_of, tensors_of
 from ..distributed._torch_private import leaves_of

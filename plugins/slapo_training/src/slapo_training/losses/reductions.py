@@ -14,8 +14,8 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from slapo_core.reporting.errors import BuildError
-from slapo_tracing.nodes._torch_private import in_function_transform
+from slapo_core import BuildError
+from slapo_tracing.nodes import in_function_transform
 
 from ..distributed._torch_private import nll_mean_of, nll_means_behind
 

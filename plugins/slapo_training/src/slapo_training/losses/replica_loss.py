@@ -14,10 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slapo_core.distributed.agreement import all_reduce
-from slapo_core.distributed.random import RNGState, rng_state, set_rng_state
-from slapo_core.interfaces.program import Program
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError, Program, RNGState, all_reduce, rng_state, set_rng_state
 
 from ..batches.microbatches import fingerprint
 from ..batches.nested_tensors import tensors_of, with_tensors

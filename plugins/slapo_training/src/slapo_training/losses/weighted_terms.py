@@ -14,9 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slapo_core.distributed.agreement import gather
-from slapo_core.interfaces.program import Program
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError, Program, gather_objects
 
 from ..batches.microbatches import Batch
 from ..batches.nested_tensors import fields_of, tensors_of
@@ -132,7 +130,7 @@ class LossTerms:
         """
         if self.is_checked(training):
             return
-        noted, self._noted = [each for own in gather(self._noted, self._program.mesh) for each in own], []
+        noted, self._noted = [each for own in gather_objects(self._noted, self._program.mesh) for each in own], []
         for name in self.names:
             _check_counts_of(name, [(count, labels) for each, count, labels in noted if each == name and (count or labels)])
         self._checked.add(training)

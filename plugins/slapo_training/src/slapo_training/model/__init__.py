@@ -5,3 +5,29 @@ ranges of a whole tensor that a local tensor holds. Further modules switch betwe
 restore buffers, attributes and random numbers after an extra run. Modules and tensors enter; names, pieces and
 snapshots leave. It may import ``slapo_core`` and ``slapo_tracing`` alone.
 """
+
+from . import named_tensors
+from .named_tensors import Tensors, buffers, is_wrapper, parameters, unfold, write
+from .pieces import Chunk, Piece, Ranges, Span, boxes, chunks_of, piece_of, replaced
+from .state_rollback import StateSnapshot
+from .training_mode import Modes
+
+__all__ = [
+    "Chunk",
+    "Modes",
+    "Piece",
+    "Ranges",
+    "Span",
+    "StateSnapshot",
+    "Tensors",
+    "boxes",
+    "buffers",
+    "chunks_of",
+    "is_wrapper",
+    "named_tensors",
+    "parameters",
+    "piece_of",
+    "replaced",
+    "unfold",
+    "write",
+]

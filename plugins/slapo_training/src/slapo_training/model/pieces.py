@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from slapo_core.modules.parameters import ShardSpec
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError, ShardSpec
 
 Ranges = tuple[tuple[int, int], ...]
 """``(start, stop)`` along one dimension of the whole tensor, in the order in which the local tensor has them."""

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from slapo_core.distributed.random import rng_state, set_rng_state
-from slapo_core.modules.hook_tables import HOOK_TABLES
-from slapo_tracing.recording.sandbox import OtherRandomNumbers
+from slapo_core import HOOK_TABLES, rng_state, set_rng_state
+from slapo_tracing.recording import SeparateRandomNumbers
 
 _TORCHS_OWN = set(vars(nn.Module()))
 """Attributes of every module."""
@@ -57,7 +56,7 @@ class StateSnapshot:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         found = list({id(module): module for module in modules}.values())
-        self._torch, self._others = rng_state(), OtherRandomNumbers()
+        self._torch, self._others = rng_state(), SeparateRandomNumbers()
         self.start = self.position()
         self._buffers = _Buffers(found)
         self._attributes = [(module, _attributes(module)) for module in found if not isinstance(module, fx.GraphModule)]

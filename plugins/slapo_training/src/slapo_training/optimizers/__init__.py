@@ -6,3 +6,22 @@ owner for a step, and the new values go back. What enters is an optimizer of a r
 the whole ones (``pieces``); what leaves is an optimizer of the same local parameters. It imports ``slapo_core`` and
 ``slapo_training`` alone.
 """
+
+from . import whole_tensor_checkpoint
+from .construction import OptimizerMaking, made_on_all
+from .named_optimizers import NamedOptimizer, named_optimizers
+from .rank_optimizer import adopted, rate_kind
+from .whole_tensor_construction import Layout
+from .whole_tensor_optimizer import WholeTensorOptimizer
+
+__all__ = [
+    "Layout",
+    "NamedOptimizer",
+    "OptimizerMaking",
+    "WholeTensorOptimizer",
+    "adopted",
+    "made_on_all",
+    "named_optimizers",
+    "rate_kind",
+    "whole_tensor_checkpoint",
+]

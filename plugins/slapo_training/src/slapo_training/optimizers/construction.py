@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError
 
 from ..distributed.ranks import on_all
 from ..options.common_options import CommonOptions

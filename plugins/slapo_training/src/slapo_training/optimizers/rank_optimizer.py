@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.modules.parameters import facts
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError, parameter_facts
 
 from ..options.common_options import is_rate
 from .introspection.nested_optimizers import groups_in, optimizers_in
@@ -78,19 +77,19 @@ def adopted(optimizer: torch.optim.Optimizer, model: nn.Module, mine: nn.Module)
             "the optimizer has stepped already, or made its state at once, for parameters as they were; give a factory, "
             "lambda parameters: ..."
         )
-    known = {facts(parameter).names for parameter in model.parameters()} - {()}
-    held = {facts(parameter).names: parameter for parameter in mine.parameters() if facts(parameter).names}
+    known = {parameter_facts(parameter).names for parameter in model.parameters()} - {()}
+    held = {parameter_facts(parameter).names: parameter for parameter in mine.parameters() if parameter_facts(parameter).names}
     own = {id(parameter): parameter for parameter in mine.parameters()}
     for group in groups_in(optimizer):
         for parameter in group["params"]:
-            if id(parameter) not in own and facts(parameter).names not in known:
+            if id(parameter) not in own and parameter_facts(parameter).names not in known:
                 raise BuildError(
                     f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is none of the scheduled model's; "
                     "make it of that model's parameters(), or give a factory, lambda parameters: ..."
                 )
 
     def successors(parameter: nn.Parameter) -> list[nn.Parameter]:
-        found = own.get(id(parameter), held.get(facts(parameter).names))
+        found = own.get(id(parameter), held.get(parameter_facts(parameter).names))
         return [] if found is None else [found]
 
     replace_parameters(optimizer, successors)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError
 
 from ..checkpoint.plain_data import check_plain
 from ..engines.checkpoint_files import bytes_of

@@ -14,10 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.distributed.agreement import all_reduce
-from slapo_core.interfaces.program import Program
-from slapo_core.modules.parameters import facts, is_part, shard_spec
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError, Program, all_reduce, is_sharded, parameter_facts, shard_spec
 
 from ..distributed.ranks import stage_group
 from ..distributed.synchronized_rng import equal_random_numbers
@@ -89,14 +86,14 @@ class Layout:
             if is_flat:
                 return stage_group(program)
             spec = shard_spec(parameter)
-            return spec.group if spec is not None and is_part(parameter) else None
+            return spec.group if spec is not None and is_sharded(parameter) else None
 
         return cls(program, named, lambda each: piece_of(each, shard_spec(each)), group, dtype, is_flat, refusal=refusal)
 
     def is_part(self, name: str, parameter: nn.Parameter) -> bool:
         """Return whether what this rank has is anything but the whole tensor of the unmodified model."""
         # by how it is cut, which all ranks see alike: one of them may hold all rows, where others hold none
-        return self.is_flat or name in self.blocks or is_fused(parameter) or is_part(parameter)
+        return self.is_flat or name in self.blocks or is_fused(parameter) or is_sharded(parameter)
 
     def with_blocks(self, given: Mapping[str, tuple[int, int | Sequence[int]]] | None) -> Layout:
         """Return the same layout with what the user wants to have stepped block by block.
@@ -107,7 +104,7 @@ class Layout:
         if not given:
             return self
         named = self.program.module.named_parameters(remove_duplicate=False)
-        everywhere = {each for name, parameter in named for each in (facts(parameter).names or (name,))}
+        everywhere = {each for name, parameter in named for each in (parameter_facts(parameter).names or (name,))}
         for pattern in given:
             if not any(fnmatchcase(name, pattern) for name in everywhere):
                 raise BuildError(

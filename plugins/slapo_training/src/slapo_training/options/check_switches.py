@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from slapo_core.reporting.errors import BuildError
-from slapo_core.reporting.logger import get_logger
+from slapo_core import BuildError, get_logger
 
 VARIABLE = "SLAPO_DISABLE_CHECKS"
 """Environment variable with the names of checks that are off, or ``all``."""

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from slapo_core.reporting.errors import BuildError, UnknownNameError
+from slapo_core import BuildError, UnknownNameError
 
 from ..batches.row_dims import Dim
 from ..batches.rows import BatchRows, check_dims

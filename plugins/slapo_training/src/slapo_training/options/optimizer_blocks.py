@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError
 
 
 class Blocks(NamedTuple):

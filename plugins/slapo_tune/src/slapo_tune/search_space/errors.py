@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slapo_core.reporting.errors import SlapoError
+from slapo_core import SlapoError
 
 
 class TuneError(SlapoError):

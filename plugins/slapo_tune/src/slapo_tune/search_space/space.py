@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from slapo_core.reporting.errors import UnknownNameError
+from slapo_core import UnknownNameError
 
 from .errors import OpenSymbolError
 from .symbol import Symbol

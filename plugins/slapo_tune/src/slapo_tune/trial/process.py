@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO, Any
 
-from slapo_core.reporting.logger import get_logger
+from slapo_core import get_logger
 
 from . import process_cleanup
 from .environment import MARK, trial_environment

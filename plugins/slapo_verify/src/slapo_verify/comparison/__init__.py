@@ -2,3 +2,9 @@
 
 May import nothing else of this package; the testing kit builds on it.
 """
+
+from .equivalence import Run, Tolerance, assert_equivalent, differences, run_model, weighted_sum
+from .staged_model import Staged, as_built
+from .tensor_leaves import dense
+
+__all__ = ["Run", "Staged", "Tolerance", "as_built", "assert_equivalent", "dense", "differences", "run_model", "weighted_sum"]

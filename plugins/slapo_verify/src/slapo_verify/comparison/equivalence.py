@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.distributed.random import rng_state, set_rng_state
-from slapo_core.modules.parameters import facts
-from slapo_training.distributed.full_tensors import over_group
+from slapo_core import parameter_facts, rng_state, set_rng_state
+from slapo_training.distributed import over_group
 
 from .tensor_leaves import Leaves, Unopened, copied, dense, leaves_of
 
@@ -206,7 +205,7 @@ def _named_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
     """Full gradients by original name; a tied parameter stands under each of its names."""
     found: dict[str, torch.Tensor | None] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        for original in facts(parameter).names or (name,):
+        for original in parameter_facts(parameter).names or (name,):
             if original not in found:
                 found[original] = over_group(parameter, lambda held: None if held.grad is None else dense(held.grad))
     return found

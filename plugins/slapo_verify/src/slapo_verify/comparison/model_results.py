@@ -11,9 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.distributed.random import rng_state
-from slapo_core.modules.parameters import facts
-from slapo_core.reporting.errors import VerifyError
+from slapo_core import VerifyError, parameter_facts, rng_state
 
 from ..model_setup.dropouts import same_random_state
 from ..model_setup.fused_parameters import new_names
@@ -185,7 +183,7 @@ def compare(expected: Computed, actual: Computed, tolerance: Tolerance) -> Itera
 def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers as they are now; a part of one is not what the unmodified model has."""
     saved = model.state_dict().keys()
-    named = ((name, buffer) for name, buffer in model.named_buffers() if name in saved and facts(buffer).spec is None)
+    named = ((name, buffer) for name, buffer in model.named_buffers() if name in saved and parameter_facts(buffer).spec is None)
     return {name: buffer.detach().clone() for name, buffer in named}
 
 

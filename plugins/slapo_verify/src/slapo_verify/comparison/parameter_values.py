@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from slapo_core.modules.parameters import facts, shard_spec
-from slapo_training.distributed.full_tensors import over_group, plain
+from slapo_core import parameter_facts, shard_spec
+from slapo_training.distributed import over_group, plain
 
 from ..model_setup.fused_parameters import is_fused, taken_apart
 from ..ranks.failure_propagation import Ranks
@@ -54,7 +54,7 @@ def values_of(model: nn.Module, what: str, read: Read, expected: Expected | None
     named: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         named.setdefault(parameter, []).append(name)
-    names = {parameter: facts(parameter).names or tuple(own) for parameter, own in named.items()}
+    names = {parameter: parameter_facts(parameter).names or tuple(own) for parameter, own in named.items()}
     held = {parameter: plain(read(parameter)) for parameter in named}
     near, largest = _near(what, held, names, expected) if expected is not None else ({}, None)
     found: dict[str, torch.Tensor | None] = {}

@@ -7,7 +7,7 @@ import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.reporting.errors import VerifyError
+from slapo_core import VerifyError
 
 from .equivalence import Difference
 

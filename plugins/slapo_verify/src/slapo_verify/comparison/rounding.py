@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from slapo_core.reporting.errors import VerifyError
+from slapo_core import VerifyError
 
 from ..model_setup.model_copies import copied
 from .equivalence import Difference, Tolerance

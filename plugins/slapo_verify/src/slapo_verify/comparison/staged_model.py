@@ -6,9 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from slapo_core.building.build import build_program
-from slapo_core.interfaces.program import Program
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import Program, Schedule, build_program
 
 
 class Staged(nn.Module):

@@ -9,9 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.journal import Step
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import Schedule, ScheduleError, Step
 
 from ..comparison.equivalence import Tolerance, of_named
 from ..comparison.model_results import Computed, Task, compare, compute, numbers, put_together

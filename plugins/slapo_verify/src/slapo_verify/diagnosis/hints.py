@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.modules.parameters import facts, is_part
+from slapo_core import is_sharded, parameter_facts
 
 from ..comparison.equivalence import Tolerance
 
@@ -81,7 +81,7 @@ def broken_ties(reference: nn.Module, scheduled: nn.Module) -> str | None:
     """Return the names that are one parameter in the unmodified model and several in the scheduled one."""
     now: dict[str, int] = {}
     for name, parameter in scheduled.named_parameters(remove_duplicate=False):
-        now.update(dict.fromkeys(facts(parameter).names or (name,), id(parameter)))
+        now.update(dict.fromkeys(parameter_facts(parameter).names or (name,), id(parameter)))
     together: dict[int, list[str]] = {}
     for name, parameter in reference.named_parameters(remove_duplicate=False):
         together.setdefault(id(parameter), []).append(name)
@@ -94,7 +94,7 @@ def broken_ties(reference: nn.Module, scheduled: nn.Module) -> str | None:
 
 def is_split(scheduled: nn.Module) -> bool:
     """Return whether this rank has a part of some parameter."""
-    return any(map(is_part, scheduled.parameters()))
+    return any(map(is_sharded, scheduled.parameters()))
 
 
 def frozen(reference: nn.Module, scheduled: nn.Module) -> str | None:
@@ -103,7 +103,7 @@ def frozen(reference: nn.Module, scheduled: nn.Module) -> str | None:
         name: parameter.requires_grad for name, parameter in reference.named_parameters(remove_duplicate=False)
     }
     for name, parameter in scheduled.named_parameters(remove_duplicate=False):
-        for original in facts(parameter).names or (name,):
+        for original in parameter_facts(parameter).names or (name,):
             if trained.get(original, parameter.requires_grad) != parameter.requires_grad:
                 return f"{original!r} is {'trained' if parameter.requires_grad else 'frozen'} since, and was not before"
     return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from slapo_core.schedules.journal import Step
+from slapo_core import Step
 
 Right = Callable[[Sequence[int]], bool]
 """Function that says whether the model is right after the steps of these numbers, ascending."""

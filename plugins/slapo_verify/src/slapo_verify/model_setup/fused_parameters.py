@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from slapo_core.modules.parameters import facts
+from slapo_core import parameter_facts
 
 _ATTRIBUTE = "slapo_made_of"
 """Attribute that ``slapo_weights.made_of`` sets: the dimension, and the name, range and whole size of each part along it."""
@@ -34,13 +34,15 @@ class _Piece(NamedTuple):
 
 def is_fused(parameter: torch.Tensor) -> bool:
     """Return whether a parameter says what it is made of."""
-    return not facts(parameter).names and getattr(parameter, _ATTRIBUTE, None) is not None
+    return not parameter_facts(parameter).names and getattr(parameter, _ATTRIBUTE, None) is not None
 
 
 def new_names(model: nn.Module) -> frozenset[str]:
     """Trainable parameters that a step brought in, and that do not say what they are made of."""
     named = model.named_parameters(remove_duplicate=False)
-    return frozenset(name for name, each in named if each.requires_grad and not facts(each).names and not is_fused(each))
+    return frozenset(
+        name for name, each in named if each.requires_grad and not parameter_facts(each).names and not is_fused(each)
+    )
 
 
 def taken_apart(values: Mapping[nn.Parameter, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:

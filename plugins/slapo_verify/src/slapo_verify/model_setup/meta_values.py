@@ -8,12 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.building.weights import materialize
-from slapo_core.modules.parameters import facts, shard_spec, successor
-from slapo_core.modules.paths import join
-from slapo_core.reporting.errors import BuildError, VerifyError
-from slapo_core.schedules.schedule import Schedule
-from slapo_training.distributed.full_tensors import over_group
+from slapo_core import BuildError, Schedule, VerifyError, materialize, parameter_facts, paths, shard_spec, successor
+from slapo_training.distributed import over_group
 
 from .model_copies import copied
 
@@ -87,7 +83,7 @@ def take_values(model: nn.Module, other: nn.Module, *, is_unmodified: bool = Fal
     """
     values, new = _values_of(other), dict[int, torch.Tensor]()
     for path, table, name, tensor in list(_places(model)):
-        names = facts(tensor).names or ((path,) if is_unmodified else ())
+        names = parameter_facts(tensor).names or ((path,) if is_unmodified else ())
         whole = next((values[known] for known in names if known in values), None)
         spec = shard_spec(tensor)
         if not tensor.is_meta or whole is None or tuple(whole.shape) != (spec.full_shape if spec else tuple(tensor.shape)):
@@ -104,14 +100,14 @@ def _values_of(model: nn.Module) -> Values:
         for name, tensor in walk():
             whole = None if tensor.is_meta else over_group(tensor, lambda each: each)
             if whole is not None:
-                found.update(dict.fromkeys(facts(tensor).names or (name,), whole.detach()))
+                found.update(dict.fromkeys(parameter_facts(tensor).names or (name,), whole.detach()))
     return found
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor]]:
     for path, module in model.named_modules():
         for table in (module._parameters, module._buffers):
-            yield from ((join(path, name), table, name, tensor) for name, tensor in table.items() if tensor is not None)
+            yield from ((paths.join(path, name), table, name, tensor) for name, tensor in table.items() if tensor is not None)
 
 
 def device_for(model: nn.Module, asked: torch.device | str | None) -> torch.device:

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import Schedule
 
 T = TypeVar("T", nn.Module, Schedule)
 

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from slapo_core.distributed.random import rng_state, set_rng_state
-from slapo_core.reporting.errors import VerifyError
+from slapo_core import VerifyError, rng_state, set_rng_state
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from slapo_tracing.nodes.forward_wrapping import forward_wrappers
+from slapo_tracing.nodes import forward_wrappers
 
 
 @contextmanager

@@ -8,11 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from slapo_core.modules.parameters import is_part
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.journal import Step
-from slapo_core.schedules.schedule import Schedule, create_schedule
-from slapo_core.schedules.serialization import reread
+from slapo_core import Schedule, ScheduleError, Step, create_schedule, is_sharded, reread
 
 from .model_copies import copied
 
@@ -39,7 +35,7 @@ def replay(fresh: Schedule, steps: Iterable[Step]) -> Schedule:
 def _again(value: Any, schedule: Schedule) -> Any:
     """An argument for another schedule: modules are copied, matches found there, what is immutable stays."""
     if isinstance(value, nn.Module):
-        if any(is_part(each) for each in value.parameters()):
+        if any(is_sharded(each) for each in value.parameters()):
             raise ScheduleError(f"a {type(value).__qualname__} that a step brought in has been sharded since")
         return copy.deepcopy(value)
     if isinstance(value, dict):

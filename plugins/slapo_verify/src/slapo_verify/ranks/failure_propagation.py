@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from slapo_core.distributed.agreement import agree, gather, mesh_groups
-from slapo_core.reporting.errors import BuildError, SlapoError, VerifyError
+from slapo_core import BuildError, SlapoError, VerifyError, gather_objects, mesh_groups, raise_on_all_ranks
 
 from ._torch_private import BACKEND, default_store, watched_collectives
 
@@ -53,7 +52,7 @@ class Meeting:
         groups = list(mesh_groups(mesh, group))
         if not groups or any(dist.get_backend(each) in (BACKEND, "fake") for each in groups):
             return None
-        found = gather((dist.get_rank(), uuid.uuid4().hex), mesh, group)
+        found = gather_objects((dist.get_rank(), uuid.uuid4().hex), mesh, group)
         store = dist.PrefixStore(f"slapo_verify/{found[0][1]}", default_store())  # type: ignore[attr-defined]
         return Meeting(store, len({rank for rank, _ in found}))
 
@@ -136,7 +135,7 @@ def agreed(run: Callable[[], T], mesh: DeviceMesh | None, group: dist.ProcessGro
     if error is not None and is_of_threads:
         FAILED.append(error)
     try:
-        agree(error, mesh, group)
+        raise_on_all_ranks(error, mesh, group)
     except Exception as heard:
         if heard is error and is_of_threads:
             FAILED[:] = [each for each in FAILED if each is not error]
@@ -158,7 +157,7 @@ class Ranks(NamedTuple):
 
     def gather(self, value: Any) -> list[Any]:
         """Return the value of each rank. Collective."""
-        return gather(value, self.mesh, self.group)
+        return gather_objects(value, self.mesh, self.group)
 
     def alike(self, run: Callable[[], T], watched: bool = True) -> T:
         """Return the result of ``run``; where one rank fails, all do, also where others wait for it. Collective."""

@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in __all__
 
-from slapo_core.distributed.random import rng_state, set_rng_state
-from slapo_core.reporting.errors import VerifyError
+from slapo_core import VerifyError, rng_state, set_rng_state
 
 from ._torch_private import BACKEND, threaded_groups
 from .failure_propagation import FAILED

@@ -11,12 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.building.build import build
-from slapo_core.distributed.agreement import gather
-from slapo_core.modules.parameters import facts
-from slapo_core.reporting.errors import VerifyError
-from slapo_core.schedules.schedule import Schedule
-from slapo_training.distributed.full_tensors import over_group
+from slapo_core import Schedule, VerifyError, build, gather_objects, parameter_facts
+from slapo_training.distributed import over_group
 
 from ..comparison.model_results import OptimizerFactory
 from ..comparison.report import short
@@ -123,13 +119,13 @@ def _copies(module: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
     for name, parameter in module.named_parameters():
         value = over_group(parameter, torch.Tensor.detach)
         assert value is not None
-        found[name] = dict.fromkeys(facts(parameter).names or (name,), value)
+        found[name] = dict.fromkeys(parameter_facts(parameter).names or (name,), value)
     return found
 
 
 def everywhere(value: Any, sch: Schedule) -> list[Any]:
     """Return the value of each rank of the schedule, once. Collective."""
-    return gather(value, sch.mesh, sch.group if sch.mesh is None else None)
+    return gather_objects(value, sch.mesh, sch.group if sch.mesh is None else None)
 
 
 def _layout(sch: Schedule) -> str:

@@ -11,9 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils._pytree import tree_leaves
 
-from slapo_core.distributed.random import rng_state, set_rng_state
-from slapo_core.modules.forward_arguments import by_position
-from slapo_core.reporting.errors import VerifyError
+from slapo_core import VerifyError, call_arguments, rng_state, set_rng_state
 
 from ..comparison.model_results import OptimizerFactory
 from ..model_setup.dropouts import same_random_state
@@ -94,7 +92,7 @@ def plain_steps(
         labels = batch.get("labels") if loss_fn is not None else None
         if loss_fn is not None:
             given.pop("labels", None)
-        args, kwargs = by_position(model, given)
+        args, kwargs = call_arguments(model, given)
         outputs = model.train(training)(*args, **kwargs)
         loss = sum_of_terms(loss_fn(outputs, labels)) if loss_fn is not None else own_loss(outputs, chosen)
         if loss is None:

@@ -11,13 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from slapo_core.interfaces.engine import Engine, PlainEngine
-from slapo_core.interfaces.program import Program
-from slapo_core.modules.parameters import facts, is_part, shard_spec
-from slapo_core.reporting.errors import BuildError
-from slapo_core.schedules.schedule import Schedule
-from slapo_training.model.named_tensors import buffers, parameters
-from slapo_training.model.pieces import Piece, piece_of
+from slapo_core import BuildError, Engine, PlainEngine, Program, Schedule, is_sharded, parameter_facts, shard_spec
+from slapo_training.model import Piece, buffers, parameters, piece_of
 
 from ..tensor_views.fused_parameters import MadeOf, parts_of
 
@@ -59,7 +54,7 @@ class Source:
             mesh = given.mesh
             return cls(given.root_module, (given.root_module,), given.root_module, None, mesh, None if mesh else given.group)
         if isinstance(given, PlainEngine):
-            if any(is_part(each) or each.is_meta for each in given.module.parameters()):
+            if any(is_sharded(each) or each.is_meta for each in given.module.parameters()):
                 raise BuildError("export_weights: other ranks have parts of this plain module; give the schedule instead")
             return cls(given.module, (given.module,), given.module)
         program = getattr(given, "program", None) or getattr(given, "_program", None)
@@ -81,24 +76,24 @@ class Source:
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """The types that this rank runs its tensors in, by the names of pieces."""
-        return {(facts(tensor).names or (name,))[0]: tensor.dtype for name, tensor in _named((self.own,))}
+        return {(parameter_facts(tensor).names or (name,))[0]: tensor.dtype for name, tensor in _named((self.own,))}
 
     def names(self) -> Names:
         """All names that each tensor has in the unmodified model, by the first."""
-        return {names[0]: names for _, tensor in _named(self.trees) if (names := facts(tensor).names)}
+        return {names[0]: names for _, tensor in _named(self.trees) if (names := parameter_facts(tensor).names)}
 
     def strangers(self) -> Names:
         """All current names of the parameters that a step brought in, by the first."""
         found: dict[int, list[str]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            if not facts(parameter).names:
+            if not parameter_facts(parameter).names:
                 found.setdefault(id(parameter), []).append(name)
         return {names[0]: tuple(names) for names in found.values()}
 
     def made_of(self) -> dict[str, MadeOf]:
         """What tensors are said to be made of, by the names of their pieces."""
         return {
-            (facts(tensor).names or (name,))[0]: made
+            (parameter_facts(tensor).names or (name,))[0]: made
             for name, tensor in _named(self.trees)
             if (made := parts_of(tensor)) is not None
         }
@@ -109,7 +104,7 @@ class Source:
             for table in (module._parameters, module._buffers):
                 for name, tensor in table.items():
                     if tensor is not None:
-                        names = facts(tensor).names or (f"{path}.{name}" if path else name,)
+                        names = parameter_facts(tensor).names or (f"{path}.{name}" if path else name,)
                         yield names[0], table is module._buffers
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError
 
 from ..huggingface.save_conversion import Group, unconverted
 from ..huggingface.unmodified_model import Unmodified

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from slapo_core.reporting.errors import BuildError
-from slapo_training.model.pieces import Chunk, Span, chunks_of, replaced
+from slapo_core import BuildError
+from slapo_training.model import Chunk, Span, chunks_of, replaced
 
 from ..huggingface.unmodified_model import Unmodified
 from ..tensor_views.fused_parameters import MadeOf

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from slapo_core.reporting.errors import BuildError
-from slapo_training.model.pieces import Chunk, Piece, Ranges
+from slapo_core import BuildError
+from slapo_training.model import Chunk, Piece, Ranges
 
 from .tensor_origins import Origin
 

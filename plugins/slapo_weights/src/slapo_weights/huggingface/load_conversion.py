@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from copy import deepcopy
 from typing import Any, NamedTuple
 
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError
 
 from ..safetensors_files.reader import WeightFiles
 from ..tensor_views.box_view import View

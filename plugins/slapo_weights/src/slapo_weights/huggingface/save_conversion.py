@@ -9,7 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError
 
 from ..safetensors_files.writer import Layout
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from slapo_core.reporting.errors import BuildError
-from slapo_core.reporting.failure_reason import reason
+from slapo_core import BuildError, failure_reason
 
 from .save_conversion import Group, Tensors, converted
 
@@ -45,7 +44,7 @@ class Unmodified:
         except Exception as err:
             raise BuildError(
                 f"export_weights: {self.name} cannot be made of its config alone, which tells what it is to be written as: "
-                f"{reason(err)}"
+                f"{failure_reason(err)}"
             ) from err
         if (conversions := getattr(root, "_weight_conversions", None)) is not None:
             self.model._weight_conversions = conversions  # how it was read is how it is written

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from os import PathLike, fspath
 from pathlib import Path
 
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError
 
 from .writer import Layout, SafetensorsFile
 

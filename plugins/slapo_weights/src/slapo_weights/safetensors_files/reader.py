@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError
 
 from .writer import DTYPES, METADATA
 

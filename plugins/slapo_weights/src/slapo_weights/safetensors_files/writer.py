@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError
 
 METADATA = "__metadata__"
 """What is no tensor in a header."""

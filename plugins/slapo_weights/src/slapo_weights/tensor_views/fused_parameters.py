@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from slapo_core.modules.parameters import facts
-from slapo_core.reporting.errors import ScheduleError
+from slapo_core import ScheduleError, parameter_facts
 
 from .box_view import View, concatenated
 
@@ -59,7 +58,7 @@ def made_of(
     dim, held, size = dim % parameter.dim(), [], 0
     for part in parts:
         tensor, start, stop = part if isinstance(part, tuple) else (part, 0, part.shape[dim])
-        if not (names := facts(tensor).names):
+        if not (names := parameter_facts(tensor).names):
             raise ScheduleError("a part has no name in the unmodified model; give parameters of the scheduled one")
         if tensor.dim() != parameter.dim() or not 0 <= start < stop <= tensor.shape[dim]:
             raise ScheduleError(
@@ -69,7 +68,7 @@ def made_of(
         size += stop - start
     if size > parameter.shape[dim] or (size < parameter.shape[dim] and not padded):
         raise ScheduleError(f"parts of {size} along dimension {dim} do not make up a parameter of {parameter.shape[dim]}")
-    facts(parameter)  # it is copied with what else is known
+    parameter_facts(parameter)  # it is copied with what else is known
     setattr(parameter, _ATTRIBUTE, MadeOf(dim, tuple(held), parameter.shape[dim] if padded else None))
     return parameter
 

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from slapo_core.distributed.agreement import gather
-from slapo_tracing.nodes._torch_private import in_function_transform
-from slapo_tracing.nodes.torch_calls import is_metadata, model_source, name_of
+from slapo_core import gather_objects
+from slapo_tracing.nodes import in_function_transform, is_metadata, model_source, name_of
 
 from ...communication.collectives import Group
 from ..value_tracking.tracked_value import tensors_in
@@ -58,7 +57,7 @@ def first_difference(parts: CallRecords, whole: CallRecords, group: Group) -> st
         whole: The run on whole values.
         group: The ranks that have parts.
     """
-    gathered: list[list[Record]] = gather(parts.made, None, group)
+    gathered: list[list[Record]] = gather_objects(parts.made, None, group)
     everywhere = [list(made) for made in zip(*gathered, strict=False)]
     line = "an unknown line"
     for made, expected in zip_longest(everywhere, whole.made):

@@ -19,10 +19,9 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.utils import _pytree as pytree
 
-from slapo_core.distributed.agreement import gather
-from slapo_core.reporting.logger import get_logger
-from slapo_tracing.nodes.nested_values import Snapshot
-from slapo_tracing.recording.sandbox import OtherRandomNumbers
+from slapo_core import gather_objects, get_logger
+from slapo_tracing.nodes import Snapshot
+from slapo_tracing.recording import SeparateRandomNumbers
 
 from ...communication import collectives
 from ...communication._torch_private import no_modes
@@ -74,7 +73,7 @@ class Call:
         seen: set[int] = set()
         state = [vars(each) for each in module.modules()]
         self._before = [Snapshot(each, seen) for each in (*state, self.given)]
-        self._random = OtherRandomNumbers()
+        self._random = SeparateRandomNumbers()
 
     def is_alike(self, group: Group) -> bool:
         """Return whether it is the same call on all ranks, as far as some sums tell. Collective over the group."""
@@ -82,13 +81,13 @@ class Call:
             sums = [
                 (tuple(x.shape), x.dtype, float(x.double().nan_to_num().sum())) for x in _tensors(self.given) if _is_real(x)
             ]
-        return len(set(gather(repr(sums), None, group))) == 1
+        return len(set(gather_objects(repr(sums), None, group))) == 1
 
     def rerun(self, rerun: Rerun) -> list[torch.Tensor]:
         """Repeat the call; return the tensors of its result. The module is left as it is."""
         seen: set[int] = set()
         after = [Snapshot(value, seen) for value in (*(vars(each) for each in self.module.modules()), self.given)]
-        random = OtherRandomNumbers()
+        random = SeparateRandomNumbers()
         try:
             for snapshot in self._before:
                 snapshot.restore()

@@ -22,9 +22,8 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slapo_core.distributed.random import rng_state, set_rng_state
-from slapo_core.modules.parameters import ShardSpec
-from slapo_tracing.nodes.torch_calls import name_of
+from slapo_core import ShardSpec, rng_state, set_rng_state
+from slapo_tracing.nodes import name_of
 
 from ...communication import collectives
 from ...communication._torch_private import no_modes

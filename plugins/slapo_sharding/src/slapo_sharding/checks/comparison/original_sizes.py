@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from slapo_core.interfaces.hookspecs import hookimpl
+from slapo_core import hookimpl
 
 from ...rules.sharding_rule import split_of
 from ...splitting.aliased_tensors import note_shared_memory
 
 if TYPE_CHECKING:
-    from slapo_core.schedules.schedule import Schedule
+    from slapo_core import Schedule
 
 _whole: Any = WeakIdKeyDictionary()
 """Module to its attributes of sizes, and those of its config."""

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement
 from torch.utils import _pytree as pytree
 
-from slapo_tracing.nodes.torch_calls import name_of
+from slapo_tracing.nodes import name_of
 
 from ...communication._torch_autograd import no_functions
 from ...communication._torch_private import MOVES, layouts_kept, mesh_of, no_modes

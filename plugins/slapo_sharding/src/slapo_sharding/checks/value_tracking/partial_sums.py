@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import Partial
 
-from slapo_core.distributed.random import rng_state
+from slapo_core import rng_state
 
 from .numeric_probe import Mixed, draw, is_continuous, states
 from .tracked_value import Layout, tensors_in

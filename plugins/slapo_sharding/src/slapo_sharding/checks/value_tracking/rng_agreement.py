@@ -6,7 +6,7 @@ import hashlib
 
 import torch
 
-from slapo_core.distributed.random import rng_state
+from slapo_core import rng_state
 
 from ...communication import collectives
 from ...communication._torch_autograd import no_functions

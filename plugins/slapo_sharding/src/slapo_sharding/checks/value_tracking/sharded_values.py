@@ -26,11 +26,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from slapo_core.modules.parameters import ShardSpec
-from slapo_core.reporting.errors import BuildError
-from slapo_core.reporting.logger import get_logger
-from slapo_tracing.nodes._torch_private import in_function_transform
-from slapo_tracing.nodes.torch_calls import is_metadata, name_of
+from slapo_core import BuildError, ShardSpec, get_logger
+from slapo_tracing.nodes import in_function_transform, is_metadata, name_of
 
 from ...communication._torch_private import mesh_of, surroundings
 from ...communication.collectives import Group, num_ranks

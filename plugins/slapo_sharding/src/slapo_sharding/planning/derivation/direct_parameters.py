@@ -8,8 +8,7 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import fx, nn
 
-from slapo_tracing.nodes.graph_functions import expect
-from slapo_tracing.nodes.torch_calls import function_name
+from slapo_tracing.nodes import expect, function_name
 
 from ..dry_run.fused_sizes import fused_sizes
 from ..dry_run.layout_adaptation import dim_cut

@@ -7,10 +7,9 @@ from contextlib import contextmanager
 
 from torch import fx, nn
 
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule import Schedule
-from slapo_tracing.nodes.opaque_modules import is_opaque
-from slapo_tracing.tracers.selection import trace
+from slapo_core import Schedule, ScheduleError
+from slapo_tracing.nodes import is_opaque
+from slapo_tracing.tracers import trace
 
 from ...rules.parametrization_hooks import computing_hooks
 from ...rules.parametrizations import computed_by, registrations

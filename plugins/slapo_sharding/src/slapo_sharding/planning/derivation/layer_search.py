@@ -15,8 +15,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from slapo_tracing.nodes.opaque_modules import is_opaque
-from slapo_tracing.nodes.torch_calls import function_name
+from slapo_tracing.nodes import function_name, is_opaque
 
 from ...rules.convolutions import channel_dim
 from ...splitting.module_paths import ancestors, kind

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import Schedule
 
 from ...splitting.module_paths import kind
 from ..local_sizes.adapted_modules import cuts_from_outside, is_inside, owners

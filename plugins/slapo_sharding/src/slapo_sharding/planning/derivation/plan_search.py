@@ -9,9 +9,7 @@ from functools import partial
 
 from torch import fx
 
-from slapo_core.reporting.errors import ScheduleError, TraceError
-from slapo_core.reporting.logger import get_logger
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import Schedule, ScheduleError, TraceError, get_logger
 
 from ...communication._torch_private import mesh_of
 from ...rules.rulebook import rules_of

@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx, nn
 
-from slapo_tracing.nodes.graph_functions import expect
-from slapo_tracing.nodes.torch_calls import function_name
+from slapo_tracing.nodes import expect, function_name
 
 from ...communication._torch_private import mesh_of
 from ...rules.rulebook import Rulebook

@@ -9,8 +9,8 @@ from itertools import chain
 import torch
 from torch import fx, nn
 
-from slapo_core.modules.parameters import is_part, shard_spec
-from slapo_tracing.nodes.torch_calls import function_name
+from slapo_core import is_sharded, shard_spec
+from slapo_tracing.nodes import function_name
 
 from ...splitting.module_paths import ancestors, kind
 from ..dry_run.layouts import Layouts
@@ -82,7 +82,7 @@ def _is_sharded(node: fx.Node, layouts: Layouts) -> bool:
 def _place(node: fx.Node, model: nn.Module) -> str | None:
     """Return the path of the layer or module that multiplies, or the name of its own parameter if it is split in part."""
     path = str(node.target if node.op == "call_module" else node.meta.get("module", ""))
-    if not any(map(is_part, model.get_submodule(path).parameters())):
+    if not any(map(is_sharded, model.get_submodule(path).parameters())):
         return path
     names = chain.from_iterable(map(parameters_of, node.all_input_nodes))
     return next(names, None) if node.op != "call_module" else None

@@ -10,10 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import fx, nn
 
-from slapo_core.modules.paths import join
-from slapo_core.reporting.errors import ScheduleError, TraceError
-from slapo_core.reporting.logger import get_logger
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import Schedule, ScheduleError, TraceError, get_logger, paths
 
 from ...rules.parametrizations import computed_by
 from ...rules.projections import is_projection
@@ -101,7 +98,7 @@ def tell_of_opaque(schedule: Schedule, whole: LeftWhole) -> set[str]:
     told = set[str]()
     for path, reason in whole.opaque.items():
         inside = [schedule.mod.get_submodule(each) for each in whole.layers if is_inside(each, path)]
-        full = join(schedule.path, path)
+        full = paths.join(schedule.path, path)
         if kind(full) == full and inside and not any(map(split_of, inside)):
             told.add(path)
             _say(schedule, path, reason)
@@ -192,7 +189,7 @@ def tell_of_attributes(schedule: Schedule, layouts: Layouts) -> None:
     names = {kind(name): name for node in reversed([*parts]) for name in node.meta.get("assigned", ())}
     what = "tensor_parallel: the attribute %r of %r holds this rank's part of what the unmodified model leaves there"
     for path, _, name in (name.rpartition(".") for name in names.values()):
-        get_logger().warning(what, name, join(schedule.path, path), extra=first_rank_only(schedule))
+        get_logger().warning(what, name, paths.join(schedule.path, path), extra=first_rank_only(schedule))
 
 
 def _is_told(path: str, told: Collection[str]) -> bool:
@@ -200,7 +197,7 @@ def _is_told(path: str, told: Collection[str]) -> bool:
 
 
 def _say(schedule: Schedule, path: str, why: str, loud: bool = True) -> None:
-    name = join(schedule.path, path) or type(schedule.mod).__name__
+    name = paths.join(schedule.path, path) or type(schedule.mod).__name__
     level = logging.WARNING if loud else logging.DEBUG
     get_logger().log(level, "tensor_parallel: %s stays whole on every rank: %s", name, why, extra=first_rank_only(schedule))
 

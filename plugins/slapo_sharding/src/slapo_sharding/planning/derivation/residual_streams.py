@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from torch import fx
 
-from slapo_tracing.nodes.torch_calls import function_name
+from slapo_tracing.nodes import function_name
 
 from ...rules.convolutions import channel_dim
 from ..dry_run.node_values import has_gradient

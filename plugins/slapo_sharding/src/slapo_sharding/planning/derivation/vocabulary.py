@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from slapo_tracing.nodes.torch_calls import function_name
+from slapo_tracing.nodes import function_name
 
 from ...communication.shard_ranges import share
 from ...rules.rulebook import Rulebook

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.fx.node import map_arg
 from torch.nn import functional as F
 
-from slapo_tracing.nodes.torch_calls import function_name
+from slapo_tracing.nodes import function_name
 
 from .divided_sizes import note_divided
 from .fused_sizes import ADDS, SPLITS, VIEWS, adds_alike, index_bounds, index_items, keeps_shape, moves

@@ -10,8 +10,7 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_arg
 
-from slapo_tracing.nodes.graph_functions import expect
-from slapo_tracing.nodes.torch_calls import function_name
+from slapo_tracing.nodes import expect, function_name
 
 from .split_specs import Split
 

@@ -12,8 +12,7 @@ from torch import fx
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.utils import _pytree as pytree
 
-from slapo_tracing.nodes.mode_regions import autocast_state
-from slapo_tracing.nodes.torch_calls import function_name
+from slapo_tracing.nodes import autocast_state, function_name
 
 from ...communication._torch_private import StridedShard
 from ...syncs.sharded_norms import norm_in, norm_of, spread_in

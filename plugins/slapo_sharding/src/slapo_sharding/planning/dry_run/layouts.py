@@ -18,9 +18,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from slapo_core.reporting.errors import TraceError
-from slapo_tracing.nodes.graph_functions import expect, set_state
-from slapo_tracing.nodes.torch_calls import function_name
+from slapo_core import TraceError
+from slapo_tracing.nodes import expect, function_name, set_state
 
 from ...communication._torch_private import layouts_kept
 from ...rules.convolutions import channel_dim

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from slapo_tracing.nodes.torch_calls import function_name
+from slapo_tracing.nodes import function_name
 
 from ...splitting.module_paths import kind
 from .node_values import gives_tensors, has_gradient

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import fx
 
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import Schedule
 
 
 def sum_gradients(schedule: Schedule, paths: Sequence[str]) -> None:

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from slapo_core.modules.parameters import ShardSpec
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import Schedule, ShardSpec
 from slapo_training.gradient_hooks import carry_hooks
 
 from ...rules.sharding_rule import AppliedCut, Cut, record_cut

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import Schedule, ScheduleError
 
 from ...splitting import attention_heads
 

@@ -15,13 +15,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
-from slapo_core.modules.parameters import ShardSpec
-from slapo_core.registration.entries import Entry
-from slapo_core.reporting.errors import PluginError, ScheduleError
-from slapo_core.reporting.failure_reason import reason
-from slapo_core.reporting.logger import get_logger
-from slapo_core.schedules.schedule import Schedule
-from slapo_tracing.nodes.forward_wrapping import forward_wrappers
+from slapo_core import Entry, PluginError, Schedule, ScheduleError, ShardSpec, failure_reason, get_logger
+from slapo_tracing.nodes import forward_wrappers
 
 from ...rules.sharding_rule import AppliedCut, record_cut, split_of
 from ...splitting.module_paths import kind as kind_of_path
@@ -175,7 +170,9 @@ def _asked(
     try:
         made = backend(module, what, spec, sums_gradient=sums_gradient)
     except (Exception, SystemExit) as error:
-        raise PluginError(f"backend {name!r} failed on a {type(module).__name__}: {reason(error)}", owner=name) from error
+        raise PluginError(
+            f"backend {name!r} failed on a {type(module).__name__}: {failure_reason(error)}", owner=name
+        ) from error
     if isinstance(made, nn.Module) and _held(made) != _held(module):
         kind = type(made).__name__
         raise PluginError(

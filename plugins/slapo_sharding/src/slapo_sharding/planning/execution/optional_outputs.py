@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.reporting.errors import ScheduleError
+from slapo_core import ScheduleError
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slapo_tracing.nodes.mode_regions import is_region_node
+from slapo_tracing.nodes import is_mode_node
 
 from ..dry_run.layouts import Layouts
 from ..dry_run.node_values import as_meta
@@ -46,7 +46,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def draws(module: nn.Module, node: fx.Node) -> bool:
     """Return whether a node draws random numbers, tried on tensors without data."""
-    if not node.op.startswith("call") or is_region_node(node):
+    if not node.op.startswith("call") or is_mode_node(node):
         return False
     inputs = [other.meta.get("val") for other in node.all_input_nodes]
     if not all(isinstance(value, torch.Tensor) for value in inputs):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import Schedule
 
 from ...rules.rulebook import rules_of
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 
 from torch import fx
 
-from slapo_tracing.tracers.selection import is_container
+from slapo_tracing.tracers import is_container
 
 from ..dry_run.layouts import Layouts
 from ..dry_run.node_values import has_gradient

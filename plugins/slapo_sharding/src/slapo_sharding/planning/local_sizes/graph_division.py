@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from slapo_tracing.nodes.torch_calls import function_name
+from slapo_tracing.nodes import function_name
 
 from ...communication.collectives import Group, all_reduce, all_reduce_grad, apply, num_ranks
 from ...syncs.sharded_norms import mean_of, norm_in, norm_of, spread_in

@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 from torch import fx, nn
 
-from slapo_tracing.nodes.graph_functions import expect, rebuild, set_state
-from slapo_tracing.nodes.mode_regions import is_region_node
+from slapo_tracing.nodes import expect, is_mode_node, rebuild, set_state
 
 from ..dry_run.layouts import Layouts
 from ..dry_run.size_arguments import leaves
@@ -159,7 +158,7 @@ def difference(layouts: Layouts, local: fx.GraphModule, apart: Collection[str] =
 
 def _does_something(node: fx.Node) -> bool:
     """Return whether a node calls something, and does not only change a mode, which each node has with it."""
-    return node.op.startswith("call") and not is_region_node(node)
+    return node.op.startswith("call") and not is_mode_node(node)
 
 
 def _at(node: fx.Node, reason: str) -> Difference:

@@ -15,16 +15,11 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
-from slapo_core.modules.forward_arguments import split_inputs
-from slapo_core.modules.parameters import is_part
-from slapo_core.reporting.errors import TraceError
-from slapo_tracing.graphs.guard import Call, Guard, plain_signature
-from slapo_tracing.graphs.variants import Variant, on_meta
-from slapo_tracing.nodes._torch_private import unobserved, whole_shape
-from slapo_tracing.nodes.forward_wrapping import INNER, WRAPPERS
-from slapo_tracing.nodes.nested_values import Hidden
-from slapo_tracing.recording.module_hooks import HOOKS
-from slapo_tracing.tracers.value_tracer import Kind, trace_again, trace_value
+from slapo_core import TraceError, is_sharded, split_inputs
+from slapo_tracing.graphs import Call, Guard, Variant, meta_copy, plain_signature
+from slapo_tracing.nodes import Hidden, unobserved, whole_shape
+from slapo_tracing.recording import HOOK_ATTRIBUTES, WRAPPER_ATTRIBUTES
+from slapo_tracing.tracers import LeafKind, trace_again, trace_value
 
 from ...communication._torch_private import mesh_of
 from ...communication.collectives import Group
@@ -38,7 +33,7 @@ from .size_origins import forget
 from .tensor_prototypes import without_prototypes
 
 _MOST_CALLS, _MOST_GRAPHS = 256, 8
-_KEPT = {*vars(nn.Module()), *WRAPPING} - {"training"}
+_KEPT = {*vars(nn.Module()), *WRAPPER_ATTRIBUTES} - {"training"}
 """Attributes of the whole modules that those of the ones which run do not replace."""
 
 
@@ -92,9 +87,9 @@ class LocalForward(Hidden):
     partial: frozenset[str] | None = None
 
     def __init__(self, module: nn.Module, plan: Plan, shared: Calls | None = None) -> None:
-        self._module, self._plan, self._whole = module, plan, on_meta(module)
+        self._module, self._plan, self._whole = module, plan, meta_copy(module)
         for each in self._whole.modules():  # what is hooked to the modules later is not hooked to these
-            each.__dict__.update({name: copy.copy(each.__dict__[name]) for name in HOOKS if name in each.__dict__})
+            each.__dict__.update({name: copy.copy(each.__dict__[name]) for name in HOOK_ATTRIBUTES if name in each.__dict__})
         self._results: set[int] | None = None
         self._summed_inputs: set[str] = set()
         self._reset({} if shared is None else shared)
@@ -116,7 +111,7 @@ class LocalForward(Hidden):
             TraceError: the forward cannot be traced, or its layers cannot be split like this.
         """
         args, kwargs = split_inputs(example_inputs, root)
-        kinds: Callable[[str, nn.Module], Kind] = lambda path, child: "inline" if self._opens(path, target) else "leaf"  # noqa: E731
+        kinds: Callable[[str, nn.Module], LeafKind] = lambda path, child: "inline" if self._opens(path, target) else "leaf"  # noqa: E731
         with _unparametrised(root.get_submodule(target)):
             traced = trace_value(root, args, kwargs, kinds, target, symbolic=True, assigned="returned")
         try:
@@ -236,7 +231,7 @@ class LocalForward(Hidden):
         for path, split in plan.splits.items():
             whole, module = self._whole.get_submodule(path), self._module.get_submodule(path)
             for name, value in module._parameters.items():
-                if value is not None and is_part(value) and f"{path}.{name}" not in plan.parameters:
+                if value is not None and is_sharded(value) and f"{path}.{name}" not in plan.parameters:
                     expected = whole._parameters[name]
                     if split is None or expected is None or _number(value) != split.local_number(expected, plan.ranks):
                         raise TraceError(f"{name!r} of the layer {path!r} has the shape {tuple(value.shape)} on this rank")
@@ -245,7 +240,7 @@ class LocalForward(Hidden):
             expected, value = (each.get_parameter(path) for each in (self._whole, self._module))
             ranks = plan.ranks if own.owner is None else 1
             is_empty = own.owner is not None and not _number(value)
-            if not is_part(value) or (_number(value) * ranks != expected.numel() and not is_empty):
+            if not is_sharded(value) or (_number(value) * ranks != expected.numel() and not is_empty):
                 raise TraceError(f"the parameter {path!r} has the shape {tuple(value.shape)} on this rank")
 
     def _layouts(self, graph: fx.Graph, whole: nn.Module | None = None) -> Layouts:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from slapo_tracing.nodes.torch_calls import function_name
+from slapo_tracing.nodes import function_name
 
 _LIKE_SHAPE = {"view_as": "view", "reshape_as": "reshape"}
 _LIKE_TYPE = frozenset(("type_as", "to"))

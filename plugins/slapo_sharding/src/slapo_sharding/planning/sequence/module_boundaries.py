@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from slapo_core.reporting.errors import ScheduleError
+from slapo_core import ScheduleError
 
 from ...syncs.sync_hooks import Sync, map_input, map_output
 

@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
-from slapo_tracing.nodes.torch_calls import function_name
+from slapo_tracing.nodes import function_name
 
 from ...syncs.sync_hooks import map_input
 from ..dry_run.layouts import LayoutError, Layouts

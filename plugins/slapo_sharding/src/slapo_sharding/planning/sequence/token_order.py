@@ -12,7 +12,7 @@ from collections.abc import Collection
 import torch
 from torch import fx, nn
 
-from slapo_tracing.nodes.torch_calls import function_name
+from slapo_tracing.nodes import function_name
 
 _BY_NUMBER = frozenset(
     "add sub mul div truediv neg pow sqrt rsqrt exp tanh sigmoid erf relu gelu silu leakyrelu leaky_relu elu softplus dropout "

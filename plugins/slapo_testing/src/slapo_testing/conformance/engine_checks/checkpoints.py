@@ -8,9 +8,7 @@ import shutil
 import torch
 import torch.distributed as dist
 
-from slapo_core.interfaces.engine import Engine
-from slapo_core.reporting.errors import SlapoError
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import Engine, Schedule, SlapoError
 
 from ..examples.case import ConformanceError, check_sentence
 from .engine_case import STEPS, EngineCase

@@ -12,10 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from slapo_core.building.build import build
-from slapo_core.interfaces.dialect import Dialect
-from slapo_core.interfaces.engine import Engine
-from slapo_core.schedules.schedule import Schedule, create_schedule
+from slapo_core import Dialect, Engine, Schedule, build, create_schedule
 
 from ..examples.case import ConformanceError, registry_of
 from ..examples.examples import EngineExample

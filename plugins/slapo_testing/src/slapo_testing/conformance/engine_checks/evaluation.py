@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.interfaces.engine import Engine
+from slapo_core import Engine
 
 from ..examples.case import ConformanceError
 from .engine_case import EngineCase

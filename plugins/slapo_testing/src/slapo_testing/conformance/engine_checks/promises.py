@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from slapo_core.interfaces.engine import Engine
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError, Engine
 
 from ..examples.argument_copies import own, same
 from ..examples.case import ConformanceError, check_sentence

@@ -12,15 +12,22 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from slapo_core.distributed.random import rng_state, set_rng_state
-from slapo_core.interfaces.primitive import Primitive
-from slapo_core.modules.forward_arguments import split_inputs
-from slapo_core.modules.parameters import facts
-from slapo_core.registration.registry import Registry, default_registry
-from slapo_core.reporting.errors import PluginError, ScheduleError, SlapoError
-from slapo_core.schedules.schedule import Schedule, create_schedule
+from slapo_core import (
+    PluginError,
+    Primitive,
+    Registry,
+    Schedule,
+    ScheduleError,
+    SlapoError,
+    create_schedule,
+    default_registry,
+    parameter_facts,
+    rng_state,
+    set_rng_state,
+    split_inputs,
+)
 from slapo_tracing import plugin as tracing
-from slapo_verify.comparison.equivalence import Run, Tolerance, differences, run_model
+from slapo_verify.comparison import Run, Tolerance, differences, run_model
 
 from .argument_copies import own
 from .examples import Example, Refused
@@ -158,7 +165,7 @@ class Case:
         """Outputs and gradients, of a loss or of a weighted sum, and what it leaves in its buffers."""
         args, kwargs = self.inputs()
         run = run_model(model, args, kwargs, loss)
-        buffers = {name: tensor.clone() for name, tensor in model.named_buffers() if facts(tensor).spec is None}
+        buffers = {name: tensor.clone() for name, tensor in model.named_buffers() if parameter_facts(tensor).spec is None}
         run.outputs = [*run.outputs, *((f"{LEFT}{name!r}", tensor) for name, tensor in buffers.items())]
         return run
 
@@ -197,7 +204,7 @@ class Case:
 
     def keep(self, model: nn.Module) -> Callable[[Run, Run], None]:
         """Drops what of runs beside the unmodified model is not to be compared, given the scheduled one."""
-        frozen = {name for p in model.parameters() if not p.requires_grad for name in facts(p).names}
+        frozen = {name for p in model.parameters() if not p.requires_grad for name in parameter_facts(p).names}
 
         def drop(expected: Run, actual: Run) -> None:
             for run in (expected, actual):

@@ -12,7 +12,7 @@ from torch import nn
 from .validation import check_fields
 
 if TYPE_CHECKING:
-    from slapo_core.schedules.schedule import Schedule
+    from slapo_core import Schedule
 
 CHANGES = ("values", "names", "ties", "requires_grad", "training", "state_dict")
 """What a primitive may change on purpose; see ``Example.changes``."""

@@ -10,8 +10,7 @@ import torch
 from torch import fx
 from torch.nn.parameter import is_lazy
 
-from slapo_core.modules.parameters import ParamFacts
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import ParameterFacts, Schedule
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 _MISSING = object()
@@ -73,7 +72,7 @@ class Snapshot:
 
     def _value(self, value: Any) -> Any:
         """Plain values and the content of containers; anything else by identity."""
-        if isinstance(value, ParamFacts):
+        if isinstance(value, ParameterFacts):
             return (value.names, value.spec, frozenset(value.tags))
         if isinstance(value, dict):
             return [(key if isinstance(key, _PLAIN) else self._identity(key), self._item(item)) for key, item in value.items()]

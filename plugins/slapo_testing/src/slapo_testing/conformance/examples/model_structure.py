@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slapo_core.modules.parameters import facts, shard_spec
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import Schedule, parameter_facts, shard_spec
 
 
 def structure(schedule: Schedule) -> dict[str, Any]:
@@ -18,7 +17,13 @@ def structure(schedule: Schedule) -> dict[str, Any]:
         for name, tensor in tensors(remove_duplicate=False):
             spec = shard_spec(tensor)
             where = None if spec is None else (spec.dim, spec.full_shape, spec.sizes)
-            known = (tuple(tensor.shape), tensor.dtype, tensor.requires_grad, facts(tensor).names, facts(tensor).tags)
+            known = (
+                tuple(tensor.shape),
+                tensor.dtype,
+                tensor.requires_grad,
+                parameter_facts(tensor).names,
+                parameter_facts(tensor).tags,
+            )
             found[f"{kind} {name!r}"] = (*known, where)
     return found
 

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from slapo_core.reporting.errors import SlapoError
-from slapo_core.schedules.schedule import Schedule
-from slapo_tracing.nodes.forward_wrapping import wrap_forward
+from slapo_core import Schedule, SlapoError
+from slapo_tracing.nodes import wrap_forward
 
 from ..examples.case import Case, check_sentence
 

@@ -9,11 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.distributed.random import rng_state
-from slapo_core.reporting.errors import SlapoError
-from slapo_core.schedules.schedule import Schedule
-from slapo_verify.comparison.equivalence import Run, weighted_sum
-from slapo_verify.comparison.staged_model import Staged, as_built
+from slapo_core import Schedule, SlapoError, rng_state
+from slapo_verify.comparison import Run, Staged, as_built, weighted_sum
 
 from ..examples.case import LEFT, Case, ConformanceError, check_sentence
 from .training_steps import compare_trained

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.reporting.errors import SlapoError
-from slapo_verify.comparison.equivalence import Run, Tolerance, differences
+from slapo_core import SlapoError
+from slapo_verify.comparison import Run, Tolerance, differences
 
 from ..examples.case import Case, ConformanceError, check_sentence, common_buffers
 

@@ -8,9 +8,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from slapo_core.modules.parameters import facts
-from slapo_verify.comparison.equivalence import weighted_sum
-from slapo_verify.comparison.tensor_leaves import dense
+from slapo_core import parameter_facts
+from slapo_verify.comparison import dense, weighted_sum
 
 from ..examples.case import Case
 
@@ -49,7 +48,7 @@ def _backward(case: Case, model: nn.Module) -> dict[str, tuple[torch.Tensor, tor
 
 def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        yield from ((original, parameter) for original in facts(parameter).names or (name,))
+        yield from ((original, parameter) for original in parameter_facts(parameter).names or (name,))
 
 
 def _descend(held: dict[str, tuple[torch.Tensor, torch.Tensor]], rate: float) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from slapo_core.modules.parameters import facts, shard_spec
-from slapo_tracing.nodes.forward_wrapping import forward_wrappers
+from slapo_core import parameter_facts, shard_spec
+from slapo_tracing.nodes import forward_wrappers
 
 from ..examples.case import Case, ConformanceError
 
@@ -21,7 +21,9 @@ def deepcopied(case: Case) -> None:
     copied = copy.deepcopy(schedule.mod)
     tensors = dict(schedule.mod.named_parameters(remove_duplicate=False))
     for name, parameter in copied.named_parameters(remove_duplicate=False):
-        if facts(parameter).names != facts(tensors[name]).names or shard_spec(parameter) != shard_spec(tensors[name]):
+        if parameter_facts(parameter).names != parameter_facts(tensors[name]).names or shard_spec(parameter) != shard_spec(
+            tensors[name]
+        ):
             raise ConformanceError(f"a deep copy loses the facts of {name!r}")
     taken = {memory: what for what, tensor in _tensors(schedule.mod) if (memory := _memory(tensor))}
     for what, tensor in _tensors(copied):

@@ -12,8 +12,7 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
-from slapo_core.schedules.schedule import Schedule
-from slapo_core.schedules.transaction import Transaction
+from slapo_core import Schedule, Transaction
 
 _UNDOES = (Schedule.on_undo, Schedule.touch, Transaction.on_undo, Transaction.touch)
 _ENDS: tuple[Callable[..., Any], ...] = (ExitStack.callback, ExitStack.push, ExitStack.enter_context)

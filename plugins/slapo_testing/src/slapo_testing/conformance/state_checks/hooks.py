@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import Schedule
 
 from ..examples.case import Case, ConformanceError
 

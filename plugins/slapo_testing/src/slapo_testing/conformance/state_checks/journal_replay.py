@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 
-from slapo_core.reporting.errors import ScheduleError
-from slapo_core.schedules.schedule import Schedule
-from slapo_core.schedules.schedule_files import load_schedule
+from slapo_core import Schedule, ScheduleError, load_schedule
 
 from ..examples.argument_copies import own, same
 from ..examples.case import Case, ConformanceError, check_sentence

@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.distributed.random import RNGState, rng_state, set_rng_state
-from slapo_core.modules.parameters import facts
-from slapo_core.schedules.schedule import Schedule
-from slapo_verify.comparison.equivalence import Run
+from slapo_core import RNGState, Schedule, parameter_facts, rng_state, set_rng_state
+from slapo_verify.comparison import Run
 
 from ..examples.argument_copies import own, same
 from ..examples.case import Case, ConformanceError
@@ -92,7 +90,7 @@ def _leaves_the_process(case: Case, schedule: Schedule) -> None:
 
 def _brought(model: nn.Module) -> int:
     """How many parameters the unmodified model does not have."""
-    return sum(not facts(parameter).names for parameter in model.parameters())
+    return sum(not parameter_facts(parameter).names for parameter in model.parameters())
 
 
 class _Random:

@@ -8,9 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from slapo_core.building.weights import init_empty_weights
-from slapo_core.reporting.errors import SlapoError
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import Schedule, SlapoError, init_empty_weights
 
 from ..examples.argument_copies import own
 from ..examples.case import Case, ConformanceError, check_sentence

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parameter import is_lazy
 
-from slapo_core.modules.parameters import is_part
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import Schedule, is_sharded
 
 from ..examples.case import ConformanceError
 
@@ -35,7 +34,7 @@ def check_replicas(schedule: Schedule) -> None:
 
 def _is_whole(tensor: torch.Tensor) -> bool:
     """And has values."""
-    return not (is_part(tensor) or is_lazy(tensor) or tensor.is_meta or tensor.layout is not torch.strided)
+    return not (is_sharded(tensor) or is_lazy(tensor) or tensor.is_meta or tensor.layout is not torch.strided)
 
 
 def _digest(tensor: torch.Tensor) -> str:

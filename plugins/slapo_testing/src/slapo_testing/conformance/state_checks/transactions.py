@@ -7,9 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from slapo_core.interfaces.hookspecs import hookimpl
-from slapo_core.reporting.errors import SlapoError
-from slapo_core.schedules.schedule import Schedule
+from slapo_core import Schedule, SlapoError, hookimpl
 
 from ..examples.case import Case, ConformanceError
 from ..examples.model_snapshot import Snapshot

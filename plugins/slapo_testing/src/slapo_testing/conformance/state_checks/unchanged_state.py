@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.modules.parameters import facts
-from slapo_core.schedules.schedule import Schedule
-from slapo_training.distributed.full_tensors import full_state
+from slapo_core import Schedule, parameter_facts
+from slapo_training.distributed import full_state
 
 from ..examples.case import Case, ConformanceError
 from .replicas import check_replicas
@@ -62,7 +61,7 @@ def _ties(owners: dict[str, int]) -> set[frozenset[str]]:
 def _broken(before: _Facts, schedule: Schedule, training: bool) -> Iterator[tuple[str, str]]:
     """What differs, by the word for it, and a sentence."""
     model = schedule.mod
-    held = [(name, tensor) for tensor in model.parameters() for name in facts(tensor).names]
+    held = [(name, tensor) for tensor in model.parameters() for name in parameter_facts(tensor).names]
     found = dict(held)
     if lost := sorted(before.values.keys() - found.keys()):
         yield "names", f"no parameter has the original name {lost[0]!r} any more"
@@ -86,7 +85,7 @@ def _values(
     names = [name for name, _ in held]
     if len(names) == len({*names}):
         return {name: [tensor] for name, tensor in full_state(schedule).items()}
-    parts = {name for name, tensor in held if facts(tensor).spec is not None}
+    parts = {name for name, tensor in held if parameter_facts(tensor).spec is not None}
     return {
         name: [tensor.detach() for own, tensor in held if own == name] if name not in parts else [before.values[name]]
         for name in before.values

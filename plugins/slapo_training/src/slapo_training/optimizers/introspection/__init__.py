@@ -4,3 +4,9 @@ Optimizers nested in wrappers and composites, tables keyed by parameters or thei
 that two optimizers share, and step counters. An optimizer of any class enters; its parts leave, or the optimizer with
 its tables rewritten in place. It imports torch alone.
 """
+
+from .nested_optimizers import groups_in
+from .parameter_tables import replace_parameters
+from .step_counters import OneStep
+
+__all__ = ["OneStep", "groups_in", "replace_parameters"]

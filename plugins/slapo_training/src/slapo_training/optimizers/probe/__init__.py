@@ -4,3 +4,7 @@ Copies of the optimizer step a few small parameters, whole and in parts, togethe
 ``Finding`` leaves, and neither the optimizer nor the random state of the process is changed. It may import
 ``introspection``, ``gradient_hooks`` and the private torch names in ``distributed``.
 """
+
+from .update_probe import is_same_in_turns
+
+__all__ = ["is_same_in_turns"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.modules.parameters import shard_spec
+from slapo_core import shard_spec
 
 from ...gradient_hooks.sharded_attributes import matches
 from ..introspection.nested_optimizers import Optimizer, groups_in, optimizers_in

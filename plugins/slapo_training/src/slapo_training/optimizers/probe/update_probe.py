@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from slapo_core.modules.parameters import shard_spec
-from slapo_core.reporting.failure_reason import reason
+from slapo_core import failure_reason, shard_spec
 
 from ...distributed._torch_private import CollectiveFound, CollectiveWatch
 from ..introspection.nested_optimizers import Optimizer, parameters_in
@@ -63,7 +62,7 @@ def probe(optimizer: Optimizer) -> Finding:
         except CollectiveFound:
             found = Finding(shape=True, flat=True, coupled=True, communicates=True)
         except Exception as err:
-            found = Finding(shape=True, flat=True, coupled=has_positions(optimizer), why_unknown=reason(err))
+            found = Finding(shape=True, flat=True, coupled=has_positions(optimizer), why_unknown=failure_reason(err))
     if kind is not None:
         _known[kind] = found
     return found

@@ -4,3 +4,8 @@ Gradients and values are gathered to the owner before a step, and the new values
 of a whole tensor exists during a step alone. The local parameters of a process group and their pieces enter; stand-
 ins of the whole shape leave. It may import ``slapo_core``, ``options``, ``gradient_hooks`` and ``model``.
 """
+
+from .owner_exchange import Holding
+from .whole_tensor import Whole, local_of
+
+__all__ = ["Holding", "Whole", "local_of"]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from slapo_core.reporting.errors import BuildError
+from slapo_core import BuildError
 
 from ...model.pieces import Chunk
 from .whole_tensor import Whole

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from slapo_core.modules.parameters import facts, successor
+from slapo_core import parameter_facts, successor
 
 from ...gradient_hooks.hook_tables import TABLES
 from ...model.pieces import Chunk, Span, chunks_of, replaced
@@ -60,7 +60,7 @@ def wholes_of(
     """
     full = tuple(shape)
     made = getattr(parameter, MADE_OF, None)
-    if made is not None and not facts(parameter).names and (spans := _spans(made)) is not None:
+    if made is not None and not parameter_facts(parameter).names and (spans := _spans(made)) is not None:
         return [
             Whole(part, replaced(full, made[0], sum(span.size for span in own)), parameter, dtype, own)
             for part, own in spans.items()
@@ -78,7 +78,7 @@ def wholes_of(
 def is_fused(parameter: nn.Parameter) -> bool:
     """Return whether a step made the parameter of several of the unmodified model's, or of ranges of one."""
     made = getattr(parameter, MADE_OF, None)
-    return made is not None and not facts(parameter).names and _spans(made) is not None
+    return made is not None and not parameter_facts(parameter).names and _spans(made) is not None
 
 
 def stand_in(whole: Whole, value: torch.Tensor, masks: Mapping[str, torch.Tensor]) -> nn.Parameter:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.interfaces.primitive import Primitive
-from slapo_core.reporting.errors import ScheduleError
+from slapo_core import Primitive, ScheduleError
 
-from .tracers.in_place import install, trace_in_place
-from .tracers.selection import Leaves, check_traceable, is_container, named_leaves
+from ..tracers.in_place import install, trace_in_place
+from ..tracers.selection import Leaves, check_traceable, is_container, named_leaves
 
 if TYPE_CHECKING:
-    from slapo_core.schedules.schedule import Schedule
+    from slapo_core import Schedule
 
 
 class TracePrimitive(Primitive):

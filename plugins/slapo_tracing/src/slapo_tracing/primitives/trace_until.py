@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from slapo_core.interfaces.primitive import Primitive
-from slapo_core.modules import paths as module_paths
-from slapo_core.reporting.errors import ScheduleError, TraceError
+from slapo_core import Primitive, ScheduleError, TraceError
+from slapo_core import paths as module_paths
 
+from ..tracers.in_place import install, trace_in_place
+from ..tracers.selection import listed
 from .trace import TracePrimitive
-from .tracers.in_place import install, trace_in_place
-from .tracers.selection import listed
 
 if TYPE_CHECKING:
-    from slapo_core.schedules.schedule import Schedule
+    from slapo_core import Schedule
 
 
 class TraceUntilPrimitive(Primitive):
