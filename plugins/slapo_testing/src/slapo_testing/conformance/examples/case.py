@@ -26,7 +26,6 @@ from slapo_core import (
     set_rng_state,
     split_inputs,
 )
-from slapo_tracing import plugin as tracing
 from slapo_verify.comparison import Run, Tolerance, differences, run_model
 
 from .argument_copies import own
@@ -45,7 +44,7 @@ class ConformanceError(AssertionError):
 
 def registry_of(plugins: Any) -> Registry:
     """Return a registry of core, tracing and the named modules alone, or of the installed plugins where none are named."""
-    return Registry([tracing, *map(importlib.import_module, plugins)]) if plugins else default_registry()
+    return Registry(map(importlib.import_module, ("slapo_tracing.plugin", *plugins))) if plugins else default_registry()
 
 
 @dataclass
