@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ from ..interfaces.program import Program, Stage
 from ..modules.parameters import parameter_facts, shard_spec
 from ..reporting.errors import BuildError
 from ..schedules.schedule import Schedule
-from .default_mesh import with_mesh
 from .weights import Initialiser, materialize
 
 DEFAULTS: dict[str, Any] = {"optimizer": None, "loss_fn": None, "microbatches": 1, "precision": "fp32", "clip": 0.0}
@@ -42,7 +41,7 @@ def build(
     """Hand the scheduled model to an engine. Ends what ``undo`` can take back.
 
     Collective over the ranks of the schedule: those of its mesh and group, and without these the world. All of them hold the
-    same schedule. A schedule without a mesh gets one of all ranks for its engine, see ``default_mesh``.
+    same schedule. A schedule without a mesh gets one of all ranks for its engine, see ``slapo_default_mesh``.
 
     Args:
         sch: Any handle of the schedule.
@@ -80,13 +79,36 @@ def build(
         raise BuildError(f"cannot build a {type(sch).__name__}; give what create_schedule returned")
     compare_across_ranks(sch.journal.comparable_lines(), *_ranks(sch))
     compare_across_ranks([f"build({target!r})"] if sch.mesh is None else [], *_ranks(sch))
-    with with_mesh(sch, target, build_program) if target is not None else nullcontext():
+    with _default_mesh(sch, target):
         plan = _agreed_plan(sch, target, init_weights, options, param_init_fn, config)
         initialise = param_init_fn if isinstance(init_weights, bool) or init_weights is None else init_weights
         with plan.weights(initialise, seed, fill_all=bool(init_weights)):
             engine = plan.engine()
         _announce(sch, target, plan.program, engine)
     return engine
+
+
+@contextmanager
+def _default_mesh(sch: Schedule, target: str | None) -> Iterator[None]:
+    """Give a schedule of all ranks that has no mesh one for its engine, and keep it where the block succeeds. Collective."""
+    root = sch._root
+    is_complete = dist.is_initialized() and 1 < sch.world_size == dist.get_world_size()
+    if target is None or root.mesh is not None or not is_complete:
+        yield
+        return
+    error = None
+    try:
+        dialect = root.registry.dialect(target)
+    except Exception as err:
+        error = err
+    raise_on_all_ranks(error, None, sch.group)
+    root.mesh = root.registry.hook.slapo_default_mesh(schedule=sch, dialect=dialect, group=root.group)
+    try:
+        yield
+    except BaseException:
+        root.mesh = None
+        vars(root).pop("mesh_group", None)
+        raise
 
 
 def _ranks(sch: Schedule) -> tuple[DeviceMesh | None, dist.ProcessGroup | None]:

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
     from ..schedules.journal import Step
     from ..schedules.schedule import Schedule
     from .codec import Codec
@@ -131,6 +134,19 @@ def slapo_partition(schedule: Schedule) -> Program | None:
         >>> @hookimpl
         ... def slapo_partition(schedule):
         ...     return None
+    """
+
+
+@hookspec(firstresult=True)
+def slapo_default_mesh(schedule: Schedule, dialect: type[Dialect], group: ProcessGroup | None) -> DeviceMesh | None:
+    """The mesh for an engine of a schedule on all ranks that was given none; collective. None: the engine gets no mesh.
+
+    ``group`` is the process group that ``create_schedule`` was given, or None.
+
+    Example:
+        >>> @hookimpl
+        ... def slapo_default_mesh(schedule):
+        ...     return init_device_mesh("cpu", (1, schedule.world_size, 1), mesh_dim_names=("pp", "dp", "tp"))
     """
 
 

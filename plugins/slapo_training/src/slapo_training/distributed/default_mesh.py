@@ -1,0 +1,52 @@
+"""The mesh of a schedule that was given none, for an engine on several ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from slapo_core import Dialect, Schedule, Step, build_program, get_logger, is_sharded, raise_on_all_ranks
+
+
+def default_mesh(sch: Schedule, dialect: type[Dialect], given: dist.ProcessGroup | None) -> DeviceMesh | None:
+    """Return a mesh of all ranks, or None where the dialect is not data parallel or the numbers do not fit. Collective.
+
+    All ranks are tensor parallel if a parameter is sharded, a step communicates over the group, or a group was given; otherwise
+    none is. The stages go to as many of the other ranks as can have the same number of stages each. The rest is data parallel.
+
+    Args:
+        sch: Any handle of the schedule.
+        dialect: Its engine will run the model.
+        given: The process group that ``create_schedule`` was given, or None.
+    """
+    group, stages, error = sch.group, 1, None
+    assert group is not None
+    if "data_parallel" not in dialect.capabilities:
+        return None
+    try:
+        stages = len(build_program(sch).stages)
+    except Exception as err:
+        error = err
+    raise_on_all_ranks(error, None, group)
+    uses_group = any(sch.registry.primitive(step.name).over_group for step in _all(sch.journal.steps))
+    split = uses_group or given is not None or any(map(is_sharded, sch.root_module.parameters()))
+    world = sch.world_size
+    tp = world if split else 1
+    pp = math.gcd(stages, world // tp)
+    if (stages > 1 and pp == 1) or dist.get_process_group_ranks(group) != [*range(world)]:
+        return None
+    dp = world // (pp * tp)
+    if dist.get_rank() == 0:
+        get_logger().warning("no mesh was given: the %d ranks are pp=%d, dp=%d, tp=%d", world, pp, dp, tp)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return init_device_mesh(device, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
+
+
+def _all(steps: Iterable[Step]) -> Iterator[Step]:
+    for step in steps:
+        yield step
+        yield from _all(step.children)
