@@ -19,6 +19,8 @@ import slapo_deepspeed.plugin
 import slapo_megatron.plugin
 import slapo_pipeline.plugin
 import slapo_sharding.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, Schedule, build, create_schedule
 from slapo_training.checkpoint.manifest import MANIFEST, content_of, text_of
 from tests.engine_models import (
@@ -38,7 +40,16 @@ from tests.engine_models import (
 )
 from tests.slapo_torch.layouts import adamw, mesh_of, message_of
 
-PLUGINS = Registry([slapo_pipeline.plugin, slapo_sharding.plugin, slapo_deepspeed.plugin, slapo_megatron.plugin])
+PLUGINS = Registry(
+    [
+        slapo_tracing.plugin,
+        slapo_training.plugin,
+        slapo_pipeline.plugin,
+        slapo_sharding.plugin,
+        slapo_deepspeed.plugin,
+        slapo_megatron.plugin,
+    ]
+)
 FACTS = {"loss", "norm", "evaluation", "weight"}
 """What ``train_beside_reference`` compares."""
 NO_OPTIMIZER = "BuildError: this engine was built without an optimizer and only evaluates; pass optimizer= to build"

@@ -16,12 +16,22 @@ import slapo_megatron.plugin
 import slapo_pipeline.plugin
 import slapo_sharding.plugin
 import slapo_torch.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, Schedule, build, create_schedule
 from slapo_training.gradient_hooks import gradient_hook
 from tests.slapo_torch.layouts import mesh_of
 
 PLUGINS = Registry(
-    [slapo_pipeline.plugin, slapo_sharding.plugin, slapo_torch.plugin, slapo_deepspeed.plugin, slapo_megatron.plugin]
+    [
+        slapo_tracing.plugin,
+        slapo_training.plugin,
+        slapo_pipeline.plugin,
+        slapo_sharding.plugin,
+        slapo_torch.plugin,
+        slapo_deepspeed.plugin,
+        slapo_megatron.plugin,
+    ]
 )
 SGD = partial(torch.optim.SGD, lr=0.1)
 ROWS, WIDTH, VOCABULARY = 8, 16, 21

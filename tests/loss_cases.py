@@ -18,11 +18,21 @@ import slapo_megatron.plugin
 import slapo_pipeline.plugin
 import slapo_sharding.plugin
 import slapo_torch.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, build, create_schedule
 from tests.slapo_torch.layouts import mesh_of, message_of
 
 PLUGINS = Registry(
-    [slapo_pipeline.plugin, slapo_sharding.plugin, slapo_torch.plugin, slapo_deepspeed.plugin, slapo_megatron.plugin]
+    [
+        slapo_tracing.plugin,
+        slapo_training.plugin,
+        slapo_pipeline.plugin,
+        slapo_sharding.plugin,
+        slapo_torch.plugin,
+        slapo_deepspeed.plugin,
+        slapo_megatron.plugin,
+    ]
 )
 STEPS, ROWS = 3, 8
 """Steps of a case, and rows of its batch on all replicas."""

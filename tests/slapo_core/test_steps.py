@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import (
     Primitive,
     Schedule,
@@ -311,7 +313,7 @@ class Around(Primitive):
 def test_a_graph_edited_by_hand_is_put_back() -> None:
     x = torch.randn(2, 4)
     plugin = type("P", (), {"slapo_primitives": hookimpl(lambda self: {"rewire": Rewire, "around": Around})})()
-    with isolated_plugins(plugin, tracing):
+    with isolated_plugins(slapo_tracing.plugin, slapo_training.plugin, plugin, tracing):
         sch = create_schedule(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), example_inputs=(x,)).trace()
         (handle,) = sch.find("0")
         expected, before = sch.mod(x), str(sch.mod.graph)

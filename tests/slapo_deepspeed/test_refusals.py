@@ -18,6 +18,8 @@ from torch.optim.lr_scheduler import StepLR
 import slapo_deepspeed.plugin
 import slapo_pipeline.plugin
 import slapo_sharding.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import BuildError, Registry, Schedule, build, create_schedule
 from slapo_deepspeed.configuration.options import DeepSpeedOptions
 from slapo_deepspeed.dialect import DeepSpeedDialect
@@ -26,7 +28,7 @@ from tests.slapo_sharding.handwritten import Net
 from tests.slapo_sharding.handwritten_branches import ListOfHeads
 from tests.slapo_torch.layouts import adamw, mesh_of, message_of
 
-PLUGINS = Registry([slapo_deepspeed.plugin, slapo_pipeline.plugin])
+PLUGINS = Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_deepspeed.plugin, slapo_pipeline.plugin])
 TOP = Path(__file__).resolve().parents[2]
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}}
 
@@ -197,14 +199,16 @@ def asked(rank: int) -> dict[str, str]:
         return message_of(lambda: build(summed, "deepspeed", config=config))
 
     shared = create_schedule(
-        one_key_head(), mesh=mesh_of(tp=2), plugins=Registry([slapo_deepspeed.plugin, slapo_sharding.plugin])
+        one_key_head(),
+        mesh=mesh_of(tp=2),
+        plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_deepspeed.plugin, slapo_sharding.plugin]),
     )
     shared.tensor_parallel()
     dealt = create_schedule(
         Net(ListOfHeads),
         mesh=mesh_of(tp=2),
         example_inputs={"tokens": torch.zeros(2, 4, dtype=torch.long)},
-        plugins=Registry([slapo_deepspeed.plugin, slapo_sharding.plugin]),
+        plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_deepspeed.plugin, slapo_sharding.plugin]),
     )
     dealt.tensor_parallel()
     before = dist.new_group([0, 1]).group_name

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, build, create_schedule
 from slapo_example import plugin
 
@@ -35,7 +37,7 @@ def test_undo_takes_freeze_back(model: nn.Module) -> None:
 
 
 def test_build_logs_what_is_frozen(model: nn.Module, capsys: pytest.CaptureFixture[str]) -> None:
-    sch = create_schedule(model, plugins=Registry([plugin]))
+    sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     sch["1"].freeze()
     build(sch)
     assert "2 parameters are frozen, 1.weight the first" in capsys.readouterr().err

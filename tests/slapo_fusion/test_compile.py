@@ -13,6 +13,8 @@ from torch import nn
 
 import slapo_fusion.plugin
 import slapo_memory.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import ScheduleError, create_schedule
 from slapo_fusion._torch_private import mode_options
 from slapo_memory.forward_wrappers import checkpoint
@@ -26,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"
 @pytest.fixture(autouse=True)
 def plugins() -> Iterator[None]:
     torch.compiler.reset()
-    with isolated_plugins(slapo_fusion.plugin, slapo_memory.plugin):
+    with isolated_plugins(slapo_tracing.plugin, slapo_training.plugin, slapo_fusion.plugin, slapo_memory.plugin):
         yield
 
 

@@ -15,6 +15,8 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 import slapo_fusion.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import ScheduleError, create_schedule
 from slapo_testing import isolated_plugins
 from slapo_verify.comparison import assert_equivalent
@@ -22,7 +24,7 @@ from slapo_verify.comparison import assert_equivalent
 
 @pytest.fixture(autouse=True)
 def only_fusion() -> Iterator[None]:
-    with isolated_plugins(slapo_fusion.plugin):
+    with isolated_plugins(slapo_tracing.plugin, slapo_training.plugin, slapo_fusion.plugin):
         yield
 
 

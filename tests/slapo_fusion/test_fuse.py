@@ -15,6 +15,8 @@ from torch.nn import functional as F
 from torch.profiler import profile
 
 import slapo_fusion.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Schedule, ScheduleError, create_schedule, hookimpl, load_schedule
 from slapo_testing import isolated_plugins
 from slapo_tracing.matching.patterns import call_module
@@ -26,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"
 
 @pytest.fixture(autouse=True)
 def only_fusion() -> Iterator[None]:
-    with isolated_plugins(slapo_fusion.plugin):
+    with isolated_plugins(slapo_tracing.plugin, slapo_training.plugin, slapo_fusion.plugin):
         yield
 
 
@@ -204,7 +206,7 @@ def test_equal_matches_are_compiled_once() -> None:
         return region
 
     third = SimpleNamespace(slapo_compilers=hookimpl(lambda: {"counting": counting}))
-    with isolated_plugins(slapo_fusion.plugin, third):
+    with isolated_plugins(slapo_tracing.plugin, slapo_training.plugin, slapo_fusion.plugin, third):
         before, sch = traced()
         sch.fuse(sch.find(bias_gelu), compiler="counting")
         assert len(compiled) == 1

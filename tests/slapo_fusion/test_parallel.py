@@ -14,13 +14,25 @@ import slapo_memory.plugin
 import slapo_pipeline.plugin
 import slapo_sharding.plugin
 import slapo_torch.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, build, create_schedule
 from slapo_testing import run_distributed
 from tests.slapo_torch.layouts import adamw, mesh_of
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")]
 
-PLUGINS = Registry([slapo_fusion.plugin, slapo_memory.plugin, slapo_pipeline.plugin, slapo_sharding.plugin, slapo_torch.plugin])
+PLUGINS = Registry(
+    [
+        slapo_tracing.plugin,
+        slapo_training.plugin,
+        slapo_fusion.plugin,
+        slapo_memory.plugin,
+        slapo_pipeline.plugin,
+        slapo_sharding.plugin,
+        slapo_torch.plugin,
+    ]
+)
 
 
 class Block(nn.Module):

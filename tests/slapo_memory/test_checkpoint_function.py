@@ -9,6 +9,8 @@ import torch
 from torch.nn.functional import dropout
 
 import slapo_memory.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import ScheduleError, create_schedule, get_cuda_rng_tracker, set_random_seed
 from slapo_memory.forward_wrappers import checkpoint
 from slapo_testing import isolated_plugins
@@ -133,7 +135,7 @@ def test_a_module_that_returns_a_generator_is_refused_by_its_path() -> None:
         def forward(self, x: torch.Tensor) -> object:
             return (x * number for number in range(3))
 
-    with isolated_plugins(slapo_memory.plugin):
+    with isolated_plugins(slapo_tracing.plugin, slapo_training.plugin, slapo_memory.plugin):
         model = torch.nn.Sequential(Parts())
         create_schedule(model)["0"].checkpoint()
         with pytest.raises(ScheduleError, match=r"checkpoint\('0'\): the forward returns a generator"):
@@ -146,7 +148,7 @@ def test_a_module_that_gets_an_iterator_is_refused_by_its_path() -> None:
         def forward(self, parts: object) -> torch.Tensor:
             return sum(parts)
 
-    with isolated_plugins(slapo_memory.plugin):
+    with isolated_plugins(slapo_tracing.plugin, slapo_training.plugin, slapo_memory.plugin):
         model = torch.nn.ModuleList([Summing()])
         create_schedule(model)["0"].checkpoint()
         with pytest.raises(ScheduleError, match=r"checkpoint\('0'\): an argument is a list_iterator"):

@@ -12,12 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import slapo_memory.plugin
 import slapo_sharding.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, create_schedule, get_cuda_rng_tracker, set_random_seed
 from slapo_testing import run_distributed
 
 pytestmark = pytest.mark.usefixtures("only_memory")
 
-PLUGINS = Registry([slapo_memory.plugin, slapo_sharding.plugin])
+PLUGINS = Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_memory.plugin, slapo_sharding.plugin])
 OPTIONS: dict[str, dict[str, Any]] = {
     "all": {},
     "matmuls": {"policy": "matmuls"},

@@ -13,11 +13,13 @@ from torch import nn
 
 import slapo_memory.plugin
 import slapo_sharding.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, Schedule, create_schedule, set_random_seed
 from slapo_testing import run_distributed
 from tests.zoo.families import FAMILIES, layers
 
-PLUGINS = Registry([slapo_memory.plugin, slapo_sharding.plugin])
+PLUGINS = Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_memory.plugin, slapo_sharding.plugin])
 POLICIES: dict[str, dict[str, Any]] = {
     "all": {},
     "matmuls": {"policy": "matmuls"},

@@ -15,6 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import slapo_fusion.plugin
 import slapo_memory.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Schedule, ScheduleError, create_schedule, load_schedule
 from slapo_memory.forward_wrappers.cpu_offload import _Copy
 from slapo_testing import isolated_plugins
@@ -23,7 +25,7 @@ from slapo_verify.comparison import assert_equivalent
 
 @pytest.fixture(autouse=True)
 def only_memory_and_fusion() -> Iterator[None]:
-    with isolated_plugins(slapo_memory.plugin, slapo_fusion.plugin):
+    with isolated_plugins(slapo_tracing.plugin, slapo_training.plugin, slapo_memory.plugin, slapo_fusion.plugin):
         yield
 
 

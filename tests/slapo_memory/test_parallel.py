@@ -15,6 +15,8 @@ import slapo_memory.plugin
 import slapo_pipeline.plugin
 import slapo_sharding.plugin
 import slapo_torch.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, ScheduleError, build, create_schedule
 from slapo_memory.forward_wrappers import cpu_offload
 from slapo_testing import run_distributed
@@ -22,7 +24,16 @@ from tests.slapo_torch.layouts import adamw, mesh_of
 
 pytestmark = pytest.mark.multiproc
 
-PLUGINS = Registry([slapo_memory.plugin, slapo_pipeline.plugin, slapo_sharding.plugin, slapo_torch.plugin])
+PLUGINS = Registry(
+    [
+        slapo_tracing.plugin,
+        slapo_training.plugin,
+        slapo_memory.plugin,
+        slapo_pipeline.plugin,
+        slapo_sharding.plugin,
+        slapo_torch.plugin,
+    ]
+)
 STEPS: dict[str, dict[str, dict[str, Any]]] = {
     "budget": {"checkpoint": {"budget": 0.5}},
     "offload": {"offload": {"min_bytes": 0}},

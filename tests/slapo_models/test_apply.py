@@ -17,6 +17,8 @@ import slapo
 import slapo.model_schedule
 import slapo_memory.plugin
 import slapo_models.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import PluginError, Registry, Schedule, ScheduleError, UnknownNameError, hookimpl, use_registry
 from slapo_models import apply_schedule, get_schedule, register_schedule
 from slapo_models.registration import REGISTERED
@@ -98,7 +100,7 @@ def test_an_unknown_key_says_what_is_there_and_what_did_not_load(caplog: pytest.
         UnknownNameError, match="no schedule 'gtp2'; did you mean 'gpt2'.*available: albert, bert, gpt, gpt2, gpt_neo, "
     ):
         apply_schedule(nn.Linear(1, 1), "gtp2")
-    registry = Registry([slapo_models.plugin])
+    registry = Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_models.plugin])
     registry.records[-1].loaded, registry.records[-1].problems = False, ["No module named 'xformers'"]
     with pytest.raises(UnknownNameError, match="did not load: No module named 'xformers'"):
         apply_schedule(nn.Linear(1, 1), "gpt3", plugins=registry)
@@ -109,12 +111,12 @@ def test_a_plugin_brings_a_schedule_and_another_one_of_the_same_name_is_refused(
         sch["0"].checkpoint(**options)
 
     plugin = SimpleNamespace(slapo_models=hookimpl(lambda: {"mine": schedule}))
-    registry = Registry([slapo_memory.plugin, slapo_models.plugin, plugin])
+    registry = Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_memory.plugin, slapo_models.plugin, plugin])
     model = nn.Sequential(nn.Linear(2, 2))
     assert steps(apply_schedule(model, "mine", plugins=registry)) == ["sch['0'].checkpoint()"]
     rival = SimpleNamespace(slapo_models=hookimpl(lambda: {"bert": schedule}))
     with pytest.raises(PluginError, match="model 'bert' is provided by .* and .*; uninstall one"):
-        Registry([slapo_models.plugin, rival])
+        Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_models.plugin, rival])
 
 
 def test_a_function_is_registered_for_this_process() -> None:
@@ -165,7 +167,10 @@ def test_numbers_that_were_converted_are_put_back() -> None:
     model = CASES["gpt2"].model()
     before = copy.deepcopy(model)
     parameters = [*model.parameters()]
-    with use_registry(Registry([slapo_models.plugin])), pytest.raises(UnknownNameError, match="no primitive 'checkpoint'"):
+    with (
+        use_registry(Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_models.plugin])),
+        pytest.raises(UnknownNameError, match="no primitive 'checkpoint'"),
+    ):
         apply_schedule(model, "gpt2", bf16=True, ckpt_ratio=0.5)
     assert [*map(id, model.parameters())] == [*map(id, parameters)]
     for name, value in model.state_dict().items():

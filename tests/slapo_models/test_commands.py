@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo.cli.app import create_app
 from slapo_core import Registry, use_registry
 from slapo_models.registration import REGISTERED
@@ -32,7 +34,7 @@ def test_it_lists_what_is_installed() -> None:
 def test_it_says_what_did_not_load() -> None:
     import slapo_models.plugin
 
-    registry = Registry([slapo_models.plugin])
+    registry = Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_models.plugin])
     registry.records[-1].problems.append("model 'x' of y cannot be used: gone")
     with use_registry(registry):
         assert "! model 'x' of y cannot be used: gone" in CliRunner().invoke(create_app(), ["models"]).output

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 
 import slapo
 import slapo_models.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, Schedule, ScheduleError, UnknownNameError
 from slapo_models import Configuration, apply_schedule
 from slapo_models.shared_steps.kernels import ATTENTIONS
@@ -133,7 +135,12 @@ def test_flash_attention_that_cannot_be_used_is_refused_with_the_reason() -> Non
 def test_kernels_that_are_not_installed_are_named() -> None:
     for name, value, kernel in (("attn_op_name", "cuda", "attention"), ("disable_fuse_bias_gelu", False, "bias_act")):
         with pytest.raises(ScheduleError, match=f"{kernel} by kernels needs slapo-kernels; pip install slapo-kernels"):
-            apply_schedule(CASES["gpt2"].model(), "gpt2", plugins=Registry([slapo_models.plugin]), **{name: value})
+            apply_schedule(
+                CASES["gpt2"].model(),
+                "gpt2",
+                plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_models.plugin]),
+                **{name: value},
+            )
 
 
 def test_bias_and_activation_are_one_kernel() -> None:

@@ -10,12 +10,16 @@ import torch
 from torch import nn
 
 import slapo_pipeline.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Program, Registry, Schedule, build_program, create_schedule
 
 
 def cut(model: nn.Module, inputs: Any, *paths: str) -> Schedule:
     """A schedule whose stages end after ``paths``."""
-    schedule = create_schedule(model, example_inputs=inputs, plugins=Registry([slapo_pipeline.plugin]))
+    schedule = create_schedule(
+        model, example_inputs=inputs, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_pipeline.plugin])
+    )
     for path in paths:
         schedule[path].cut_pipeline_stage()
     return schedule

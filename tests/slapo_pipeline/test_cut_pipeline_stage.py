@@ -217,7 +217,7 @@ def test_two_cuts_at_one_place() -> None:
 
 
 def test_an_object_that_both_stages_change() -> None:
-    with pytest.raises(TraceError, match=r"a Cache is used by stages 0 and 1, but only tensors can cross.*toys.py:\d+"):
+    with pytest.raises(TraceError, match=r"a Cache is used by stages 0 and 1, but only tensors can cross.*toy_models.py:\d+"):
         build_program(cut(Stateful(), {"x": torch.randn(2, 8)}, "a"))
 
 

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, Schedule, ScheduleError, build, create_schedule
 from slapo_sharding import plugin
 from slapo_testing import run_distributed
@@ -175,7 +177,7 @@ def of_dtype(dtype: torch.dtype, model: nn.Module, batch: dict[str, Any]) -> tup
 
 def split(model: nn.Module, batch: dict[str, Any], sequence_parallel: bool) -> Schedule:
     """A built schedule with this one step."""
-    sch = create_schedule(model, plugins=Registry([plugin]), example_inputs=batch)
+    sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]), example_inputs=batch)
     sch.tensor_parallel(sequence_parallel=sequence_parallel)
     assert len(sch.journal) == 1
     build(sch)
@@ -242,7 +244,7 @@ def refusal(rank: int, name: str, sequence_parallel: bool = False) -> str:
     """The message for a family that cannot be split, which it leaves as it is."""
     model, batch = family(name)
     names = dict(model.named_parameters())
-    sch = create_schedule(model, plugins=Registry([plugin]), example_inputs=batch)
+    sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]), example_inputs=batch)
     with pytest.raises(ScheduleError) as caught:
         sch.tensor_parallel(sequence_parallel=sequence_parallel)
     assert all(names[path] is parameter for path, parameter in model.named_parameters())

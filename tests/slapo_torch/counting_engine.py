@@ -10,6 +10,8 @@ from torch import nn
 
 import slapo_sharding.plugin
 import slapo_torch.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, build, create_schedule
 
 from .layouts import adamw, mesh_of
@@ -41,7 +43,7 @@ class Counts(nn.Module):
 
 def engine_of(width: int = 16, tp: int = 1) -> Any:
     torch.manual_seed(0)
-    plugins = Registry([slapo_sharding.plugin, slapo_torch.plugin])
+    plugins = Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_sharding.plugin, slapo_torch.plugin])
     mesh = mesh_of(tp=tp) if dist.is_initialized() else None
     schedule = create_schedule(Counts(width), mesh=mesh, plugins=plugins)
     if tp > 1:

@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import slapo_pipeline.plugin
 import slapo_sharding.plugin
 import slapo_torch.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, Schedule, build, create_schedule, gather_objects
 from slapo_torch.engine import TorchEngine
 from slapo_training.model.pieces import whole
@@ -49,7 +51,9 @@ def mesh_of(pp: int = 1, dp: int = 1, tp: int = 1) -> DeviceMesh:
 
 def scheduled(model: nn.Module, mesh: DeviceMesh, example: dict[str, Any], per_rank: int = 1) -> Schedule:
     """GPT-2 sharded and cut evenly as the mesh wants, into so many stages for each rank."""
-    plugins = Registry([slapo_pipeline.plugin, slapo_sharding.plugin, slapo_torch.plugin])
+    plugins = Registry(
+        [slapo_tracing.plugin, slapo_training.plugin, slapo_pipeline.plugin, slapo_sharding.plugin, slapo_torch.plugin]
+    )
     schedule = create_schedule(model, mesh=mesh, example_inputs=example, plugins=plugins)
     if mesh["tp"].size() > 1:
         schedule.tensor_parallel()

@@ -13,13 +13,15 @@ from torch.nn import functional as F
 
 import slapo_pipeline.plugin
 import slapo_torch.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, build, create_schedule
 from slapo_testing import run_distributed
 
 from .layouts import mesh_of
 
 SGD = partial(torch.optim.SGD, lr=0.1)
-PLUGINS = Registry([slapo_pipeline.plugin, slapo_torch.plugin])
+PLUGINS = Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_pipeline.plugin, slapo_torch.plugin])
 
 
 class Mixed(nn.Module):

@@ -18,13 +18,15 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 import slapo_torch.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo.framework_dialect import get_dialect_cls
 from slapo_core import BuildError, Registry, build, create_schedule
 from slapo_training.batches import split
 
 from .layouts import adamw
 
-PLUGINS = Registry([slapo_torch.plugin])
+PLUGINS = Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_torch.plugin])
 X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
 
 

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 
 import slapo_torch.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, build, create_schedule
 from slapo_testing import run_distributed
 
@@ -48,7 +50,13 @@ def _built(rank: int, path: Path) -> list[str]:
 
     def make(config: dict[str, Any]) -> Any:
         given = {"optimizer": adamw, "loss_fn": F.cross_entropy, "precision": "fp16", **config}
-        return build(create_schedule(Plain(), mesh=mesh, plugins=Registry([slapo_torch.plugin])), "torch", **given)
+        return build(
+            create_schedule(
+                Plain(), mesh=mesh, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_torch.plugin])
+            ),
+            "torch",
+            **given,
+        )
 
     messages = [message_of(partial(make, configs[rank])) for configs in ALONE.values()]
     own = path / f"schedule of {rank}.csv"

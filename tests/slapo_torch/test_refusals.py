@@ -10,6 +10,8 @@ from torch import nn
 
 import slapo_pipeline.plugin
 import slapo_torch.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import BuildError, Registry, build, create_schedule
 from slapo_testing import run_distributed
 
@@ -20,7 +22,7 @@ X, Y = torch.randn(2, 4, 8).unbind()
 
 def engine(model: nn.Module, pp: int = 1, **options: Any) -> Any:
     mesh = mesh_of(pp) if pp > 1 else None
-    plugins = Registry([slapo_pipeline.plugin, slapo_torch.plugin])
+    plugins = Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_pipeline.plugin, slapo_torch.plugin])
     schedule = create_schedule(model, mesh=mesh, example_inputs={"input": X[:2]}, plugins=plugins)
     if pp > 1:
         schedule.pipeline(pp)
@@ -104,7 +106,10 @@ def evaluated(rank: int) -> tuple[float, float]:
     """Of a model of which a parameter crosses; in a pipeline, and in one process."""
     torch.manual_seed(0)
     model = Table()
-    mesh, plugins = mesh_of(2), Registry([slapo_pipeline.plugin, slapo_torch.plugin])
+    mesh, plugins = (
+        mesh_of(2),
+        Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_pipeline.plugin, slapo_torch.plugin]),
+    )
     plain = [nn.functional.mse_loss(model(X), Y).item()]
     schedule = create_schedule(model, mesh=mesh, example_inputs={"input": X}, plugins=plugins)
     schedule["first"].cut_pipeline_stage()

@@ -13,6 +13,8 @@ from torch import nn
 import slapo_pipeline.plugin
 import slapo_sharding.plugin
 import slapo_torch.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, build, create_schedule
 from slapo_testing import run_distributed
 
@@ -39,7 +41,12 @@ def _llama(intermediate: int = 15) -> nn.Module:
 
 
 def _engine(layout: dict[str, int], intermediate: int, **config: Any) -> tuple[Any, Any, dict[str, torch.Tensor]]:
-    plugins, mesh = Registry([slapo_pipeline.plugin, slapo_sharding.plugin, slapo_torch.plugin]), mesh_of(**layout)
+    plugins, mesh = (
+        Registry(
+            [slapo_tracing.plugin, slapo_training.plugin, slapo_pipeline.plugin, slapo_sharding.plugin, slapo_torch.plugin]
+        ),
+        mesh_of(**layout),
+    )
     ids = torch.randint(VOCABULARY, (8, 6), generator=torch.Generator().manual_seed(1))
     own = ids.chunk(mesh["dp"].size())[mesh["dp"].get_local_rank()]
     batch = {"input_ids": own, "labels": own}

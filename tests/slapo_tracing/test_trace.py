@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from slapo_core import ScheduleError, TraceError, UnknownNameError, create_schedule
-from slapo_tracing import trace_module
+from slapo_tracing import trace, trace_module
 from slapo_tracing.graphs import TracedModule
-from slapo_tracing.tracers import trace
 from slapo_verify.comparison import assert_equivalent
 from tests.slapo_tracing.comparison import assert_same
 from tests.zoo.families import FAMILIES
@@ -298,7 +297,7 @@ class Branch(nn.Module):
 def test_untraceable_code_in_a_part() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Branch())
     sch = create_schedule(model, example_inputs=(X,))
-    with pytest.raises(TraceError, match=r"1: the forward asks for the values of a tensor \(bool\).*test_trace_primitive.py"):
+    with pytest.raises(TraceError, match=r"1: the forward asks for the values of a tensor \(bool\).*test_trace.py"):
         sch.trace()
     assert sch.mod is model
     sch.trace(leaf_modules=["Branch"])

@@ -19,6 +19,8 @@ from torch.nn import functional as F
 import slapo_pipeline.plugin
 import slapo_sharding.plugin
 import slapo_torch.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Program, Registry, Schedule, VerifyError, create_schedule, hookimpl
 from slapo_testing import run_distributed
 from slapo_verify import Report, verify, verify_engine
@@ -286,7 +288,7 @@ def test_a_fault_is_found_and_the_engine_or_the_step_is_blamed(name: str) -> Non
 def lost_at_a_border(rank: int, target: str) -> Report:
     x, model = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)), twice(Skips)[0]
     batch = {"x": x, "mask": (x > 0).float(), "labels": x.flip(-1)}
-    plugins = Registry([slapo_pipeline.plugin, slapo_torch.plugin, Border()])
+    plugins = Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_pipeline.plugin, slapo_torch.plugin, Border()])
 
     def schedule(model: nn.Module) -> Schedule:
         example = {"x": x[:2], "mask": torch.ones(2, 8)}

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from functools import partial
     from types import FunctionType, ModuleType
 
+    from slapo.framework_dialect import get_dialect_cls, init_target_engine
     from slapo_core import (
         BuildError,
         Dialect,
@@ -52,15 +53,12 @@ if TYPE_CHECKING:
     from slapo_memory.forward_wrappers import checkpoint
     from slapo_models import apply_schedule
     from slapo_pipeline.partition import analyze_tie_weights
-    from slapo_tracing import ModulePattern, Pattern, call_module, trace_module
-    from slapo_tracing.tracers import trace
+    from slapo_tracing import ModulePattern, Pattern, call_module, trace, trace_module
     from slapo_training.ema import ema
     from slapo_training.gradient_hooks import gradient_hook
     from slapo_tune import Database, Space, Symbol
     from slapo_verify import Report, Verify, verify, verify_engine
     from slapo_weights import Weights, consolidate_model, export_weights
-
-    from .framework_dialect import get_dialect_cls, init_target_engine
 
 __all__ = [
     "BuildError",

@@ -1,6 +1,5 @@
 """Modules as graphs."""
 
-from slapo_tracing import trace_module
-from slapo_tracing.tracers import trace
+from slapo_tracing import trace, trace_module
 
 __all__ = ["trace", "trace_module"]

@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import slapo
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo import sharding, utils
 from slapo.op.cross_entropy import vocab_parallel_cross_entropy
 from slapo_sharding import plugin as sharding_plugin
@@ -107,7 +109,7 @@ class Scale(nn.Module):
 def with_scale(rank: int) -> list[str]:
     torch.manual_seed(0)
     reference = nn.Sequential(nn.Linear(6, 8), Scale(8), nn.Linear(8, 6))
-    with isolated_plugins(sharding_plugin) as registry:
+    with isolated_plugins(slapo_tracing.plugin, slapo_training.plugin, sharding_plugin) as registry:
 
         @sharding.register_shard_method(Scale)
         class ShardScale(sharding.ShardMethod):
@@ -131,7 +133,7 @@ def test_a_rule_by_decorator_splits_a_class_of_ones_own() -> None:
 
 
 def test_what_is_no_rule_is_refused_and_a_class_that_is_not_there_passed_over() -> None:
-    with isolated_plugins(sharding_plugin):
+    with isolated_plugins(slapo_tracing.plugin, slapo_training.plugin, sharding_plugin):
 
         class Nothing(sharding.ShardMethod):
             pass

@@ -15,6 +15,8 @@ from torch import nn
 
 import slapo_deepspeed.plugin
 import slapo_sharding.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, build, create_schedule
 from slapo_testing import run_distributed
 from tests.engines import check_own_buffers, own_buffers, reseal
@@ -23,7 +25,7 @@ from tests.slapo_torch.layouts import adamw, mesh_of, message_of
 from ..parameter_numbers import count_again
 
 pytestmark = pytest.mark.multiproc
-PLUGINS = Registry([slapo_deepspeed.plugin, slapo_sharding.plugin])
+PLUGINS = Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_deepspeed.plugin, slapo_sharding.plugin])
 X = torch.linspace(-1, 1, 8 * 4 * 8).view(8, 4, 8)
 """Batches of all replicas together."""
 
@@ -342,7 +344,7 @@ def unchanged(rank: int, case: str) -> tuple[str, bool]:
     before = [(group, dict(group)) for group in optimizer.param_groups]
     import slapo_pipeline.plugin
 
-    plugins = Registry([slapo_deepspeed.plugin, slapo_pipeline.plugin])
+    plugins = Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_deepspeed.plugin, slapo_pipeline.plugin])
     schedule = create_schedule(model, mesh=mesh, example_inputs={"input": X[0]}, plugins=plugins)
     schedule["1"].cut_pipeline_stage()
     message = message_of(lambda: build(schedule, "deepspeed", optimizer=optimizer, lr_scheduler=rate, loss_fn=F.mse_loss))

@@ -11,6 +11,8 @@ from torch.nn import functional as F
 
 import slapo_deepspeed.plugin
 import slapo_megatron.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import BuildError, Registry, build, create_schedule
 from slapo_testing import run_distributed
 from tests.slapo_sharding.logged_warnings import warnings_told
@@ -18,7 +20,7 @@ from tests.slapo_torch.layouts import adamw, mesh_of
 
 pytestmark = pytest.mark.multiproc
 
-PLUGINS = Registry([slapo_deepspeed.plugin, slapo_megatron.plugin])
+PLUGINS = Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_deepspeed.plugin, slapo_megatron.plugin])
 
 
 class Partly(nn.Module):

@@ -19,6 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 import slapo_kernels.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo.cli.app import create_app
 from slapo_core import PluginError, ScheduleError, create_schedule, hookimpl
 from slapo_kernels import Implementation, choose, explain, hookspecs, kernel_names, reset, run
@@ -183,7 +185,9 @@ class TestWhoComputes:
 
     def test_what_refuses_a_call_leaves_it_to_the_next(self) -> None:
         picky = Implementation(_twice, refuses=lambda x, weight, *, eps: "is fed up" if eps > 1 else None, preferred=True)
-        with isolated_plugins(slapo_kernels.plugin, plugin(rms_norm={"picky": picky})):
+        with isolated_plugins(
+            slapo_tracing.plugin, slapo_training.plugin, slapo_kernels.plugin, plugin(rms_norm={"picky": picky})
+        ):
             assert torch.equal(run("rms_norm", X, W, eps=0.1), 2 * X)
             torch.testing.assert_close(run("rms_norm", X, W, eps=2.0), run("rms_norm", X, W, eps=2.0, choice="eager"))
             with pytest.raises(ScheduleError, match="implementation 'picky' of kernel 'rms_norm' is fed up"):
@@ -194,14 +198,21 @@ class TestWhoComputes:
             def forward(self, x: torch.Tensor) -> Any:
                 return run("rms_norm", x, W.to(x), eps=1e-6, choice="mine")
 
-        with isolated_plugins(slapo_kernels.plugin, plugin(rms_norm={"mine": _twice})):
+        with isolated_plugins(
+            slapo_tracing.plugin, slapo_training.plugin, slapo_kernels.plugin, plugin(rms_norm={"mine": _twice})
+        ):
             sch = create_schedule(Norm(), example_inputs=(X,))
             sch.trace()
             assert torch.rsqrt in [node.target for node in sch.mod.graph.nodes]
             assert torch.equal(Norm()(X), 2 * X)
 
     def test_who_only_counts_changes_nothing_and_who_records_sees_plain_operations(self) -> None:
-        with isolated_plugins(slapo_kernels.plugin, plugin(rms_norm={"mine": Implementation(_twice, preferred=True)})):
+        with isolated_plugins(
+            slapo_tracing.plugin,
+            slapo_training.plugin,
+            slapo_kernels.plugin,
+            plugin(rms_norm={"mine": Implementation(_twice, preferred=True)}),
+        ):
             plain = run("rms_norm", X, W, eps=1e-6, choice="eager")
             with FlopCounterMode(display=False), torch.device("cpu"):
                 assert torch.equal(run("rms_norm", X, W, eps=1e-6), 2 * X)
@@ -245,7 +256,7 @@ def _twice(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor
 class TestOtherPlugins:
     def test_theirs_comes_last_unless_it_is_preferred(self) -> None:
         theirs = {"last": _twice, "first": Implementation(_twice, devices=("cpu",), preferred=True)}
-        with isolated_plugins(slapo_kernels.plugin, plugin(rms_norm=theirs)):
+        with isolated_plugins(slapo_tracing.plugin, slapo_training.plugin, slapo_kernels.plugin, plugin(rms_norm=theirs)):
             names = [each.implementation.name for each in explain("rms_norm", "cpu")]
             assert names == ["first", "inductor", "liger", "native", "eager", "last"]
             assert torch.equal(run("rms_norm", X, W, eps=1e-6), 2 * X)
@@ -253,14 +264,22 @@ class TestOtherPlugins:
             assert choose("rms_norm", "cuda", torch.float32, "last").kernel == "rms_norm"
 
     def test_two_of_one_name(self) -> None:
-        with isolated_plugins(slapo_kernels.plugin, plugin(swiglu={"mine": _twice}), plugin(swiglu={"mine": _twice})):
+        with isolated_plugins(
+            slapo_tracing.plugin,
+            slapo_training.plugin,
+            slapo_kernels.plugin,
+            plugin(swiglu={"mine": _twice}),
+            plugin(swiglu={"mine": _twice}),
+        ):
             with pytest.raises(PluginError, match="implementation 'swiglu=mine' is provided by .* and "):
                 choose("swiglu", "cpu", torch.float32, "mine")
             assert choose("swiglu", "cpu", torch.float32).name == "inductor"
 
     def test_one_that_cannot_be_imported_takes_nothing_with_it(self) -> None:
         broken = Implementation("slapo_kernels.no_such_file:rms_norm", preferred=True)
-        with isolated_plugins(slapo_kernels.plugin, plugin(rms_norm={"broken": broken})):
+        with isolated_plugins(
+            slapo_tracing.plugin, slapo_training.plugin, slapo_kernels.plugin, plugin(rms_norm={"broken": broken})
+        ):
             assert choose("rms_norm", "cpu", torch.float32).name == "inductor"
             first, *_ = explain("rms_norm", "cpu")
             assert "No module named 'slapo_kernels.no_such_file'" in str(first.lacks)
@@ -279,7 +298,10 @@ class TestOtherPlugins:
         ids=["kernel", "nesting", "path", "number", "name"],
     )
     def test_what_they_give_is_checked(self, given: Any, sentence: str) -> None:
-        with isolated_plugins(slapo_kernels.plugin, plugin(**given)), pytest.raises(PluginError) as caught:
+        with (
+            isolated_plugins(slapo_tracing.plugin, slapo_training.plugin, slapo_kernels.plugin, plugin(**given)),
+            pytest.raises(PluginError) as caught,
+        ):
             choose("rms_norm", "cpu", torch.float32)
         assert sentence in str(caught.value)
 
@@ -287,7 +309,12 @@ class TestOtherPlugins:
         space = {"hookimpl": hookimpl, "Implementation": Implementation}
         example = "".join(line.source for line in doctest.DocTestParser().get_examples(hookspecs.slapo_kernels.__doc__ or ""))
         exec(example, space)  # noqa: S102  ours
-        with isolated_plugins(slapo_kernels.plugin, SimpleNamespace(slapo_kernels=space["slapo_kernels"])):
+        with isolated_plugins(
+            slapo_tracing.plugin,
+            slapo_training.plugin,
+            slapo_kernels.plugin,
+            SimpleNamespace(slapo_kernels=space["slapo_kernels"]),
+        ):
             with pytest.raises(ScheduleError, match="'mine' of kernel 'rms_norm' needs my-package, which is not installed"):
                 choose("rms_norm", "cuda", torch.float32, "mine")
             assert choose("rms_norm", "cpu", torch.float32).name == "inductor"

@@ -8,6 +8,8 @@ from torch import nn
 
 import slapo_kernels.plugin
 import slapo_sharding.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, ScheduleError, build, create_schedule
 from slapo_kernels import op
 from slapo_testing import run_distributed
@@ -31,7 +33,9 @@ class Block(nn.Module):
 def split(rank: int) -> None:
     before, after = Block(), Block()
     after.load_state_dict(before.state_dict())
-    sch = create_schedule(after, plugins=Registry([slapo_kernels.plugin, slapo_sharding.plugin]))
+    sch = create_schedule(
+        after, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_kernels.plugin, slapo_sharding.plugin])
+    )
     attention, mlp = sch["attention"], sch["mlp"]
     attention["qkv.fused_linear"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
     attention["out_proj"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
@@ -60,7 +64,9 @@ def layers() -> nn.Sequential:
 
 
 def split_layers(rank: int) -> None:
-    sch = create_schedule(layers(), plugins=Registry([slapo_kernels.plugin, slapo_sharding.plugin]))
+    sch = create_schedule(
+        layers(), plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_kernels.plugin, slapo_sharding.plugin])
+    )
     for columns, rows in ("01", "23"):
         sch[columns].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
         sch[rows].shard("weight", axis=1).sync("fwd_post", "all_reduce")

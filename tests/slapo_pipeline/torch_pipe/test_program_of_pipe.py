@@ -12,6 +12,8 @@ from torch.distributed.pipelining import Pipe, SplitPoint, pipe_split, pipeline
 from torch.nn import functional as F
 
 import slapo_pipeline.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import BuildError, Program, Registry, Schedule, TraceError, build, build_program, create_schedule
 from slapo_pipeline.analysis import analyze_pipeline_module
 from slapo_pipeline.describe import describe
@@ -53,7 +55,9 @@ def batch(rows: int = 2) -> dict[str, torch.Tensor]:
 
 def made(model: nn.Module, inputs: dict[str, torch.Tensor], **options: Any) -> tuple[Pipe, Schedule]:
     """A Pipe and a schedule of one model."""
-    schedule = create_schedule(model, example_inputs=inputs, plugins=Registry([slapo_pipeline.plugin]))
+    schedule = create_schedule(
+        model, example_inputs=inputs, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_pipeline.plugin])
+    )
     return pipeline(model, (), inputs, **options), schedule
 
 
@@ -134,7 +138,9 @@ class Plain(nn.Module):
 def test_a_policy_of_split_points() -> None:
     model, inputs = Plain(), {"x": torch.randn(4, WIDTH)}
     plain = copy.deepcopy(model)
-    schedule = create_schedule(model, example_inputs=inputs, plugins=Registry([slapo_pipeline.plugin]))
+    schedule = create_schedule(
+        model, example_inputs=inputs, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_pipeline.plugin])
+    )
     pipe = pipeline(copy.deepcopy(model), (), inputs, split_spec={"layers.1": SplitPoint.BEGINNING})
     program = program_of_pipe(pipe, schedule)
     assert len(program.stages) == 2
@@ -153,7 +159,9 @@ def test_another_mode_and_other_shapes() -> None:
 
 def test_a_pipe_of_one_tensor_for_two_arguments() -> None:
     model, inputs = Model().eval(), batch()
-    schedule = create_schedule(model, example_inputs=inputs, plugins=Registry([slapo_pipeline.plugin]))
+    schedule = create_schedule(
+        model, example_inputs=inputs, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_pipeline.plugin])
+    )
     pipe = pipeline(model, (), {"ids": inputs["ids"], "labels": inputs["ids"]})  # torch reads one of them twice
     with pytest.raises(BuildError, match="give another result than the model on the example inputs; make the Pipe from this"):
         program_of_pipe(pipe, schedule)
@@ -234,7 +242,9 @@ def test_a_buffer_that_one_stage_changes_and_another_reads_is_refused() -> None:
 
 def test_build_takes_a_ready_pipe_once() -> None:
     model, inputs = Plain(), {"x": torch.randn(4, WIDTH)}
-    schedule = create_schedule(model, example_inputs=inputs, plugins=Registry([slapo_pipeline.plugin]))
+    schedule = create_schedule(
+        model, example_inputs=inputs, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_pipeline.plugin])
+    )
     pipe = pipeline(copy.deepcopy(model), (), inputs, split_spec={"layers.1": SplitPoint.BEGINNING})
     build(schedule, pipe=pipe)
     assert schedule.program is not None
@@ -243,7 +253,7 @@ def test_build_takes_a_ready_pipe_once() -> None:
 
 
 def test_build_refuses_what_is_no_pipe() -> None:
-    schedule = create_schedule(Plain(), plugins=Registry([slapo_pipeline.plugin]))
+    schedule = create_schedule(Plain(), plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_pipeline.plugin]))
     with pytest.raises(BuildError, match="pipe is a str; give what torch.distributed.pipelining.pipeline returned"):
         build(schedule, pipe="ready")
     assert len(build_program(schedule).stages) == 1

@@ -38,7 +38,7 @@ class Around(nn.Module):
 
 def test_a_packed_sequence_in_a_module_that_is_taken_apart_is_refused() -> None:
     schedule = cut(Packed(), {"x": torch.randn(2, 3, 4)}, "a")
-    match = r"Packed: the forward makes a PackedSequence, which a graph cannot make anew.*test_not_traceable\.py:\d+"
+    match = r"Packed: the forward makes a PackedSequence, which a graph cannot make anew.*test_untraceable_modules\.py:\d+"
     with pytest.raises(TraceError, match=match):
         build_program(schedule)
 

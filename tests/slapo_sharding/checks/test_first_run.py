@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import BuildError, Registry, Schedule, build, create_schedule
 from slapo_sharding import plugin
 from slapo_testing import run_distributed
@@ -327,7 +329,7 @@ def _silent(rank: int) -> dict[str, str]:
     for key, (block, steps, _) in SILENT.items():
         x, model = torch.randn(6, 4), Model(block)
         unchecked = copy.deepcopy(model)
-        sch = create_schedule(model, plugins=Registry([plugin]))
+        sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
         steps(sch)
         build(sch)
         model.block.up(x)  # a part that is called alone, and a run without gradients, are not what is waited for
@@ -339,7 +341,10 @@ def _silent(rank: int) -> dict[str, str]:
             messages[key] = str(err)
         else:
             raise AssertionError(key)
-        before, sch = copy.deepcopy(unchecked), create_schedule(unchecked, plugins=Registry([plugin]))
+        before, sch = (
+            copy.deepcopy(unchecked),
+            create_schedule(unchecked, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin])),
+        )
         steps(sch)
         build(sch, check=False)
         with pytest.raises(AssertionError, match="gradient of|output"):
@@ -396,7 +401,10 @@ RIGHT: dict[str, tuple[type[Block], Callable[[Schedule], Any]]] = {
 def _right(rank: int) -> None:
     for block, steps in RIGHT.values():
         model = Model(block)
-        before, sch = copy.deepcopy(model), create_schedule(model, plugins=Registry([plugin]))
+        before, sch = (
+            copy.deepcopy(model),
+            create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin])),
+        )
         steps(sch)
         build(sch)
         assert_equivalent(before, model, torch.randn(6, 4))
@@ -420,7 +428,10 @@ class Returns(Model):
 
 def _returned(rank: int) -> None:
     model, x = Returns(Normed), torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
-    before, sch = copy.deepcopy(model), create_schedule(model, plugins=Registry([plugin]))
+    before, sch = (
+        copy.deepcopy(model),
+        create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin])),
+    )
     _and_sums(_summed_at(), "block.norm")(sch)
     build(sch)
     output, beside = model(x)

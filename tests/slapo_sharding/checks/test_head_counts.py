@@ -11,13 +11,15 @@ from torch import nn
 
 import slapo_sharding.plugin
 import slapo_torch.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import BuildError, Registry, build, create_schedule
 from slapo_testing import run_distributed
 from slapo_verify.comparison import assert_equivalent
 
 pytestmark = pytest.mark.multiproc
 
-PLUGINS = Registry([slapo_sharding.plugin, slapo_torch.plugin])
+PLUGINS = Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_sharding.plugin, slapo_torch.plugin])
 X = torch.arange(12.0).view(3, 4).cos()
 
 

@@ -166,7 +166,7 @@ def found(rank: int) -> dict[str, str]:
 def test_what_depends_on_the_part_is_an_error_on_all_ranks() -> None:
     first, second = run_distributed(found, 2)
     assert first == second
-    named = re.compile(r"the model, \w+, at \S+test_whole_comparison\.py:\d+: .*check=False turns")
+    named = re.compile(r"the model, \w+, at \S+test_module_comparison\.py:\d+: .*check=False turns")
     assert [kind for kind, text in first.items() if not named.match(text)] == []
 
 

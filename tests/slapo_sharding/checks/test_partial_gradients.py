@@ -15,13 +15,24 @@ import slapo_memory.plugin
 import slapo_pipeline.plugin
 import slapo_sharding.plugin
 import slapo_torch.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import BuildError, Registry, Schedule, ScheduleError, build, create_schedule
 from slapo_testing import run_distributed
 from slapo_verify.comparison import assert_equivalent
 
 pytestmark = pytest.mark.multiproc
 
-PLUGINS = Registry([slapo_memory.plugin, slapo_pipeline.plugin, slapo_sharding.plugin, slapo_torch.plugin])
+PLUGINS = Registry(
+    [
+        slapo_tracing.plugin,
+        slapo_training.plugin,
+        slapo_memory.plugin,
+        slapo_pipeline.plugin,
+        slapo_sharding.plugin,
+        slapo_torch.plugin,
+    ]
+)
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 
 

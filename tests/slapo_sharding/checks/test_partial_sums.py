@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import BuildError, Registry, Schedule, build, create_schedule, set_random_seed
 from slapo_sharding import plugin
 from slapo_testing import run_distributed
@@ -111,7 +113,7 @@ class Model(nn.Module):
 
 
 def _scheduled(model: nn.Module) -> Schedule:
-    sch = create_schedule(model, plugins=Registry([plugin]))
+    sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     sch["block.up"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
     for name in ("down", "again"):
         sch[f"block.{name}"].shard("weight", axis=1)

@@ -11,12 +11,14 @@ from torch import nn
 
 import slapo_sharding.plugin
 import slapo_torch.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import BuildError, Registry, build, create_schedule, set_random_seed
 from slapo_testing import run_distributed
 
 pytestmark = pytest.mark.multiproc
 
-PLUGINS = Registry([slapo_sharding.plugin, slapo_torch.plugin])
+PLUGINS = Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_sharding.plugin, slapo_torch.plugin])
 X = torch.ones(4, 8)
 
 

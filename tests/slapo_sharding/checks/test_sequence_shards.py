@@ -13,6 +13,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn import functional
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import BuildError, Registry, Schedule, build, create_schedule, set_random_seed
 from slapo_sharding import plugin
 from slapo_testing import run_distributed
@@ -47,7 +49,7 @@ class Model(nn.Module):
 
 def _scheduled(model: nn.Module, *, at_input: bool = False) -> Schedule:
     """Cut by the layer before, or by the module itself."""
-    sch = create_schedule(model, plugins=Registry([plugin]))
+    sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     if at_input:
         sch["inner"].sync("fwd_pre", "scatter", axis=1).sync("fwd_post", "all_gather", axis=1)["norm"].sync(
             "grad", "all_reduce"

@@ -17,6 +17,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import slapo_sharding.plugin
 import slapo_torch.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import BuildError, Registry, build, create_schedule
 from slapo_sharding.checks.value_tracking.op_rules import Question, Slice, remembered
 from slapo_sharding.checks.value_tracking.tracked_value import plain
@@ -25,7 +27,7 @@ from slapo_verify.comparison import assert_equivalent
 
 pytestmark = pytest.mark.multiproc
 
-PLUGINS = Registry([slapo_sharding.plugin, slapo_torch.plugin])
+PLUGINS = Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_sharding.plugin, slapo_torch.plugin])
 
 
 class Mlp(nn.Module):
@@ -384,7 +386,9 @@ _LOSSES: list[tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], tuple[
 
 def _losses(rank: int) -> None:
     for loss, shape in _LOSSES:
-        sch = create_schedule(Loss(loss), plugins=Registry([slapo_sharding.plugin]))
+        sch = create_schedule(
+            Loss(loss), plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_sharding.plugin])
+        )
         sch["head"].shard("weight", axis=0).sync("bwd_post", "all_reduce")
         build(sch)
         with pytest.raises(BuildError, match="cross_entropy needs all of it"):

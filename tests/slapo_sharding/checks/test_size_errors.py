@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import BuildError, Registry, Schedule, build, create_schedule
 from slapo_sharding import plugin
 from slapo_testing import run_distributed
@@ -48,7 +50,9 @@ SIZES: dict[str, tuple[Callable[[Schedule], object], str]] = {
 def _sizes(rank: int) -> dict[str, str]:
     messages = {}
     for key, (steps, _) in SIZES.items():
-        sch, unchecked = (create_schedule(Row(), plugins=Registry([plugin])) for _ in range(2))
+        sch, unchecked = (
+            create_schedule(Row(), plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin])) for _ in range(2)
+        )
         steps(sch)
         build(sch)
         with pytest.raises(BuildError) as caught:
@@ -81,7 +85,7 @@ class Retries(nn.Module):
 
 
 def _falls_back(rank: int) -> None:
-    sch = create_schedule(Retries(), plugins=Registry([plugin]))
+    sch = create_schedule(Retries(), plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     sch["up"].shard("weight", axis=0).sync("bwd_post", "all_reduce")
     build(sch)
     assert sch.mod(torch.ones(3, 5)).shape == (3, 4)

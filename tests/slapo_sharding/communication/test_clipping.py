@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, create_schedule
 from slapo_sharding import plugin
 from slapo_testing import run_distributed
@@ -29,7 +31,7 @@ def _model() -> nn.Module:
 
 
 def _sharded() -> nn.Module:
-    sch = create_schedule(_model(), plugins=Registry([plugin]))
+    sch = create_schedule(_model(), plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     sch["0"].shard("weight", axis=0)
     sch["1"].shard("weight", axis=1)
     sch["2"].shard("weight", axis=0)

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, Schedule, ScheduleError, build, create_schedule, is_sharded
 from slapo_sharding import gather_full, load_full_state, plugin, scatter_full
 from slapo_testing import run_distributed
@@ -32,7 +34,9 @@ def _llama(seed: int) -> nn.Module:
 
 
 def _schedule(model: nn.Module) -> Schedule:
-    sch = create_schedule(model, plugins=Registry([plugin]), example_inputs={"input_ids": IDS})
+    sch = create_schedule(
+        model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]), example_inputs={"input_ids": IDS}
+    )
     sch.tensor_parallel()
     build(sch)
     return sch

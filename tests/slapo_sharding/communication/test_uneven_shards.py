@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import BuildError, Registry, Schedule, ScheduleError, build, create_schedule, shard_spec
 from slapo_sharding import plugin
 from slapo_sharding.communication import collectives
@@ -82,7 +84,7 @@ def _scheduled(model: nn.Module, steps: Callable[[Schedule], object]) -> tuple[n
     for parameter in model.parameters():
         nn.init.normal_(parameter)
     before = copy.deepcopy(model)
-    schedule = create_schedule(model, plugins=Registry([plugin]))
+    schedule = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     steps(schedule)
     build(schedule)
     return before, schedule
@@ -221,7 +223,10 @@ def _gpt2(rank: int, vocabulary: int) -> tuple[int, int]:
     config = GPT2Config(vocab_size=vocabulary, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **sizes)
     torch.manual_seed(0)
     model = GPT2LMHeadModel(config)
-    before, sch = copy.deepcopy(model), create_schedule(model, plugins=Registry([plugin]))
+    before, sch = (
+        copy.deepcopy(model),
+        create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin])),
+    )
     sch.tensor_parallel()
     build(sch)
     ids = torch.tensor([[0, vocabulary // 2, vocabulary // 2 + 1, vocabulary - 1]])
@@ -238,7 +243,7 @@ def _from_meta(rank: int) -> torch.Tensor:
 
     with init_empty_weights():
         model = Tied()
-    sch = create_schedule(model, plugins=Registry([plugin]))
+    sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     sch["wte"].shard("weight", axis=0, uneven=True).sync("fwd_post", "all_reduce")
     sch["head"].sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather", axis=-1)
     build(sch, seed=3)
@@ -253,7 +258,7 @@ def test_weights_that_come_late_are_the_same_in_every_layout():
 
 def _bad(rank: int) -> dict[str, str]:
     def message(model: nn.Module, *args: Any, **kwargs: Any) -> str:
-        sch = create_schedule(nn.Sequential(model), plugins=Registry([plugin]))
+        sch = create_schedule(nn.Sequential(model), plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
         with pytest.raises(ScheduleError) as caught:
             sch["0"].shard(*args, **kwargs)
         return str(caught.value)
@@ -264,7 +269,9 @@ def _bad(rank: int) -> dict[str, str]:
         "rows": message(nn.Embedding(5, 4), "weight", axis=0, uneven=True),
         "convolution": message(nn.Conv1d(4, 7, 1), "weight", axis=0, uneven=True),
     }
-    sch = create_schedule(nn.Sequential(nn.Linear(4, 7)), plugins=Registry([plugin]))
+    sch = create_schedule(
+        nn.Sequential(nn.Linear(4, 7)), plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin])
+    )
     sch["0"].shard("weight", axis=0, uneven=True).sync("bwd_post", "all_reduce")
     sch["0"].sync("fwd_post", "reduce_scatter", axis=-1)
     with pytest.raises(BuildError) as caught:
@@ -280,7 +287,10 @@ def _misplaced(rank: int) -> list[str]:
         ("0.0", {"sync_op_or_fn": "RS->SR"}, {"uneven": True}),
         ("0.0", {"sync_op_or_fn": "all_gather", "axis": -1}, {"blocks": 2, "uneven": True}),
     ):
-        sch = create_schedule(nn.Sequential(nn.Sequential(nn.Linear(4, 6))), plugins=Registry([plugin]))
+        sch = create_schedule(
+            nn.Sequential(nn.Sequential(nn.Linear(4, 6))),
+            plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]),
+        )
         sch["0.0"].shard("weight", axis=0, **options).sync("bwd_post", "all_reduce")
         sch[place].sync("fwd_post", **sync)
         with pytest.raises(BuildError) as caught:

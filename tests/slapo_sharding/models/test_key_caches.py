@@ -7,6 +7,8 @@ import copy
 import pytest
 import torch
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, build, create_schedule
 from slapo_sharding import plugin
 from slapo_testing import run_distributed
@@ -20,7 +22,7 @@ def keeps(rank: int, name: str) -> float:
     torch.manual_seed(0)
     model, batch = FAMILIES[name].model(), FAMILIES[name].batch()
     before = copy.deepcopy(model)
-    sch = create_schedule(model, plugins=Registry([plugin]), example_inputs=batch)
+    sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]), example_inputs=batch)
     sch.tensor_parallel()
     build(sch)
     results = [each(**batch) for each in (before, model)]

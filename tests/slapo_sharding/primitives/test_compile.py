@@ -11,6 +11,8 @@ from transformers import GPT2Config, LlamaConfig
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from benchmarks.gpu.blocks import COMPILED, WAYS, Sizes, measure, report
 from slapo_core import Registry, build, create_schedule
 from slapo_sharding import plugin
@@ -38,7 +40,11 @@ def _compiled(rank: int, make: str, backend: str) -> list[int]:
     model, others = {"llama": _llama, "gpt2": _gpt2}[make]()
     x = torch.randn(2, 8, 32)
     before = copy.deepcopy(model)
-    sch = create_schedule(model, plugins=Registry([plugin]), example_inputs={"hidden_states": x, **others})
+    sch = create_schedule(
+        model,
+        plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]),
+        example_inputs={"hidden_states": x, **others},
+    )
     sch.tensor_parallel()
     build(sch)
     counters.clear()

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, ScheduleError, create_schedule, rng_state, set_random_seed, set_rng_state
 from slapo_sharding import plugin
 from slapo_testing import run_distributed
@@ -27,7 +29,9 @@ class Region(nn.Module):
 
 
 def _masks(rank: int) -> list[list[float]]:
-    sch = create_schedule(nn.Sequential(nn.Dropout(0.5), Region()), plugins=Registry([plugin]))
+    sch = create_schedule(
+        nn.Sequential(nn.Dropout(0.5), Region()), plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin])
+    )
     sch["1"].fork_rng()
     sch["1.residual"].fork_rng(outside=True)
     set_random_seed(3, tp_rank=rank)
@@ -44,7 +48,7 @@ def test_correctness_12_masks_differ_inside_a_sharded_region_and_agree_outside()
 
 def _recomputed(rank: int) -> None:
     """A recompute inside a fork draws the same masks, and leaves the states where the forward left them."""
-    sch = create_schedule(nn.Sequential(Region()), plugins=Registry([plugin]))
+    sch = create_schedule(nn.Sequential(Region()), plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     sch["0"].fork_rng()
     sch["0.residual"].fork_rng(outside=True)
     set_random_seed(3, tp_rank=rank)
@@ -79,7 +83,7 @@ def _gpt2(rank: int) -> dict[str, list[float]]:
     torch.manual_seed(0)
     config = GPT2Config(n_layer=2, n_embd=16, n_head=4, vocab_size=32, n_positions=8, bos_token_id=0, eos_token_id=0)
     model = GPT2LMHeadModel(config).train()
-    create_schedule(model, plugins=Registry([plugin])).tensor_parallel()
+    create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin])).tensor_parallel()
     set_random_seed(3, tp_rank=rank)
     seen: dict[str, list[float]] = {}
     for name, module in model.named_modules():
@@ -109,7 +113,9 @@ def _without_seed(rank: int) -> None:
 
     random._SEED_SET = False
     random.get_cuda_rng_tracker().reset()
-    sch = create_schedule(nn.Sequential(nn.Dropout(0.5)), plugins=Registry([plugin]))
+    sch = create_schedule(
+        nn.Sequential(nn.Dropout(0.5)), plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin])
+    )
     sch["0"].fork_rng()
     before = torch.get_rng_state()
     with pytest.raises(ScheduleError, match=r"^fork_rng: there is no state yet .*; call set_random_seed"):
@@ -122,7 +128,10 @@ def _without_seed(rank: int) -> None:
 @pytest.mark.parametrize("rate", [0.5, 0.0])
 def test_a_recompute_that_draws_anew_is_refused(use_reentrant: bool, rate: float):
     """As ``gradient_checkpointing_enable()`` of Transformers does it; without dropout it draws nothing."""
-    sch = create_schedule(nn.Sequential(nn.Linear(4, 4), nn.Dropout(rate)), plugins=Registry([plugin]))
+    sch = create_schedule(
+        nn.Sequential(nn.Linear(4, 4), nn.Dropout(rate)),
+        plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]),
+    )
     sch["1"].fork_rng()
     set_random_seed(3, tp_rank=0)
     for _ in range(2):

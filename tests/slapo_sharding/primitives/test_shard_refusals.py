@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import BuildError, Registry, Schedule, ScheduleError, build, create_schedule
 from slapo_sharding import plugin
 from slapo_testing import run_distributed
@@ -18,7 +20,7 @@ pytestmark = pytest.mark.multiproc
 
 
 def _schedule(module: nn.Module) -> Schedule:
-    return create_schedule(module, plugins=Registry([plugin]))
+    return create_schedule(module, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
 
 
 class OwnForward(nn.Linear):
@@ -90,14 +92,14 @@ def test_an_illegal_shard_says_why_and_changes_nothing():
 
 
 def test_a_module_without_bias_does_not_offer_one() -> None:
-    sch = create_schedule(nn.Linear(4, 8, bias=False), plugins=Registry([plugin]))
+    sch = create_schedule(nn.Linear(4, 8, bias=False), plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     with pytest.raises(ScheduleError, match=r"no parameter 'bias'; available: weight$"):
         sch.shard(["weight", "bias"], axis=0)
 
 
 def test_processes_that_were_not_joined_are_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    sch = create_schedule(nn.Linear(4, 8), plugins=Registry([plugin]))
+    sch = create_schedule(nn.Linear(4, 8), plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     with pytest.raises(ScheduleError, match=r"one of 2 processes, WORLD_SIZE says.*init_process_group\(\) before create_sch"):
         sch.shard("weight", axis=0)
 

@@ -17,6 +17,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from benchmarks.planning import plan_ours
 from slapo_core import Registry, build, create_schedule
 from slapo_sharding import plugin
@@ -39,7 +41,12 @@ def mesh() -> Iterator[Any]:
 
 
 def _published(model: LlamaForCausalLM, mesh: Any) -> None:
-    create_schedule(model, mesh=mesh, plugins=Registry([plugin]), example_inputs={"input_ids": IDS}).tensor_parallel()
+    create_schedule(
+        model,
+        mesh=mesh,
+        plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]),
+        example_inputs={"input_ids": IDS},
+    ).tensor_parallel()
 
 
 def _calls(plan: Any, layers: int, mesh: Any) -> int:
@@ -92,7 +99,9 @@ def _runs(model: torch.nn.Module) -> _Kinds:
 
 
 def _ours(rank: int, sequence_parallel: bool) -> tuple[set[type], set[str]]:
-    sch = create_schedule(_llama(2), plugins=Registry([plugin]), example_inputs={"input_ids": IDS})
+    sch = create_schedule(
+        _llama(2), plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]), example_inputs={"input_ids": IDS}
+    )
     kinds = _runs(build(sch.tensor_parallel(sequence_parallel=sequence_parallel)).module)
     return kinds.classes, kinds.names
 

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, Schedule, ScheduleError, build, create_schedule
 from slapo_sharding import plugin
 from slapo_testing import run_distributed
@@ -29,7 +31,7 @@ class Inputs(nn.Module):
 
 
 def _schedule(module: nn.Module) -> Schedule:
-    return create_schedule(module, plugins=Registry([plugin]))
+    return create_schedule(module, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
 
 
 def _input_gradients(rank: int) -> None:

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import BuildError, Registry, Schedule, ScheduleError, build, create_schedule, shard_spec
 from slapo_sharding import plugin
 from slapo_sharding.planning.published_plan import gpt2_plan, tensor_parallel_plan
@@ -25,7 +27,7 @@ IDS = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(1))
 
 
 def _schedule(module: nn.Module, **options: Any) -> Schedule:
-    return create_schedule(module, plugins=Registry([plugin]), **options)
+    return create_schedule(module, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]), **options)
 
 
 def _gpt2(**options: Any) -> nn.Module:
@@ -196,7 +198,9 @@ def _replayed(rank: int) -> None:
     sch = _schedule(_gpt2())
     sch.tensor_parallel()
     sch.save(f"schedule{rank}.json")
-    again = load_schedule(_gpt2(), f"schedule{rank}.json", plugins=Registry([plugin]))
+    again = load_schedule(
+        _gpt2(), f"schedule{rank}.json", plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin])
+    )
     shapes = [[(name, p.shape) for name, p in schedule.mod.named_parameters()] for schedule in (sch, again)]
     assert shapes[0] == shapes[1]
     assert len(again.journal) == 1
@@ -307,7 +311,7 @@ def _copies_its_config(rank: int) -> None:
     model = FAMILIES["t5"].model()
     model.config.use_cache = True
     before, batch = copy.deepcopy(model), FAMILIES["t5"].batch()
-    sch = create_schedule(model, plugins=Registry([plugin]), example_inputs=batch)
+    sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]), example_inputs=batch)
     sch.tensor_parallel()
     build(sch)
     assert_equivalent(before, model, **batch, loss=lambda outputs: outputs.loss, use_cache=False)

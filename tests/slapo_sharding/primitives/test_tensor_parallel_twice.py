@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, Schedule, ScheduleError, create_schedule
 from slapo_sharding import plugin
 
@@ -30,7 +32,11 @@ def _model() -> LlamaForCausalLM:
 
 def _schedule(model: LlamaForCausalLM | None = None) -> Schedule:
     ids = torch.zeros(1, 4, dtype=torch.long)
-    return create_schedule(model or _model(), plugins=Registry([plugin]), example_inputs={"input_ids": ids, "labels": ids})
+    return create_schedule(
+        model or _model(),
+        plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]),
+        example_inputs={"input_ids": ids, "labels": ids},
+    )
 
 
 @pytest.mark.parametrize("path", ["", "model.layers.1"])

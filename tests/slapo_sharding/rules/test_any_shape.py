@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, build, create_schedule
 from slapo_sharding import plugin
 from slapo_testing import run_distributed
@@ -60,7 +62,7 @@ def _same(rank: int, case: Case) -> None:
     for parameter in model.parameters():
         nn.init.normal_(parameter)
     before = copy.deepcopy(model)
-    sch = create_schedule(model, plugins=Registry([plugin]))
+    sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     column, row = (1, 0) if case.conv1d else (0, 1)
     column, row = (column - 2, row - 2) if case.negative else (column, row)
     blocks = list(case.blocks)
@@ -103,7 +105,7 @@ def tables(draw: st.DrawFn) -> Table:
 def _same_table(rank: int, table: Table) -> None:
     model = nn.Sequential(nn.Embedding(table.rows, table.width, padding_idx=table.padding))
     before = copy.deepcopy(model)
-    sch = create_schedule(model, plugins=Registry([plugin]))
+    sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     sch["0"].shard("weight", axis=table.axis, uneven=True)
     if table.axis in (0, -2):
         sch["0"].sync("fwd_post", "all_reduce")

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import BuildError, Registry, Schedule, ScheduleError, build, create_schedule, shard_spec
 from slapo_sharding import plugin
 from slapo_testing import run_distributed
@@ -23,7 +25,7 @@ BATCH_NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 
 def _scheduled(model: nn.Module, steps: Callable[[Schedule], object]) -> tuple[nn.Module, nn.Module]:
     before = copy.deepcopy(model)
-    sch = create_schedule(model, plugins=Registry([plugin]))
+    sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     steps(sch)
     build(sch)
     return before, model
@@ -115,7 +117,10 @@ def test_correctness_02_bias_and_its_gradient_under_reduce_scatter():
 def _wrong_axis(rank: int) -> list[str]:
     messages = []
     for mode, op, path in (("fwd_post", "all_gather", "0"), ("fwd_pre", "scatter", "1")):
-        sch = create_schedule(nn.Sequential(nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)), plugins=Registry([plugin]))
+        sch = create_schedule(
+            nn.Sequential(nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)),
+            plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]),
+        )
         _column(sch)
         _row(sch, "1")
         sch[path].sync(mode, op, axis=-1)
@@ -226,7 +231,7 @@ def _refusals(rank: int) -> list[str]:
     model = nn.ModuleList(
         [nn.Conv2d(6, 6, 3, groups=3), nn.GroupNorm(3, 6), nn.SyncBatchNorm(6), nn.Conv2d(6, 5, 3), nn.Conv2d(6, 6, 3)]
     )
-    sch, messages = create_schedule(model, plugins=Registry([plugin])), []
+    sch, messages = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin])), []
     for index, axis in ((0, 0), (1, 0), (2, 0), (3, 0), (4, 2), (0, 1)):
         with pytest.raises(ScheduleError) as caught:
             sch[str(index)].shard("weight", axis=axis)
@@ -262,7 +267,7 @@ def test_a_plan_may_name_convolutions():
 
 def _training(rank: int) -> None:
     before, after = _block(2, 4), None
-    sch = create_schedule(copy.deepcopy(before), plugins=Registry([plugin]))
+    sch = create_schedule(copy.deepcopy(before), plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     _split_block(sch)
     build(sch)
     after, images = sch.mod, torch.randn(5, 4, 6, 6)

@@ -13,6 +13,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Exper
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralSparseMoeBlock
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import BuildError, Registry, ScheduleError, build, create_schedule, shard_spec
 from slapo_sharding import plugin
 from slapo_testing import run_distributed
@@ -53,7 +55,7 @@ def _split(rank: int, ranks: int, kind: str) -> list[tuple[int, ...]]:
     for implementation in ("eager", "grouped_mm", "batched_mm"):
         model = Routed(_experts(kind, implementation))
         before = copy.deepcopy(model)
-        sch = create_schedule(model, plugins=Registry([plugin]))
+        sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
         sch.tensor_parallel(STYLE)
         build(sch)
         assert_equivalent(before, model, torch.randn(10, 16, requires_grad=True))
@@ -74,7 +76,7 @@ def test_correctness_08_gate_and_up_in_every_implementation_of_experts(kind, ran
 def _by_hand(rank: int) -> str:
     model = Routed(_experts("mixtral", "eager"))
     before = copy.deepcopy(model)
-    sch = create_schedule(model, plugins=Registry([plugin]))
+    sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     sch["experts"].shard(["gate_up_proj", "down_proj"], axis=1).sync("fwd_post", "all_reduce")
     with pytest.raises(BuildError) as caught:
         build(sch)
@@ -92,7 +94,7 @@ def _training(rank: int, name: str) -> list[tuple[bool, int]]:
     """The published plan, with no batch to derive one from."""
     model, batch = FAMILIES[name].model(), {**FAMILIES[name].batch(), "use_cache": False}
     before = copy.deepcopy(model)
-    sch = create_schedule(model, plugins=Registry([plugin]))
+    sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     sch.tensor_parallel()
     build(sch)
     assert_equivalent(before, model, **batch)
@@ -136,11 +138,13 @@ def _refused(rank: int) -> list[str]:
     normed, dealt, other = MixtralExperts(config), MixtralExperts(config), MixtralExperts(config)
     normed.has_post_expert_norm = dealt._is_expert_parallel = other.is_transposed = True
     for experts in (Mixing(config), Scaled(config), MixtralExperts(odd), normed, dealt, other):
-        sch = create_schedule(Routed(experts), plugins=Registry([plugin]))
+        sch = create_schedule(Routed(experts), plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
         with pytest.raises(ScheduleError) as caught:
             sch.tensor_parallel(STYLE)
         messages.append(str(caught.value))
-    sch = create_schedule(MixtralSparseMoeBlock(config), plugins=Registry([plugin]))
+    sch = create_schedule(
+        MixtralSparseMoeBlock(config), plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin])
+    )
     for plan in ({"experts.down_proj": "rowwise"}, {"gate": "moe_tp_experts"}, {**STYLE, "experts.other": "rowwise"}):
         with pytest.raises(ScheduleError) as caught:
             sch.tensor_parallel(plan)
@@ -169,7 +173,7 @@ def _narrow(rank: int) -> str:
     model = Routed(_experts("mixtral", "grouped_mm", intermediate_size=8)).to(torch.bfloat16)
     x = torch.randn(10, 16, dtype=torch.bfloat16)
     assert model(x).shape == (10, 16)
-    sch = create_schedule(model, plugins=Registry([plugin]))
+    sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     sch.tensor_parallel(STYLE)
     build(sch)
     with pytest.raises(BuildError) as caught:

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import BuildError, Registry, Schedule, ScheduleError, UnknownNameError, build, create_schedule, hookimpl
 from slapo_sharding import plugin
 from slapo_sharding.rules.sharding_rule import Cut, ShardingRule
@@ -51,7 +53,11 @@ def _fused(*plugins: object) -> tuple[nn.Module, Schedule]:
     """A schedule in which the first layer and what follows are one module."""
     model = Net()
     before = copy.deepcopy(model)
-    sch = create_schedule(model, plugins=Registry([plugin, *plugins]), example_inputs=(torch.randn(2, 4),))
+    sch = create_schedule(
+        model,
+        plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin, *plugins]),
+        example_inputs=(torch.randn(2, 4),),
+    )
     sch.trace()
     (found,) = sch.find(lambda x: F.relu(call_module("up", x)))
     sch.replace(LinearRelu(sch["up"].mod), found, name="fused")
@@ -93,7 +99,9 @@ def test_with_a_rule_of_its_own_it_is():
 
 
 def _sharded_then_fused(rank: int) -> str:
-    sch = create_schedule(Net(), plugins=Registry([plugin]), example_inputs=(torch.randn(2, 4),))
+    sch = create_schedule(
+        Net(), plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]), example_inputs=(torch.randn(2, 4),)
+    )
     sch["up"].shard("weight", axis=0).sync("bwd_post", "all_reduce")
     sch["down"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
     sch["up"].replace(LinearRelu(sch["up"].mod))

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, ScheduleError, build, create_schedule
 from slapo_sharding import plugin
 from slapo_testing import run_distributed
@@ -46,7 +48,7 @@ CASES = {
 
 
 def _rows(model: nn.Module, axis: int, dim: int) -> None:
-    sch = create_schedule(model, plugins=Registry([plugin]))
+    sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     sch["inner"].shard("weight", axis=axis).sync("fwd_pre", "scatter", axis=dim).sync("fwd_post", "all_reduce")
     build(sch)
 
@@ -59,7 +61,7 @@ def _same(rank: int, case: str, by_rows: bool) -> None:
     if by_rows:
         _rows(model, row, dim)
     else:
-        sch = create_schedule(model, plugins=Registry([plugin]))
+        sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
         sch["inner"].shard("weight", axis=column).sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather", axis=dim)
         build(sch)
     assert_equivalent(before, model, torch.randn(2, 8, 8, requires_grad=True))
@@ -75,7 +77,7 @@ def test_correctness_04_keyword_only_calls_of_layers(case, by_rows):
 def _table(rank: int) -> None:
     model = Keywords(nn.Embedding(10, 6, padding_idx=3), "input")
     before = copy.deepcopy(model)
-    sch = create_schedule(model, plugins=Registry([plugin]))
+    sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     sch["inner"].shard("weight", axis=0).sync("fwd_post", "all_reduce")
     build(sch)
     assert_equivalent(before, model, torch.arange(10).view(2, 5))
@@ -91,7 +93,12 @@ def _other_calls(rank: int, by_rows: bool) -> tuple[str, str]:
     if by_rows:
         _rows(model, 1, -1)
     else:
-        build(create_schedule(model, plugins=Registry([plugin]))["inner"].shard("weight", axis=0), check=False)
+        build(
+            create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))["inner"].shard(
+                "weight", axis=0
+            ),
+            check=False,
+        )
     with pytest.raises(ScheduleError) as more:
         model(torch.randn(2, 8))
     with pytest.raises(TypeError) as unknown:

@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.models.falcon.modeling_falcon import FalconLinear
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, build, create_schedule
 from slapo_sharding import plugin
 from slapo_sharding.rules.layers import is_linear
@@ -109,7 +111,7 @@ def test_the_random_numbers_are_as_before():
 def _split(rank: int) -> None:
     model = nn.Sequential(FalconLinear(8, 16), nn.GELU(), FalconLinear(16, 8))
     before = copy.deepcopy(model)
-    sch = create_schedule(model, plugins=Registry([plugin]))
+    sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     sch["0"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
     sch["2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
     build(sch)

@@ -17,6 +17,8 @@ import pytest
 import torch
 from torch import nn
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import PluginError, Registry, ScheduleError, build, create_schedule, hookimpl, shard_spec
 from slapo_sharding import hookspecs, plugin
 from slapo_sharding.rules.rulebook import rules_of
@@ -86,7 +88,7 @@ def _end_to_end(rank: int, steps: str) -> tuple[int, list[int]]:
     torch.manual_seed(0)
     model = Model()
     before = copy.deepcopy(model)
-    sch = create_schedule(model, plugins=Registry([plugin, strangers]))
+    sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin, strangers]))
     if steps == "plan":
         sch.tensor_parallel({"gated": "colwise", "back": "rowwise"})
     else:
@@ -111,7 +113,12 @@ def _attribute(rank: int) -> str:
     model = nn.Sequential(Gated(8, 12))
     model[0].heads = 3
     rule = dataclasses.replace(GATED, cuts=(dataclasses.replace(GATED.cuts[0], attributes=("out", "heads", "absent")),))
-    sch = create_schedule(model, plugins=Registry([plugin, SimpleNamespace(slapo_shard_rules=hookimpl(lambda: [rule]))]))
+    sch = create_schedule(
+        model,
+        plugins=Registry(
+            [slapo_tracing.plugin, slapo_training.plugin, plugin, SimpleNamespace(slapo_shard_rules=hookimpl(lambda: [rule]))]
+        ),
+    )
     with pytest.raises(ScheduleError) as caught:
         sch["0"].shard("table", axis=1)
     return str(caught.value)
@@ -124,7 +131,14 @@ def test_what_has_to_turn_local_must_divide():
 
 
 def _registry(*rules: Any) -> Registry:
-    return Registry([plugin, SimpleNamespace(__name__="strange", slapo_shard_rules=hookimpl(lambda: list(rules)))])
+    return Registry(
+        [
+            slapo_tracing.plugin,
+            slapo_training.plugin,
+            plugin,
+            SimpleNamespace(__name__="strange", slapo_shard_rules=hookimpl(lambda: list(rules))),
+        ]
+    )
 
 
 def _sharded(*rules: Any) -> Any:
@@ -141,7 +155,7 @@ def test_a_stranger_s_rule_comes_before_ours():
 
 def test_rules_are_the_schedule_s_own():
     _sharded()
-    sch = create_schedule(Model(), plugins=Registry([plugin]))
+    sch = create_schedule(Model(), plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     with pytest.raises(
         ScheduleError, match="is in a Gated, which no sharding rule covers; there are rules for Linear, "
     ) as raised:
@@ -157,7 +171,9 @@ def test_hooks_are_called_once_and_when_needed():
         calls.append(1)
         return ["slapo_sharding.rules.layers:LINEAR"]
 
-    registry = Registry([plugin, SimpleNamespace(slapo_shard_rules=hookimpl(rules))])
+    registry = Registry(
+        [slapo_tracing.plugin, slapo_training.plugin, plugin, SimpleNamespace(slapo_shard_rules=hookimpl(rules))]
+    )
     assert not calls
     for _ in range(2):
         create_schedule(nn.Linear(2, 2), plugins=registry).shard("weight", axis=0)
@@ -232,14 +248,26 @@ def test_without_this_plugin_an_optional_hook_waits():
     ],
 )
 def test_a_hook_that_fails_names_the_plugin(hook, problem):
-    sch = create_schedule(nn.Linear(2, 2), plugins=Registry([plugin, SimpleNamespace(slapo_shard_rules=hookimpl(hook))]))
+    sch = create_schedule(
+        nn.Linear(2, 2),
+        plugins=Registry(
+            [slapo_tracing.plugin, slapo_training.plugin, plugin, SimpleNamespace(slapo_shard_rules=hookimpl(hook))]
+        ),
+    )
     with pytest.raises(PluginError, match=problem):
         sch.shard("weight", axis=0)
 
 
 def test_a_hook_with_another_signature_is_refused_with_its_plugin():
     with pytest.raises(PluginError, match="slapo_shard_rules.*module"):
-        Registry([plugin, SimpleNamespace(slapo_shard_rules=hookimpl(lambda module: []))])
+        Registry(
+            [
+                slapo_tracing.plugin,
+                slapo_training.plugin,
+                plugin,
+                SimpleNamespace(slapo_shard_rules=hookimpl(lambda module: [])),
+            ]
+        )
 
 
 def test_finding_the_plugin_imports_no_rules_and_no_dtensor():
@@ -258,7 +286,9 @@ def test_the_hook_is_typed_documented_and_its_example_runs():
     runner.run(test, clear_globs=False)
     assert (runner.tries > 0, runner.failures) == (True, 0)
     example = SimpleNamespace(slapo_shard_rules=test.globs["slapo_shard_rules"])
-    sch = create_schedule(nn.Sequential(test.globs["Scale"](4)), plugins=Registry([plugin, example]))
+    sch = create_schedule(
+        nn.Sequential(test.globs["Scale"](4)), plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin, example])
+    )
     assert rules_of(sch).find(sch.mod[0]) is test.globs["SCALE"]
     sch["0"].shard("weight", axis=0)
 

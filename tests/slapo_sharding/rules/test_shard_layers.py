@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, Schedule, build, create_schedule, set_random_seed, shard_spec
 from slapo_sharding import plugin
 from slapo_testing import run_distributed
@@ -20,7 +22,7 @@ pytestmark = pytest.mark.multiproc
 
 def _scheduled(model: nn.Module, steps: Callable[[Schedule], object]) -> tuple[nn.Module, nn.Module]:
     before = copy.deepcopy(model)
-    schedule = create_schedule(model, plugins=Registry([plugin]))
+    schedule = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     steps(schedule)
     build(schedule)
     return before, model
@@ -176,7 +178,9 @@ def test_correctness_01_vocabulary_parallel_embedding_has_every_rank_s_rows(rank
 
 
 def _outside(rank: int) -> list[str]:
-    sch = create_schedule(nn.Sequential(nn.Embedding(12, 4)), plugins=Registry([plugin]))
+    sch = create_schedule(
+        nn.Sequential(nn.Embedding(12, 4)), plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin])
+    )
     sch["0"].shard("weight", axis=0)  # no sync: a rank that fails alone would leave the others waiting
     messages = []
     for index in (12, -1):
@@ -193,7 +197,7 @@ def test_correctness_01_an_index_outside_the_vocabulary_fails_on_every_rank():
 def _meta_and_frozen(rank: int) -> tuple[tuple[int, ...], str, bool]:
     model = nn.Sequential(nn.Linear(8, 16, device="meta"))
     model[0].weight.requires_grad_(False)
-    sch = create_schedule(model, plugins=Registry([plugin]))
+    sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     sch["0"].shard("weight", axis=0)
     weight = model[0].weight
     return tuple(weight.shape), weight.device.type, weight.requires_grad
@@ -206,7 +210,7 @@ def test_meta_parameters_are_sharded_as_meta():
 def test_without_processes_shard_leaves_the_numbers_and_a_spec_of_one():
     model = nn.Sequential(nn.Linear(8, 7))
     weight, before = model[0].weight, copy.deepcopy(model)
-    sch = create_schedule(model, plugins=Registry([plugin]))
+    sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     sch["0"].shard("weight", axis=0).sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather", axis=-1)
     spec = shard_spec(model[0].weight)
     assert model[0].weight is weight
@@ -248,7 +252,10 @@ def _traced_first(rank: int) -> None:
 
     model = Two(nn.Linear(8, 16), nn.Linear(16, 8))
     before, x = copy.deepcopy(model), torch.randn(3, 8, requires_grad=True)
-    sch = create_schedule(trace_module(model, (x,), leaf=lambda path, module: True), plugins=Registry([plugin]))
+    sch = create_schedule(
+        trace_module(model, (x,), leaf=lambda path, module: True),
+        plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]),
+    )
     sch["first"].shard("weight", axis=0).sync("bwd_post", "all_reduce")
     sch["second"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
     assert_equivalent(before, sch.mod, x)

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import BuildError, Registry, Schedule, ScheduleError, build, create_schedule, shard_spec
 from slapo_sharding import plugin
 from slapo_testing import run_distributed
@@ -17,7 +19,7 @@ pytestmark = pytest.mark.multiproc
 
 
 def _schedule(module: nn.Module) -> Schedule:
-    return create_schedule(module, plugins=Registry([plugin]))
+    return create_schedule(module, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
 
 
 def _gpt2_attention(heads: int = 4, **options: object) -> nn.Module:
@@ -109,7 +111,11 @@ def _only_counted(rank: int) -> tuple[str, str]:
         model = nn.Sequential(Counted())
         before, sch = (
             copy.deepcopy(model),
-            create_schedule(model, plugins=Registry([plugin]), example_inputs=torch.randn(2, 5, 16)),
+            create_schedule(
+                model,
+                plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]),
+                example_inputs=torch.randn(2, 5, 16),
+            ),
         )
         if by_plan:
             sch.tensor_parallel({"0.[qkv]": "colwise", "0.o": "rowwise"})

@@ -12,6 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, Schedule, ScheduleError, build, create_schedule, shard_spec
 from slapo_sharding import plugin
 from slapo_testing import run_distributed
@@ -29,7 +31,7 @@ def _layers() -> nn.Sequential:
 
 def _split(model: nn.Sequential, mesh: DeviceMesh) -> Schedule:
     """Each rank has a part of the sequence."""
-    sch = create_schedule(model, mesh=mesh, plugins=Registry([plugin]))
+    sch = create_schedule(model, mesh=mesh, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     sch["0"].sync("fwd_pre", "scatter", axis=1).sync("grad", "all_reduce")
     sch["1"].sync("fwd_pre", "all_gather", axis=1).shard("weight", axis=0)
     sch["3"].shard("weight", axis=1).sync("fwd_post", "reduce_scatter", axis=1)
@@ -98,7 +100,7 @@ def test_parts_that_are_assigned_are_known_as_parts():
 def _undone(rank: int) -> None:
     """Neither the parameter that came later nor one that comes now is summed."""
     norm = nn.LayerNorm(WIDTH)
-    sch = create_schedule(norm, plugins=Registry([plugin]))
+    sch = create_schedule(norm, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     sch.sync("grad", "all_reduce")
     for _ in range(2):
         norm.load_state_dict({name: value.clone() for name, value in norm.state_dict().items()}, assign=True)
@@ -116,7 +118,7 @@ def test_undo_takes_the_sums_of_later_parameters_back():
 
 
 def _summed_first(rank: int) -> str:
-    sch = create_schedule(nn.Linear(4, 4), plugins=Registry([plugin]))
+    sch = create_schedule(nn.Linear(4, 4), plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     sch.sync("grad", "all_reduce")
     with pytest.raises(ScheduleError) as caught:
         sch.shard("weight", axis=0)
@@ -134,7 +136,7 @@ def _copies(rank: int) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 32, "use_cache": False}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=1))
     before, ids = copy.deepcopy(model), torch.arange(8)[None]
-    sch = create_schedule(model, plugins=Registry([plugin]))
+    sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     sch.tensor_parallel()
     build(sch)
     key = model.model.layers[0].self_attn.k_proj

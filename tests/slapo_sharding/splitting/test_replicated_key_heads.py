@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, Schedule, ScheduleError, build, create_schedule, shard_spec
 from slapo_sharding import plugin
 from slapo_testing import run_distributed
@@ -38,7 +40,7 @@ def _batch() -> dict[str, Any]:
 
 
 def _schedule(module: nn.Module) -> Schedule:
-    return create_schedule(module, plugins=Registry([plugin]))
+    return create_schedule(module, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
 
 
 def _by_hand(sch: Schedule) -> None:

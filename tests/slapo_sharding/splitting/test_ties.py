@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import BuildError, Registry, Schedule, ScheduleError, build, create_schedule, parameter_facts, shard_spec
 from slapo_sharding import plugin
 from slapo_testing import run_distributed
@@ -34,7 +36,7 @@ class Tied(nn.Module):
 
 
 def _schedule(module: nn.Module) -> Schedule:
-    return create_schedule(module, plugins=Registry([plugin]))
+    return create_schedule(module, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
 
 
 STEPS = (

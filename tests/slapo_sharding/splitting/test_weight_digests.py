@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import BuildError, Registry, Schedule, build, create_schedule
 from slapo_sharding import plugin
 from slapo_testing import run_distributed
@@ -24,7 +26,7 @@ class Model(nn.Sequential):
 
 
 def _scheduled(model: nn.Module) -> Schedule:
-    sch = create_schedule(model, plugins=Registry([plugin]))
+    sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     sch["1"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
     sch["2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
     return sch

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, Schedule, ScheduleError, build, create_schedule
 from slapo_sharding import plugin
 from slapo_testing import run_distributed
@@ -27,7 +29,7 @@ class Block(nn.Module):
 
 
 def scheduled(model: nn.Module, inside: bool | None, behind: bool | None) -> Schedule:
-    sch = create_schedule(model, plugins=Registry([plugin]))
+    sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     sch["embed"].sync("fwd_post", "scatter", axis=1)
     sch["norm"].sync(mode="fwd_post", sync_op_or_fn="all_gather", axis=1, tensor_parallel_output_grad=inside)
     sch["up"].shard(["weight", "bias"], axis=0)
@@ -102,7 +104,7 @@ def test_all_gradients_are_the_unmodified_models() -> None:
     ],
 )
 def test_the_flag_is_of_all_gather_and_alone(op: str, axis: int | None, options: dict[str, object], message: str) -> None:
-    sch = create_schedule(Block(), plugins=Registry([plugin]))
+    sch = create_schedule(Block(), plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     with pytest.raises(ScheduleError, match=message):
         sch["norm"].sync("fwd_post", op, axis=axis, **options)
     assert not sch.journal

@@ -13,6 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, Schedule, build, create_schedule
 from slapo_sharding import plugin
 from slapo_sharding.syncs.overlapped_reduction import _Again
@@ -95,7 +97,7 @@ _FROZEN = {
 
 def _sharded(model: Block, axis: int = 1) -> Schedule:
     """Inputs and outputs of the model stay whole."""
-    sch = create_schedule(model, plugins=Registry([plugin]))
+    sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     transposed = isinstance(model.mlp.gate, Conv1D)
     if any(parameter.requires_grad for parameter in model.norm.parameters()):
         sch["norm"].sync("grad", "all_reduce")

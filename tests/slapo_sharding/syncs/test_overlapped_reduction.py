@@ -11,6 +11,8 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, Schedule, build, create_schedule
 from slapo_sharding import plugin
 from slapo_testing import run_distributed
@@ -38,7 +40,7 @@ class Gated(nn.Module):
 
 
 def _sharded(model: nn.Module, of: tuple[str, ...] = ("gate", "up"), *, sequence: bool = False) -> Schedule:
-    sch = create_schedule(model, plugins=Registry([plugin]))
+    sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     transposed = isinstance(model.gate, Conv1D)
     for name in ("gate", "up"):
         sch[name].shard("weight", axis=int(transposed))

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, ScheduleError, build, build_program, create_schedule, hookimpl
 from slapo_sharding import plugin
 from slapo_testing import run_distributed
@@ -213,7 +215,14 @@ def _strange(rank: int) -> None:
 
     model, batch = _model("llama", {})
     before = copy.deepcopy(model)
-    registry = Registry([plugin, SimpleNamespace(__name__="stranger", slapo_layer_backends=slapo_layer_backends)])
+    registry = Registry(
+        [
+            slapo_tracing.plugin,
+            slapo_training.plugin,
+            plugin,
+            SimpleNamespace(__name__="stranger", slapo_layer_backends=slapo_layer_backends),
+        ]
+    )
     sch = create_schedule(model, plugins=registry)
     sch.tensor_parallel(backend="own", parallel_loss=True)
     build(sch)

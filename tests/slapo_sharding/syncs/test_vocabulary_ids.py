@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, build, create_schedule
 from slapo_sharding import plugin
 from slapo_sharding.communication import reduce_forward_output
@@ -51,7 +53,7 @@ def _same(ranks: int) -> None:
         unmodified = copy.deepcopy(model)
         if before is functions[-1][0]:
             unmodified[0].register_forward_pre_hook(lambda module, args: (args[0].flip(0),))
-        sch = create_schedule(model, plugins=Registry([plugin]))
+        sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
         sch["0"].shard("weight", axis=0).sync("fwd_pre", before).sync("fwd_post", after)
         module = build(sch).module
         for ids in (torch.arange(12), torch.tensor([0, 1, 0]), torch.tensor([7, 8, 11, 7])):

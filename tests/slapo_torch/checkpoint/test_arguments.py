@@ -14,6 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import slapo_torch.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import BuildError, Registry, build, create_schedule
 from slapo_testing import run_distributed
 from slapo_training.checkpoint import digest
@@ -26,7 +28,7 @@ X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 def engine(seed: int = 0, kind: Any = torch.optim.AdamW, **options: Any) -> Any:
     torch.manual_seed(seed)
-    sch = create_schedule(nn.Linear(8, 8), plugins=Registry([slapo_torch.plugin]))
+    sch = create_schedule(nn.Linear(8, 8), plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_torch.plugin]))
     optimizer = partial(kind, lr=0.1)
     return build(sch, "torch", optimizer=optimizer, loss_fn=nn.functional.mse_loss, **options)
 

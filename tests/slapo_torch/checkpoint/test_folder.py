@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 import slapo_torch.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import BuildError, Registry, build, create_schedule
 from slapo_testing import run_distributed
 from slapo_training.checkpoint import Writing
@@ -167,7 +169,9 @@ def test_an_optimizers_state_comes_back_in_its_own_type(tmp_path: Path) -> None:
     batch = {name: value.bfloat16() for name, value in BATCH.items()}
     for start in (0, 3):
         torch.manual_seed(0)
-        schedule = create_schedule(Counts().bfloat16(), plugins=Registry([slapo_torch.plugin]))
+        schedule = create_schedule(
+            Counts().bfloat16(), plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_torch.plugin])
+        )
         engine = build(schedule, "torch", optimizer=lambda parameters: Wide(parameters, 0.1), loss_fn=nn.functional.mse_loss)
         if start:
             engine.load(tmp_path)

@@ -26,6 +26,8 @@ from torch.optim.lr_scheduler import (
 import slapo_pipeline.plugin
 import slapo_sharding.plugin
 import slapo_torch.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import BuildError, Registry, build, create_schedule
 from slapo_testing import run_distributed
 
@@ -39,7 +41,9 @@ PP, TP, DP = ({axis: 2} for axis in ("pp", "tp", "dp"))
 def engine_of(optimizer: Any, rate: Any = None, cut: str = "1", **layout: int) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4), nn.Linear(4, 4))
-    plugins = Registry([slapo_pipeline.plugin, slapo_sharding.plugin, slapo_torch.plugin])
+    plugins = Registry(
+        [slapo_tracing.plugin, slapo_training.plugin, slapo_pipeline.plugin, slapo_sharding.plugin, slapo_torch.plugin]
+    )
     mesh = mesh_of(**layout) if layout else None
     sch = create_schedule(model, mesh=mesh, example_inputs={"input": X[:2]}, plugins=plugins)
     if layout.get("tp"):
@@ -332,7 +336,7 @@ def test_states_under_keys_that_look_alike_are_told_apart(tmp_path: Path) -> Non
         model.add_module("l", nn.Linear(4, 4, bias=False))
         model.add_module("ema", nn.Sequential())
         model.ema.add_module("l", nn.Linear(4, 4, bias=False))  # type: ignore[union-attr]
-        sch = create_schedule(model, plugins=Registry([slapo_torch.plugin]))
+        sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_torch.plugin]))
         return build(sch, "torch", optimizer=partial(Keyed, lr=0.1), loss_fn=nn.functional.mse_loss)
 
     engine, loaded = made(), made()

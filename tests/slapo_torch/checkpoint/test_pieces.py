@@ -10,6 +10,8 @@ from torch import nn
 
 import slapo_sharding.plugin
 import slapo_torch.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import BuildError, Registry, ShardSpec, build, create_schedule
 from slapo_testing import run_distributed
 from slapo_training.model import Piece, piece_of
@@ -73,7 +75,11 @@ class Uneven(nn.Module):
 def uneven_in_pieces(rank: int, layout: Layout, options: dict[str, Any]) -> float:
     mesh = mesh_of(**layout)
     torch.manual_seed(0)
-    sch = create_schedule(Uneven(), mesh=mesh, plugins=Registry([slapo_sharding.plugin, slapo_torch.plugin]))
+    sch = create_schedule(
+        Uneven(),
+        mesh=mesh,
+        plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_sharding.plugin, slapo_torch.plugin]),
+    )
     if layout.get("tp", 1) > 1:
         sch["up"].shard(["weight", "bias"], axis=0, uneven=True, gathered=False).sync("fwd_post", "all_gather", axis=1)
     engine = build(sch, "torch", optimizer=adamw, loss_fn=nn.functional.mse_loss, check=False, **options)

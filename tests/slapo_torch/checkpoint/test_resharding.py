@@ -16,6 +16,8 @@ import slapo_fusion.plugin
 import slapo_memory.plugin
 import slapo_sharding.plugin
 import slapo_torch.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, build, create_schedule, get_cuda_rng_tracker, set_random_seed
 from slapo_testing import run_distributed
 
@@ -189,7 +191,7 @@ def test_random_numbers_of_another_layout_differ_where_they_should(tmp_path: Pat
 def blocks(rank: int, folder: str, given: dict[str, Any]) -> list[list[float]]:
     """The shards of a rank whose weight is cut in a way, behind a step, and what it has whole then."""
     torch.manual_seed(0)
-    plugins = Registry([slapo_sharding.plugin, slapo_torch.plugin])
+    plugins = Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_sharding.plugin, slapo_torch.plugin])
     sch = create_schedule(nn.Sequential(nn.Linear(12, 12, bias=False)), mesh=mesh_of(tp=2), plugins=plugins)
     sch["0"].shard("weight", axis=0, gathered=False, **given).sync("bwd_post", "all_reduce")
     engine: Any = build(
@@ -224,7 +226,7 @@ def test_shards_cut_in_other_blocks_are_read_where_they_lie(tmp_path: Path) -> N
 
 def other_model(rank: int, folder: str) -> list[str]:
     """What loading says in models that have more, less and other tensors."""
-    plugins = Registry([slapo_torch.plugin])
+    plugins = Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_torch.plugin])
 
     def made(model: nn.Module) -> Any:
         return build(create_schedule(model, mesh=mesh_of(dp=2), plugins=plugins), "torch", loss_fn=nn.functional.mse_loss)
@@ -311,7 +313,9 @@ def steps_of(name: str, sch: Any) -> None:
 
 @pytest.mark.parametrize("name", ["recomputed", "compiled", "replaced"])
 def test_another_schedule_loads_by_original_names_or_names_what_is_different(name: str, tmp_path: Path) -> None:
-    plugins = Registry([slapo_torch.plugin, slapo_memory.plugin, slapo_fusion.plugin])
+    plugins = Registry(
+        [slapo_tracing.plugin, slapo_training.plugin, slapo_torch.plugin, slapo_memory.plugin, slapo_fusion.plugin]
+    )
     x = torch.linspace(-1, 1, 8).view(2, 4)
     found: list[list[float]] = []
     for steps in ("none", name):

@@ -16,6 +16,8 @@ from torch import nn
 
 import slapo_pipeline.plugin
 import slapo_torch.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import BuildError, Registry, ScheduleError, build, create_schedule, get_cuda_rng_tracker, set_random_seed
 from slapo_testing import run_distributed
 from slapo_tracing import trace_module
@@ -39,7 +41,7 @@ class Scaled(nn.Module):
 
 def test_two_parameters_of_one_name_are_not_saved(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4))
-    sch = create_schedule(model, plugins=Registry([slapo_torch.plugin]))
+    sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_torch.plugin]))
     sch["0"].replace(Scaled(model[0]))
     engine: Any = build(sch, "torch", loss_fn=nn.functional.mse_loss)
     with pytest.raises(ScheduleError, match="'0.weight' and '0.inner.weight' are both '0.weight'"):
@@ -50,7 +52,7 @@ def test_two_parameters_of_one_name_are_not_saved(tmp_path: Path) -> None:
 def engine_with(optimizer: Any, model: nn.Module | None = None) -> Any:
     torch.manual_seed(0)
     model = model if model is not None else nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    sch = create_schedule(model, plugins=Registry([slapo_torch.plugin]))
+    sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_torch.plugin]))
     return build(sch, "torch", optimizer=optimizer, loss_fn=nn.functional.mse_loss)
 
 
@@ -204,7 +206,7 @@ def cut_with_extra_state(rank: int, path: str) -> list[Any]:
     mesh = mesh_of(pp=2, dp=2)
     model = nn.Sequential(nn.Linear(4, 4), Factor(), nn.Linear(4, 4))
     batch = {"input": torch.ones(4, 4), "labels": torch.ones(4, 4)}
-    plugins = Registry([slapo_pipeline.plugin, slapo_torch.plugin])
+    plugins = Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_pipeline.plugin, slapo_torch.plugin])
     sch = create_schedule(model, mesh=mesh, example_inputs={"input": batch["input"]}, plugins=plugins)
     sch["0"].cut_pipeline_stage()
     engine: Any = build(sch, "torch", loss_fn=nn.functional.mse_loss, microbatches=2)
@@ -257,7 +259,7 @@ def cut_elsewhere(rank: int, path: str) -> list[Any]:
     for end in ("0", "2"):
         torch.manual_seed(0)
         model: Any = nn.Sequential(nn.Linear(4, 4), Weighted(), nn.Linear(4, 4), Weighted(), nn.Linear(4, 4))
-        plugins = Registry([slapo_pipeline.plugin, slapo_torch.plugin])
+        plugins = Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_pipeline.plugin, slapo_torch.plugin])
         sch = create_schedule(model, mesh=mesh, example_inputs={"input": torch.ones(2, 4)}, plugins=plugins)
         sch[end].cut_pipeline_stage()
         engine: Any = build(sch, "torch", loss_fn=nn.functional.mse_loss, microbatches=2)

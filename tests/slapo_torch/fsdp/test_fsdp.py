@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import slapo_sharding.plugin
 import slapo_torch.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, Schedule, build, create_schedule, get_logger, init_empty_weights
 from slapo_sharding import load_full_state
 from slapo_testing import run_distributed
@@ -100,7 +102,7 @@ class Mixed(nn.Module):
 
 
 def _engine(model: nn.Module, dp: int, **config: Any) -> tuple[Schedule, Any]:
-    plugins = Registry([slapo_sharding.plugin, slapo_torch.plugin])
+    plugins = Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_sharding.plugin, slapo_torch.plugin])
     schedule = create_schedule(model, mesh=mesh_of(dp=dp), plugins=plugins)
     return schedule, build(schedule, "torch", **{"loss_fn": F.mse_loss, "optimizer": adamw, **config})
 
@@ -428,7 +430,10 @@ class Scaled(nn.Module):
 
 
 def _parts_of_a_gradient(rank: int) -> list[Any]:
-    plugins, mesh = Registry([slapo_sharding.plugin, slapo_torch.plugin]), mesh_of(dp=2, tp=2)
+    plugins, mesh = (
+        Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_sharding.plugin, slapo_torch.plugin]),
+        mesh_of(dp=2, tp=2),
+    )
     schedule = create_schedule(model := Scaled(), mesh=mesh, plugins=plugins)
     schedule.tensor_parallel({"up": "colwise", "down": "rowwise"})
     engine: Any = build(schedule, "torch", optimizer=adamw, loss_fn=F.mse_loss, check=False, **FSDP)

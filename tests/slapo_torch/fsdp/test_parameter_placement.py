@@ -11,6 +11,8 @@ from torch.nn import functional as F
 
 import slapo_torch.fsdp.sharded_replicas
 import slapo_torch.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, build, create_schedule
 from slapo_testing import run_distributed
 from slapo_torch.fsdp.unit import Unit
@@ -26,7 +28,9 @@ def _model() -> nn.Sequential:
 
 
 def _engine(model: nn.Module, **config: Any) -> Any:
-    schedule = create_schedule(model, mesh=mesh_of(dp=2), plugins=Registry([slapo_torch.plugin]))
+    schedule = create_schedule(
+        model, mesh=mesh_of(dp=2), plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_torch.plugin])
+    )
     return build(schedule, "torch", **{"loss_fn": F.mse_loss, "optimizer": adamw, "data_parallel": "fsdp", **config})
 
 

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 
 import slapo_pipeline.plugin
 import slapo_torch.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, Schedule, build, create_schedule
 from slapo_testing import run_distributed
 from slapo_torch.gradients.aliasing import FirstGradients, extents
@@ -44,7 +46,7 @@ def _model(blocks: int) -> nn.Module:
 
 
 def _engine(model: nn.Module, pp: int, x: torch.Tensor, **config: Any) -> tuple[Schedule, Any]:
-    plugins = Registry([slapo_pipeline.plugin, slapo_torch.plugin])
+    plugins = Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_pipeline.plugin, slapo_torch.plugin])
     schedule = create_schedule(model, mesh=mesh_of(pp=pp), example_inputs={"input": x[:1]}, plugins=plugins)
     for index in range(len(schedule.mod) - 1 if pp > 1 else 0):
         schedule[str(index)].cut_pipeline_stage()

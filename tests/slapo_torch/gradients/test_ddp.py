@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import slapo_pipeline.plugin
 import slapo_torch.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, Schedule, build, create_schedule
 from slapo_testing import run_distributed
 from slapo_torch.gradients.ddp import Replicas
@@ -118,7 +120,7 @@ def _mine(batch: Batch, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
 
 def _engine(model: nn.Module, mesh: DeviceMesh, **config: Any) -> tuple[Schedule, Any]:
     tokens = _batches(1)[0][0][:4]
-    plugins = Registry([slapo_pipeline.plugin, slapo_torch.plugin])
+    plugins = Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_pipeline.plugin, slapo_torch.plugin])
     schedule = create_schedule(model, mesh=mesh, example_inputs={"tokens": tokens}, plugins=plugins)
     if mesh["pp"].size() > 1:
         schedule["a"].cut_pipeline_stage()

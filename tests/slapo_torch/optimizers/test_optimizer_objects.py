@@ -16,17 +16,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import slapo_pipeline.plugin
 import slapo_torch.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import BuildError, Registry, build, create_schedule
 from slapo_testing import run_distributed
 
 from ..layouts import adamw, gpt2, mesh_of, my_part, scheduled, tokens
 
-CUT = Registry([slapo_pipeline.plugin, slapo_torch.plugin])
+CUT = Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_pipeline.plugin, slapo_torch.plugin])
 X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
 
 
 def _engine(model: nn.Module, **config: Any) -> Any:
-    plugins = Registry([slapo_torch.plugin])
+    plugins = Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_torch.plugin])
     return build(create_schedule(model, plugins=plugins), "torch", **{"optimizer": adamw, "loss_fn": F.cross_entropy, **config})
 
 

@@ -14,6 +14,8 @@ from torch.nn import functional as F
 
 import slapo_sharding.plugin
 import slapo_torch.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import BuildError, Registry, build, create_schedule
 from slapo_testing import run_distributed
 from slapo_training.optimizers.probe.update_probe import probe
@@ -194,7 +196,7 @@ def _unfrozen(rank: int) -> float:
     expected = steps(plain, one, lambda added: optimizer.add_param_group({"params": added}))
     model = model_of("gqa")
     model.model.layers[0].requires_grad_(False)  # type: ignore[union-attr,index]
-    plugins = Registry([slapo_sharding.plugin, slapo_torch.plugin])
+    plugins = Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_sharding.plugin, slapo_torch.plugin])
     schedule = create_schedule(model, mesh=mesh, example_inputs=data[0], plugins=plugins)
     schedule.tensor_parallel()
     engine: Any = build(schedule, "torch", optimizer=Lars)
@@ -219,7 +221,11 @@ def _few_rows(rank: int) -> float:
     optimizer = KellerMuon.of(plain.parameters())
     F.mse_loss(plain(x), y).backward()
     optimizer.step()
-    schedule = create_schedule(own, mesh=mesh, plugins=Registry([slapo_sharding.plugin, slapo_torch.plugin]))
+    schedule = create_schedule(
+        own,
+        mesh=mesh,
+        plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_sharding.plugin, slapo_torch.plugin]),
+    )
     engine: Any = build(schedule, "torch", optimizer=KellerMuon.of, loss_fn=F.mse_loss, **FSDP)
     engine.train_batch(input=x.chunk(2)[rank], labels=y.chunk(2)[rank])
     found = schedule.full_state()
@@ -302,7 +308,9 @@ def by_itself(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def by_engine(model: nn.Module, fuse: bool = False, **options: Any) -> dict[str, torch.Tensor]:
     """Weights after the same steps of an engine, with the three projections fused by the schedule or not."""
-    schedule = create_schedule(model, plugins=Registry([slapo_sharding.plugin, slapo_torch.plugin]))
+    schedule = create_schedule(
+        model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_sharding.plugin, slapo_torch.plugin])
+    )
     if fuse:
         new = copy.deepcopy(holders()[1].attention)
         for name, parameter in new.qkv.named_parameters():
@@ -350,7 +358,10 @@ def test_blocks_that_make_no_sense(blocks: Any, message: str) -> None:
 
 def test_an_optimizer_of_elements_is_left_alone() -> None:
     for name in ELEMENTWISE:
-        schedule = create_schedule(holders()[0], plugins=Registry([slapo_sharding.plugin, slapo_torch.plugin]))
+        schedule = create_schedule(
+            holders()[0],
+            plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_sharding.plugin, slapo_torch.plugin]),
+        )
         engine: Any = build(schedule, "torch", optimizer=EVERY[name], loss_fn=F.mse_loss)
         assert type(engine.optimizer) is type(EVERY[name](parameters()))
         engine.close()

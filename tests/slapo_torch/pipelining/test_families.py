@@ -13,6 +13,8 @@ from torch import nn
 
 import slapo_pipeline.plugin
 import slapo_torch.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, build, create_schedule
 from slapo_testing import run_distributed
 from tests.slapo_pipeline.families import places, small
@@ -100,7 +102,7 @@ def _differences(
 ) -> dict[str, float]:
     parts = max(MICROBATCHES, ranks * per_rank)
     example = {key: value[: ROWS // parts] for key, value in data[0].items()}
-    plugins = Registry([slapo_pipeline.plugin, slapo_torch.plugin])
+    plugins = Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_pipeline.plugin, slapo_torch.plugin])
     schedule = create_schedule(model, mesh=mesh_of(pp=ranks), example_inputs=example, plugins=plugins)
     for path in places(model, example, ranks * per_rank):
         schedule[path].cut_pipeline_stage()

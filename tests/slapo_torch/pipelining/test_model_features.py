@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import slapo_pipeline.plugin
 import slapo_torch.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, Schedule, build, create_schedule
 from slapo_testing import run_distributed
 
@@ -119,7 +121,7 @@ def built(case: Case, kind: str, per_rank: int) -> tuple[nn.Module, Schedule, An
     torch.manual_seed(0)
     model = case.model()
     reference = copy.deepcopy(model)
-    plugins = Registry([slapo_pipeline.plugin, slapo_torch.plugin])
+    plugins = Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_pipeline.plugin, slapo_torch.plugin])
     schedule = create_schedule(model, mesh=mesh_of(pp=2), example_inputs={"x": images()[0]["x"][:2]}, plugins=plugins)
     for end in case.ends if per_rank == 2 else case.ends[1:2]:
         schedule[end].cut_pipeline_stage()

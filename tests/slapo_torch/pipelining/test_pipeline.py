@@ -14,6 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import build, set_random_seed
 from slapo_testing import run_distributed
 
@@ -135,7 +137,10 @@ def _unusual(rank: int) -> list[Any]:
     x, y = torch.randn(6, 4), torch.randn(6, 4)
     expected = F.mse_loss(model(x), y).item()
     schedule = create_schedule(
-        model, mesh=mesh, example_inputs={"x": x}, plugins=Registry([slapo_pipeline.plugin, slapo_torch.plugin])
+        model,
+        mesh=mesh,
+        example_inputs={"x": x},
+        plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_pipeline.plugin, slapo_torch.plugin]),
     )
     schedule["a"].cut_pipeline_stage()
     schedule["b"].cut_pipeline_stage()
@@ -384,7 +389,7 @@ def _cut_after_a(model: nn.Module, mesh: DeviceMesh, example: dict[str, torch.Te
     import slapo_torch.plugin
     from slapo_core import Registry, create_schedule
 
-    plugins = Registry([slapo_pipeline.plugin, slapo_torch.plugin])
+    plugins = Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_pipeline.plugin, slapo_torch.plugin])
     schedule = create_schedule(model, mesh=mesh, example_inputs=example, plugins=plugins)
     schedule["a"].cut_pipeline_stage()
     return build(schedule, "torch", **config)

@@ -10,6 +10,8 @@ from torch import nn
 
 import slapo_pipeline.plugin
 import slapo_torch.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, build, create_schedule
 from slapo_testing import run_distributed
 
@@ -70,7 +72,7 @@ def differences(rank: int, kind: type[nn.Module], schedule: str, per_rank: int, 
         model,
         mesh=mesh_of(2),
         example_inputs={"input": x.chunk(parts)[0]},
-        plugins=Registry([slapo_pipeline.plugin, slapo_torch.plugin]),
+        plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_pipeline.plugin, slapo_torch.plugin]),
     )
     for stage in range(1, 2 * per_rank):
         sch[f"{stage}.0"].cut_pipeline_stage()  # the next stage begins with what keeps or halves

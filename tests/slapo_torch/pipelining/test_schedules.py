@@ -13,6 +13,8 @@ from torch.distributed.pipelining import schedules
 
 import slapo_pipeline.plugin
 import slapo_torch.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import BuildError, Registry, build, create_schedule
 from slapo_testing import run_distributed
 from slapo_torch.pipelining._torch_pipelining import check_order
@@ -164,7 +166,7 @@ def _sides(rank: int, kind: str) -> tuple[str, float]:
     model = Sides()
     reference = copy.deepcopy(model)
     batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
-    plugins = Registry([slapo_pipeline.plugin, slapo_torch.plugin])
+    plugins = Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_pipeline.plugin, slapo_torch.plugin])
     schedule = create_schedule(model, mesh=mesh, example_inputs={"x": batch[:2]}, plugins=plugins)
     for name in ("first", "second", "third"):
         schedule[name].cut_pipeline_stage()

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 
 import slapo_pipeline.plugin
 import slapo_torch.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, Schedule, build, create_schedule
 from slapo_testing import run_distributed
 
@@ -37,7 +39,7 @@ class Chain(nn.Module):
 
 
 def _engine(model: nn.Module, pp: int, x: torch.Tensor) -> tuple[Schedule, Any]:
-    plugins = Registry([slapo_pipeline.plugin, slapo_torch.plugin])
+    plugins = Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_pipeline.plugin, slapo_torch.plugin])
     schedule = create_schedule(model, mesh=mesh_of(pp=pp), example_inputs={"x": x}, plugins=plugins)
     for name in "abc"[: pp - 1]:
         schedule[name].cut_pipeline_stage()

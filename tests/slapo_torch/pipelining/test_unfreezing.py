@@ -10,6 +10,8 @@ from torch import nn
 
 import slapo_pipeline.plugin
 import slapo_torch.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, build, create_schedule
 from slapo_testing import run_distributed
 
@@ -39,7 +41,7 @@ def differences(rank: int, kind: str, per_rank: int) -> list[float]:
         model,
         mesh=mesh_of(2),
         example_inputs={"input": data(0)[0][:2]},
-        plugins=Registry([slapo_pipeline.plugin, slapo_torch.plugin]),
+        plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_pipeline.plugin, slapo_torch.plugin]),
     )
     schedule.pipeline(2 * per_rank)
     made = lambda parameters: torch.optim.SGD(parameters, lr=0.5)  # noqa: E731

@@ -14,6 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import slapo_torch.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import BuildError, Registry, build, create_schedule, get_logger
 from slapo_tracing.nodes import wrap_forward
 from slapo_training.first_step.row_mixing import over_replicas
@@ -22,7 +24,7 @@ from tests.first_step_cases import MEANS, MIXING, NO_MEANS, QUIET, UNEVEN, WIDTH
 from tests.slapo.gradient_injection import WAYS, Attach, Net, batches
 
 SGD = partial(torch.optim.SGD, lr=0.1)
-PLUGINS = Registry([slapo_torch.plugin])
+PLUGINS = Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_torch.plugin])
 
 
 @pytest.fixture

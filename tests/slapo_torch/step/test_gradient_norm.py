@@ -13,6 +13,8 @@ from torch.nn import functional as F
 
 import slapo_pipeline.plugin
 import slapo_torch.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Program, Registry, Stage, build, create_schedule
 from slapo_testing import run_distributed
 from slapo_torch.step.local_parameters import Holdings
@@ -41,7 +43,7 @@ def _norms(rank: int) -> list[float | None]:
     model[0].requires_grad_(False)
     F.mse_loss(model(x), y).backward()
     expected = float(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
-    plugins = Registry([slapo_pipeline.plugin, slapo_torch.plugin])
+    plugins = Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_pipeline.plugin, slapo_torch.plugin])
     schedule = create_schedule(model, mesh=mesh_of(pp=2), example_inputs={"input": x}, plugins=plugins)
     schedule["0"].cut_pipeline_stage()
     sgd = partial(torch.optim.SGD, lr=0.1)

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import slapo_torch.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, build, create_schedule
 from slapo_testing import run_distributed
 from tests.loss_cases import (
@@ -78,7 +80,7 @@ def test_both_runs_draw_alike_and_buffers_change_once(parts: int) -> None:
     torch.manual_seed(0)
     model, reference = make(), make()
     reference.load_state_dict(model.state_dict())
-    schedule = create_schedule(model, plugins=Registry([slapo_torch.plugin]))
+    schedule = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_torch.plugin]))
     engine: Any = build(schedule, "torch", optimizer=sgd, loss_fn=contrast, loss_over="replicas", microbatches=parts)
     optimizer = sgd(reference.parameters())
     for step in range(3):
@@ -135,7 +137,7 @@ def test_in_low_precision(precision: str, parts: int) -> None:
     torch.manual_seed(0)
     model, reference = Towers(), Towers()
     reference.load_state_dict(model.state_dict())
-    schedule = create_schedule(model, plugins=Registry([slapo_torch.plugin]))
+    schedule = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_torch.plugin]))
     options: dict[str, Any] = {"loss_fn": contrast, "loss_over": "replicas", "precision": precision}
     engine: Any = build(schedule, "torch", optimizer=sgd, microbatches=parts, **options)
     for step in range(3):

@@ -15,13 +15,15 @@ from torch.utils.checkpoint import checkpoint
 
 import slapo_pipeline.plugin
 import slapo_torch.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, build, create_schedule
 from slapo_testing import run_distributed
 from slapo_training.distributed._torch_private import nll_mean_of
 
 from ..layouts import adamw, mesh_of, message_of
 
-PLUGINS = Registry([slapo_pipeline.plugin, slapo_torch.plugin])
+PLUGINS = Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_pipeline.plugin, slapo_torch.plugin])
 IDS = torch.randint(1, 7, (4, 6), generator=torch.Generator().manual_seed(0))
 FULL = torch.ones(4, 6, dtype=torch.bool)
 MASK = torch.arange(6)[None] < torch.tensor([6, 5, 2, 1])[:, None]

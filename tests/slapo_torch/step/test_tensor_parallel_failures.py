@@ -12,6 +12,8 @@ from torch import nn
 
 import slapo_sharding.plugin
 import slapo_torch.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, build, create_schedule
 from slapo_testing import run_distributed
 from slapo_torch.step import tensor_parallel_failures
@@ -41,7 +43,11 @@ class Fails(nn.Module):
 
 def _engine() -> tuple[Any, Fails]:
     model = Fails()
-    sch = create_schedule(model, mesh=mesh_of(tp=2), plugins=Registry([slapo_sharding.plugin, slapo_torch.plugin]))
+    sch = create_schedule(
+        model,
+        mesh=mesh_of(tp=2),
+        plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_sharding.plugin, slapo_torch.plugin]),
+    )
     sch.tensor_parallel({"up": "colwise", "down": "rowwise"})
     return build(sch, "torch", optimizer=adamw), model
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 import slapo
 from slapo_core import TraceError
-from slapo_tracing.tracers import trace
+from slapo_tracing import trace
 from tests.slapo_tracing.tracers.test_value_tracer import Forward
 
 X = torch.randn(2, 4)

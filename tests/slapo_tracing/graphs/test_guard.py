@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
+from slapo_tracing import trace
 from slapo_tracing.graphs import argument_values, plain_signature
-from slapo_tracing.tracers import trace
 from tests.slapo_tracing.tracers.test_value_tracer import Box, Forward
 
 FORWARDS: list[Callable[..., Any]] = [

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from slapo_core import create_schedule
-from slapo_tracing.tracers import trace
+from slapo_tracing import trace
 
 CONFIG = GPT2Config(
     n_embd=16, n_layer=2, n_head=2, vocab_size=32, n_positions=16, bos_token_id=1, eos_token_id=2, pad_token_id=0

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from slapo_core import create_schedule
+from slapo_tracing import trace
 from slapo_tracing.nodes import is_opaque
-from slapo_tracing.tracers import trace
 
 
 class Double:

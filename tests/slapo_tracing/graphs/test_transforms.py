@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, jvp, vmap
 
-from slapo_tracing.tracers import trace
+from slapo_tracing import trace
 from tests.slapo_tracing.graphs.test_variants import Attention
 
 X = torch.randn(2, 4, 8)

@@ -12,8 +12,7 @@ import torch
 from torch import is_grad_enabled, nn
 
 from slapo_core import TraceError, create_schedule
-from slapo_tracing import trace_module
-from slapo_tracing.tracers import trace
+from slapo_tracing import trace, trace_module
 from tests.slapo_tracing.tracers.test_value_tracer import Box, Forward
 
 X = torch.randn(2, 4)

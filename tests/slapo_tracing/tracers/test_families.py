@@ -7,8 +7,7 @@ import torch
 import transformers
 
 from slapo_core import TraceError
-from slapo_tracing import trace_module
-from slapo_tracing.tracers import trace
+from slapo_tracing import trace, trace_module
 from tests.slapo_tracing.comparison import assert_same
 from tests.zoo.families import FAMILIES, layers
 

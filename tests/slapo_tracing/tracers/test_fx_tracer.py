@@ -10,9 +10,8 @@ import torch
 from torch import fx, nn
 
 from slapo_core import TraceError, UnknownNameError, create_schedule
-from slapo_tracing import trace_module
+from slapo_tracing import trace, trace_module
 from slapo_tracing.graphs import TracedModule
-from slapo_tracing.tracers import trace
 
 X = torch.randn(2, 4)
 

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import BertConfig, BertModel, T5Config, T5ForConditionalGeneration
 
 from slapo_core import ScheduleError, TraceError, create_schedule
+from slapo_tracing import trace
 from slapo_tracing.graphs import TracedModule
-from slapo_tracing.tracers import trace
 
 TOKENS = torch.randint(0, 32, (2, 6), generator=torch.Generator().manual_seed(0))
 

@@ -416,7 +416,7 @@ def test_a_leaf_may_look_at_values() -> None:
     model.routed = Routed()
     traced = check(model, X, leaf=lambda path, module: path == "routed")
     assert_same(model, traced, {"x": torch.randn(2, 4)})
-    with pytest.raises(TraceError, match=r"weights are on the meta device.*test_value.py:\d+"):
+    with pytest.raises(TraceError, match=r"weights are on the meta device.*test_value_tracer.py:\d+"):
         trace_module(model.to("meta"), (X,), leaf=lambda path, module: path == "routed")
 
 

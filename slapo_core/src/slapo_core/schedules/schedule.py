@@ -7,6 +7,7 @@ kept in step after a rewrite, and a handle taken before one still works, or says
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -95,8 +96,38 @@ class Root:
         return copied
 
 
+def _method(registry: Registry, name: str) -> Callable[..., Any]:
+    """Return the function of a schedule that runs a query or applies a primitive, with what help() and signature() show."""
+    if registry.has("query", name):
+        shown = registry.get("query", name)
+        call: Any = lambda schedule, /, *args, **kwargs: shown(schedule, *args, **kwargs)  # noqa: E731
+        call.__doc__ = shown.__doc__
+    else:
+        try:
+            primitive = registry.primitive(name)
+        except UnknownNameError as err:
+            raise UnknownPrimitiveError(str(err)) from err
+        shown = primitive.apply
+        call = lambda schedule, /, *args, **kwargs: schedule.apply(name, *args, **kwargs)  # noqa: E731
+        call.__doc__ = primitive.__doc__
+    call.__name__ = name
+    signature = inspect.signature(shown)
+    first, *others = signature.parameters.values()
+    call.__signature__ = signature.replace(parameters=[first.replace(name="self"), *others])
+    return update_wrapper(call, shown, (), ())
+
+
+class _ScheduleClass(type):
+    """The class of ``Schedule``: ``help(Schedule.shard)`` shows what ``sch.shard`` does."""
+
+    def __getattr__(cls, name: str) -> Callable[..., Any]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return _method(default_registry(), name)
+
+
 @reserve_names
-class Schedule:
+class Schedule(metaclass=_ScheduleClass):
     """One module of a model, and the words to say how it is to run: ``sch["h.0.mlp"].checkpoint()``.
 
     Every installed primitive is a method; ``dir(sch)`` lists them. A call returns the schedule, or the primitive's own value.
@@ -301,16 +332,7 @@ class Schedule:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):
             raise AttributeError(name)
-        registry = self._root.registry
-        if registry.has("query", name):
-            return MethodType(registry.get("query", name), self)
-        try:
-            cls = registry.primitive(name)
-        except UnknownNameError as err:
-            raise UnknownPrimitiveError(str(err)) from err
-        call: Any = lambda schedule, /, *args, **kwargs: schedule.apply(name, *args, **kwargs)  # noqa: E731
-        call.__name__, call.__doc__ = name, cls.__doc__
-        return MethodType(update_wrapper(call, cls.apply, (), ()), self)  # what help() and signature() understand
+        return MethodType(_method(self._root.registry, name), self)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self._root.registry.names("primitive"), *self._root.registry.names("query")})

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, build, create_schedule, is_sharded
 from slapo_sharding import plugin
 from slapo_testing import run_distributed
@@ -181,7 +183,7 @@ def _same(rank: int, kind: str) -> tuple[set[str], list[str]]:
     model = Net(kind)
     before = copy.deepcopy(model)
     x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
-    sch = create_schedule(model, plugins=Registry([plugin]), example_inputs=(x,))
+    sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]), example_inputs=(x,))
     with warnings_told() as told:
         sch.tensor_parallel()
     build(sch)
@@ -222,7 +224,7 @@ def _unbatched(rank: int) -> set[str]:
     torch.manual_seed(0)
     model, x = Unbatched(), torch.randn(4 * C, C)
     before = copy.deepcopy(model)
-    sch = create_schedule(model, plugins=Registry([plugin]), example_inputs=(x,))
+    sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]), example_inputs=(x,))
     sch.tensor_parallel()
     build(sch)
     assert_equivalent(before, model, x)

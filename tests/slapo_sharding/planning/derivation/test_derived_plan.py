@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, build, create_schedule
 from slapo_sharding import plugin
 from slapo_testing import run_distributed
@@ -67,7 +69,7 @@ class Model(nn.Module):
 
 def _derived(model: nn.Module, *inputs: torch.Tensor) -> list[str]:
     before = copy.deepcopy(model)
-    sch = create_schedule(model, plugins=Registry([plugin]), example_inputs=inputs)
+    sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]), example_inputs=inputs)
     sch.tensor_parallel()
     (step,) = sch.journal
     build(sch)
@@ -250,7 +252,7 @@ def _refused(rank: int, kind: str) -> None:
     if kind == "hooks":
         model.one.register_forward_hook(lambda module, args, output: output)
     given = {} if kind == "no inputs" else {"example_inputs": (torch.randn(3, 8),)}
-    create_schedule(model, plugins=Registry([plugin]), **given).tensor_parallel()
+    create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]), **given).tensor_parallel()
 
 
 @pytest.mark.parametrize(

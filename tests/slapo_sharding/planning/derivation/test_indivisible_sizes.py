@@ -7,6 +7,8 @@ import copy
 import pytest
 import torch
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, ScheduleError, build, create_schedule
 from slapo_sharding import plugin
 from slapo_testing import run_distributed
@@ -22,7 +24,7 @@ def _whole(rank: int, name: str, sizes: dict[str, int]) -> tuple[list[str], list
     """The steps and what is told; one warning for all layers, though each has the reason."""
     model, batch = family(name, **sizes)
     before = copy.deepcopy(model)
-    sch = create_schedule(model, plugins=Registry([plugin]), example_inputs=batch)
+    sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]), example_inputs=batch)
     with warnings_told() as told:
         sch.tensor_parallel(sequence_parallel=True)
     (step,) = sch.journal
@@ -74,7 +76,7 @@ class Twice(Model):
 
 def _refused(rank: int, kind: str) -> str:
     model, batch = (Twice(), (token_ids(),)) if kind == "twice" else family("t5", num_heads=3)
-    sch = create_schedule(model, plugins=Registry([plugin]), example_inputs=batch)
+    sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]), example_inputs=batch)
     with pytest.raises(ScheduleError) as caught:
         sch.tensor_parallel(sequence_parallel=True)
     return str(caught.value)
@@ -85,7 +87,10 @@ def _refused(rank: int, kind: str) -> str:
     [
         (
             "twice",
-            ("the layer 'head' is given a value of shape [3, 8, 16] that is split along dimension 1", "test_derived_sizes.py:"),
+            (
+                "the layer 'head' is given a value of shape [3, 8, 16] that is split along dimension 1",
+                "test_indivisible_sizes.py:",
+            ),
         ),
         pytest.param(
             "heads",

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, build, create_schedule, is_sharded
 from slapo_sharding import plugin
 from slapo_testing import run_distributed
@@ -176,7 +178,7 @@ def _same(rank: int, kind: Callable[[], nn.Module]) -> tuple[set[str], list[str]
     model = Below(kind())
     before = copy.deepcopy(model)
     ids = torch.randint(WORDS, (2, 6), generator=torch.Generator().manual_seed(1))
-    sch = create_schedule(model, plugins=Registry([plugin]), example_inputs=(ids,))
+    sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]), example_inputs=(ids,))
     with warnings_told() as told:
         sch.tensor_parallel()
     build(sch)

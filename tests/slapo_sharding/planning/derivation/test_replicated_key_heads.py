@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, build, create_schedule, shard_spec
 from slapo_sharding import plugin
 from slapo_testing import run_distributed
@@ -101,7 +103,9 @@ def _same(rank: int, heads: int, keys: int, how: list[str], sequence_parallel: b
     model = Model(heads, keys, *how)
     before = copy.deepcopy(model)
     x = torch.randn(2, LENGTH, heads * SIZE, generator=torch.Generator().manual_seed(1), requires_grad=True)
-    sch = create_schedule(model, plugins=Registry([plugin]), example_inputs=(x.detach(),))
+    sch = create_schedule(
+        model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]), example_inputs=(x.detach(),)
+    )
     with warnings_told() as told:
         sch.tensor_parallel(sequence_parallel=sequence_parallel)
     build(sch)
@@ -135,7 +139,7 @@ def test_correctness_08_each_rank_holds_the_key_heads_of_its_queries(ranks, head
 def test_what_is_not_shown_to_be_the_same_stays_whole_and_is_told(how):
     for held, told in run_distributed(_same, 2, 6, 3, [how, "grouped"], False):
         assert held[0] is None
-        assert any("blocks.0.attention" in message and "test_derived_copies.py:" in message for message in told)
+        assert any("blocks.0.attention" in message and "test_replicated_key_heads.py:" in message for message in told)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "phi3")])

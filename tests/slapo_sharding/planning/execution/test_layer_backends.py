@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import PluginError, Registry, ScheduleError, ShardSpec, build, create_schedule, hookimpl
 from slapo_sharding import plugin
 from slapo_sharding.communication import collectives
@@ -54,7 +56,14 @@ def _registry(**backends: Any) -> Registry:
     def slapo_layer_backends() -> Any:
         return backends.get("all", backends)
 
-    return Registry([plugin, SimpleNamespace(__name__="stranger", slapo_layer_backends=slapo_layer_backends)])
+    return Registry(
+        [
+            slapo_tracing.plugin,
+            slapo_training.plugin,
+            plugin,
+            SimpleNamespace(__name__="stranger", slapo_layer_backends=slapo_layer_backends),
+        ]
+    )
 
 
 def _mlp() -> nn.Sequential:
@@ -136,7 +145,7 @@ def test_a_backend_that_is_not_there(backends, name, message):
 def test_two_backends_of_one_name():
     one, other = (_registry(own=own_layer).records[-1].plugin for _ in range(2))
     other.__name__ = "another"
-    sch = create_schedule(_mlp(), plugins=Registry([plugin, one, other]))
+    sch = create_schedule(_mlp(), plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin, one, other]))
     with pytest.raises(PluginError, match="backend 'own' is provided by .* and .*; uninstall one or disable it"):
         sch.tensor_parallel(PLAN, backend="own")
 

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, ScheduleError, build, create_schedule
 from slapo_sharding import plugin
 from slapo_testing import run_distributed
@@ -69,7 +71,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def _split(model: nn.Module, inputs: Any, **options: Any) -> nn.Module:
-    sch = create_schedule(model, plugins=Registry([plugin]), example_inputs=inputs)
+    sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]), example_inputs=inputs)
     sch.tensor_parallel(**options)
     build(sch)
     return model

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, ScheduleError, build, create_schedule
 from slapo_sharding import plugin
 from slapo_testing import run_distributed
@@ -33,14 +35,20 @@ class Named(nn.Module):
 def _named(rank: int) -> list[str]:
     messages, x = [], torch.ones(2, 4)
     for names in (("graph",), ("code",), ("meta",), ("recompile",), ("up", "graph"), ("up", "meta")):
-        sch = create_schedule(Named(*names), plugins=Registry([plugin]), example_inputs=(x,))
+        sch = create_schedule(
+            Named(*names), plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]), example_inputs=(x,)
+        )
         with pytest.raises(ScheduleError) as caught:
             sch.tensor_parallel()
         messages.append(str(caught.value))
     for names, options in ((("graph",), {"plan": {"graph": "colwise", "down": "rowwise"}}), (("forward_pass", "output"), {})):
         model = Named(*names)
         before = copy.deepcopy(model)
-        build(create_schedule(model, plugins=Registry([plugin]), example_inputs=(x,)).tensor_parallel(**options))
+        build(
+            create_schedule(
+                model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]), example_inputs=(x,)
+            ).tensor_parallel(**options)
+        )
         assert_equivalent(before, model, x)
     return messages
 

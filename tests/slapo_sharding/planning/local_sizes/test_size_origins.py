@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import fx, nn
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, create_schedule
 from slapo_sharding import plugin
 from slapo_sharding.planning.derivation import flat_graphs
 from slapo_sharding.planning.local_sizes.size_origins import Counted, forget, may_be, remembered
 from slapo_testing import run_distributed
-from slapo_tracing.tracers import trace
+from slapo_tracing import trace
 from tests.slapo_sharding.split_families import family
 
 
@@ -146,7 +148,9 @@ def _traces(rank: int, name: str) -> int:
 
     flat_graphs.trace = counting
     try:
-        create_schedule(model, plugins=Registry([plugin]), example_inputs=batch).tensor_parallel(sequence_parallel=True)
+        create_schedule(
+            model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]), example_inputs=batch
+        ).tensor_parallel(sequence_parallel=True)
     finally:
         flat_graphs.trace = traced
     return count

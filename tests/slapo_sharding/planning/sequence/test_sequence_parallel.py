@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, LlamaModel
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, Schedule, ScheduleError, build, create_schedule, load_schedule, set_random_seed
 from slapo_sharding import plugin
 from slapo_testing import DistributedError, run_distributed
@@ -59,7 +61,9 @@ def token_ids(length: int = LENGTH) -> torch.Tensor:
 
 
 def _schedule(model: nn.Module, *inputs: Any) -> Schedule:
-    return create_schedule(model, plugins=Registry([plugin]), example_inputs=inputs)
+    return create_schedule(
+        model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]), example_inputs=inputs
+    )
 
 
 def _steps(rank: int, is_sequential: bool) -> list[str]:
@@ -155,7 +159,7 @@ def _images(rank: int) -> list[str]:
         "labels": torch.tensor([0, 1]),
     }
     before = copy.deepcopy(model)
-    sch = create_schedule(model, plugins=Registry([plugin]), example_inputs=batch)
+    sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]), example_inputs=batch)
     sch.tensor_parallel(sequence_parallel=True)
     (step,) = sch.journal
     build(sch)
@@ -210,7 +214,11 @@ def test_a_rank_saves_its_part_of_norms_dropouts_and_inputs(ranks: int) -> None:
 def _masks(rank: int) -> tuple[list[float], list[list[bool]]]:
     model = FAMILIES["gpt2"].model(dropout=0.5)
     ids = torch.randint(5, 64, (2, 12), generator=torch.Generator().manual_seed(1))
-    sch = create_schedule(model, plugins=Registry([plugin]), example_inputs={"input_ids": ids, "use_cache": False})
+    sch = create_schedule(
+        model,
+        plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]),
+        example_inputs={"input_ids": ids, "use_cache": False},
+    )
     sch.tensor_parallel(sequence_parallel=True)
     build(sch)
     dropped: list[list[bool]] = []
@@ -235,7 +243,7 @@ def test_parts_of_the_sequence_draw_masks_of_their_own_and_runs_repeat() -> None
 def _called_before_and_behind(rank: int) -> list[float]:
     """T5's stacks have one dropout for what enters the layers and for what leaves them."""
     model, batch = FAMILIES["t5"].model(dropout=0.5), {**FAMILIES["t5"].batch(), "use_cache": False}
-    sch = create_schedule(model, plugins=Registry([plugin]), example_inputs=batch)
+    sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]), example_inputs=batch)
     sch.tensor_parallel(sequence_parallel=True)
     build(sch)
     set_random_seed(3, tp_rank=rank)
@@ -253,7 +261,12 @@ def _kept(rank: int) -> None:
     sch = _schedule(model, token_ids())
     sch.tensor_parallel(sequence_parallel=True)
     sch.save(f"schedule{rank}.json")
-    again = load_schedule(Model(), f"schedule{rank}.json", plugins=Registry([plugin]), example_inputs=(token_ids(),))
+    again = load_schedule(
+        Model(),
+        f"schedule{rank}.json",
+        plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]),
+        example_inputs=(token_ids(),),
+    )
     build(again)
     assert_equivalent(before, again.mod, token_ids())
     sch.undo()
@@ -287,7 +300,11 @@ def _asked_later(rank: int) -> str:
         LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=4, vocab_size=32)
     )
     ids = torch.arange(16).view(2, 8)
-    sch = create_schedule(model, plugins=Registry([plugin]), example_inputs={"input_ids": ids, "use_cache": False})
+    sch = create_schedule(
+        model,
+        plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]),
+        example_inputs={"input_ids": ids, "use_cache": False},
+    )
     sch.tensor_parallel(sequence_parallel=True)
     build(sch)
     assert model(ids, use_cache=False).logits.shape == (2, 8, 32)
@@ -306,7 +323,9 @@ def _without_a_head(rank: int) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 32}
     for model in (LlamaModel(LlamaConfig(**sizes, use_cache=False)), BertModel(BertConfig(**sizes))):
         ids, before = torch.arange(16).view(2, 8), copy.deepcopy(model.eval())
-        sch = create_schedule(model, plugins=Registry([plugin]), example_inputs={"input_ids": ids})
+        sch = create_schedule(
+            model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]), example_inputs={"input_ids": ids}
+        )
         sch.tensor_parallel(sequence_parallel=True)
         build(sch)
         assert_equivalent(before, model, input_ids=ids, loss=lambda outputs: outputs.last_hidden_state.sin().sum())

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, ScheduleError, build, create_schedule
 from slapo_sharding import plugin
 from slapo_testing import run_distributed
@@ -56,7 +58,9 @@ def _refusals(rank: int) -> dict[str, str]:
     def refused(key: str, model: nn.Module, inputs: Any, **options: Any) -> None:
         state = [(name, id(p), len(p._backward_hooks or ())) for name, p in model.named_parameters()]
         hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
-        sch = create_schedule(model, plugins=Registry([plugin]), example_inputs=inputs)
+        sch = create_schedule(
+            model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]), example_inputs=inputs
+        )
         with pytest.raises(ScheduleError) as caught:
             sch.tensor_parallel(sequence_parallel=True, **options)
         messages[key] = str(caught.value)
@@ -95,7 +99,9 @@ def _other_lengths(rank: int) -> list[str]:
     """Lengths that the example did not have; the first call is looked at, the others are not."""
     messages = []
     model = Model()
-    sch = create_schedule(model, plugins=Registry([plugin]), example_inputs=(token_ids(),))
+    sch = create_schedule(
+        model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]), example_inputs=(token_ids(),)
+    )
     sch.tensor_parallel(sequence_parallel=True)
     build(sch)
     for length in (7, 8, 7):
@@ -108,7 +114,7 @@ def _other_lengths(rank: int) -> list[str]:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 32}
     llama = LlamaForCausalLM(LlamaConfig(**sizes))
     inputs = {"input_ids": token_ids(), "use_cache": False}
-    sch = create_schedule(llama, plugins=Registry([plugin]), example_inputs=inputs)
+    sch = create_schedule(llama, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]), example_inputs=inputs)
     sch.tensor_parallel(sequence_parallel=True)
     build(sch)
     with pytest.raises(ScheduleError) as caught:

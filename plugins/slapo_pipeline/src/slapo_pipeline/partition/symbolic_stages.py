@@ -16,9 +16,9 @@ from torch import fx, nn
 from torch.fx.node import map_arg
 
 from slapo_core import BuildError, TraceError
+from slapo_tracing import trace
 from slapo_tracing.graphs import TracedModule, argument_values, guard_of, plain_signature
 from slapo_tracing.nodes import autocast_state, expect, expect_outputs, is_mode_node
-from slapo_tracing.tracers import trace
 
 from ..assignment.node_assignment import Assigner, Assignment
 from ..tracing.flat_trace import cut_positions, opened_by

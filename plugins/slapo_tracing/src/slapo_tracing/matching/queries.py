@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from slapo_core import Schedule
 
 
-def find_node(schedule: Schedule, wanted: str | Callable[[fx.Node], bool]) -> list[matcher.Handle]:
+def find_node(schedule: Schedule, regex_or_pattern_fn: str | Callable[[fx.Node], bool]) -> list[matcher.Handle]:
     """Return nodes of the graphs from a schedule's module down; where nothing there is traced, ``trace`` is applied first.
 
     ``[[node] for node in ...]`` are as many matches for ``replace``; the list itself is one.
 
     Args:
         schedule: Of the module.
-        wanted: A regular expression that the path of a called module matches fully, or a function of a node.
+        regex_or_pattern_fn: A regular expression that the path of a called module matches fully, or a function of a node.
 
     Returns:
         Nodes with the paths of their traced modules.
@@ -36,11 +36,11 @@ def find_node(schedule: Schedule, wanted: str | Callable[[fx.Node], bool]) -> li
         ScheduleError: no regular expression and no function.
         TraceError: the module is not traced and cannot be.
     """
-    matcher.check_wanted(wanted)
-    return _found(schedule, wanted, lambda: matcher.find_node(schedule.mod, wanted, schedule.path))
+    matcher.check_wanted(regex_or_pattern_fn)
+    return _found(schedule, regex_or_pattern_fn, lambda: matcher.find_node(schedule.mod, regex_or_pattern_fn, schedule.path))
 
 
-def find_subgraph(schedule: Schedule, pattern: Callable[..., Any] | Pattern) -> list[matcher.Match]:
+def find_subgraph(schedule: Schedule, pattern_fn: Callable[..., Any] | Pattern) -> list[matcher.Match]:
     """Return the occurrences of a pattern in the same graphs; they never overlap.
 
     Where nothing was traced before, and only a graph of everything has the pattern, as it goes from one module into another,
@@ -48,24 +48,28 @@ def find_subgraph(schedule: Schedule, pattern: Callable[..., Any] | Pattern) -> 
 
     Args:
         schedule: Of the module.
-        pattern: A function of tensors, with ``slapo.call_module(name, ...)`` for modules in it, or a ``Pattern``.
+        pattern_fn: A function of tensors, with ``slapo.call_module(name, ...)`` for modules in it, or a ``Pattern``.
 
     Raises:
         ScheduleError: the pattern cannot be looked for.
         TraceError: the module is not traced and cannot be.
     """
-    compiled = matcher.CompiledPattern(pattern)
+    compiled = matcher.CompiledPattern(pattern_fn)
     return _found(
         schedule,
-        pattern,
+        pattern_fn,
         lambda: matcher.find_subgraph(schedule.mod, compiled, schedule.path),
         in_flat=lambda flat: len(matcher.find_subgraph(flat, compiled)),
     )
 
 
-def find(schedule: Schedule, wanted: str | Callable[..., Any] | Pattern) -> list[Any]:
+def find(schedule: Schedule, regex_or_pattern_fn: str | Callable[..., Any] | Pattern) -> list[Any]:
     """Return ``find_node`` of a regular expression, ``find_subgraph`` of a function of tensors or a ``Pattern``."""
-    return find_node(schedule, wanted) if isinstance(wanted, str) else find_subgraph(schedule, wanted)
+    return (
+        find_node(schedule, regex_or_pattern_fn)
+        if isinstance(regex_or_pattern_fn, str)
+        else find_subgraph(schedule, regex_or_pattern_fn)
+    )
 
 
 def matches_of(schedule: Schedule, subgraph: Any, primitive: str) -> list[Any]:

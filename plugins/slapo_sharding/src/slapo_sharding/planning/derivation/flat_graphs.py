@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from torch import fx, nn
 
 from slapo_core import Schedule, ScheduleError
+from slapo_tracing import trace
 from slapo_tracing.nodes import is_opaque
-from slapo_tracing.tracers import trace
 
 from ...rules.parametrization_hooks import computing_hooks
 from ...rules.parametrizations import computed_by, registrations
