@@ -13,6 +13,8 @@ import slapo_kernels.plugin
 import slapo_memory.plugin
 import slapo_pipeline.plugin
 import slapo_sharding.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Registry, hookimpl
 from slapo_kernels.dispatch import dispatcher
 from slapo_kernels.implementations import eager
@@ -55,6 +57,8 @@ def counted_kernels() -> Iterator[Counted]:
         slapo_memory.plugin,
         slapo_pipeline.plugin,
         slapo_sharding.plugin,
+        slapo_tracing.plugin,
+        slapo_training.plugin,
         Plugin(),
     )
     with isolated_plugins(*plugins) as isolated:

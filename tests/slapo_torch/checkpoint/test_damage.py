@@ -55,7 +55,7 @@ def swap(file: Path, others: list[Path]) -> None:
 
 def from_another(file: Path, others: list[Path]) -> None:
     """The same file of a checkpoint of a later step."""
-    later = next(each for each in file.parents[3].glob("later/data-*"))
+    later = next(each for each in file.parents[2].glob("later/data-*"))
     file.write_bytes((later / file.name).read_bytes())
 
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-    from slapo_core import Dialect, Schedule
+    from slapo_core import Schedule
 
 
 @hookimpl
@@ -19,7 +19,7 @@ def slapo_queries() -> dict[str, str]:
 
 
 @hookimpl
-def slapo_default_mesh(schedule: Schedule, dialect: type[Dialect], group: dist.ProcessGroup | None) -> DeviceMesh | None:
+def slapo_default_mesh(schedule: Schedule, target: str, group: dist.ProcessGroup | None) -> DeviceMesh | None:
     from .distributed.default_mesh import default_mesh  # noqa: PLC0415  a registrar imports nothing heavy
 
-    return default_mesh(schedule, dialect, group)
+    return default_mesh(schedule, target, group)

@@ -96,13 +96,7 @@ def _default_mesh(sch: Schedule, target: str | None) -> Iterator[None]:
     if target is None or root.mesh is not None or not is_complete:
         yield
         return
-    error = None
-    try:
-        dialect = root.registry.dialect(target)
-    except Exception as err:
-        error = err
-    raise_on_all_ranks(error, None, sch.group)
-    root.mesh = root.registry.hook.slapo_default_mesh(schedule=sch, dialect=dialect, group=root.group)
+    root.mesh = root.registry.hook.slapo_default_mesh(schedule=sch, target=target, group=root.group)
     try:
         yield
     except BaseException:

@@ -138,7 +138,7 @@ def slapo_partition(schedule: Schedule) -> Program | None:
 
 
 @hookspec(firstresult=True)
-def slapo_default_mesh(schedule: Schedule, dialect: type[Dialect], group: ProcessGroup | None) -> DeviceMesh | None:
+def slapo_default_mesh(schedule: Schedule, target: str, group: ProcessGroup | None) -> DeviceMesh | None:
     """The mesh for an engine of a schedule on all ranks that was given none; collective. None: the engine gets no mesh.
 
     ``group`` is the process group that ``create_schedule`` was given, or None.

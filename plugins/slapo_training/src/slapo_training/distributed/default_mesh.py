@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from slapo_core import Dialect, Schedule, Step, build_program, get_logger, is_sharded, raise_on_all_ranks
+from slapo_core import Schedule, Step, build_program, get_logger, is_sharded, raise_on_all_ranks
 
 
-def default_mesh(sch: Schedule, dialect: type[Dialect], given: dist.ProcessGroup | None) -> DeviceMesh | None:
+def default_mesh(sch: Schedule, target: str, given: dist.ProcessGroup | None) -> DeviceMesh | None:
     """Return a mesh of all ranks, or None where the dialect is not data parallel or the numbers do not fit. Collective.
 
     All ranks are tensor parallel if a parameter is sharded, a step communicates over the group, or a group was given; otherwise
@@ -20,14 +20,14 @@ def default_mesh(sch: Schedule, dialect: type[Dialect], given: dist.ProcessGroup
 
     Args:
         sch: Any handle of the schedule.
-        dialect: Its engine will run the model.
+        target: Name of the dialect whose engine will run the model.
         given: The process group that ``create_schedule`` was given, or None.
     """
     group, stages, error = sch.group, 1, None
     assert group is not None
-    if "data_parallel" not in dialect.capabilities:
-        return None
     try:
+        if "data_parallel" not in sch.registry.dialect(target).capabilities:
+            return None
         stages = len(build_program(sch).stages)
     except Exception as err:
         error = err
