@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
 from torch import fx, nn
 
@@ -244,6 +245,20 @@ def _check_derivable(schedule: Schedule, plan: Mapping[str, str] | None) -> None
         raise ScheduleError(message, path=schedule.path, primitive="tensor_parallel")
 
 
+def _plan_problem(plan: Any) -> str | None:
+    """Return why a plan is no mapping from paths to styles, or None."""
+    known = f"give {{path or glob: style}}, styles: {', '.join(STYLES)}"
+    if not isinstance(plan, Mapping):
+        return f"plan is {plan!r}; {known}"
+    for key, style in plan.items():
+        if not isinstance(key, str) or not isinstance(style, str):
+            return f"{key!r} has the style {style!r}; {known}"
+        if style not in STYLES:
+            hint = f"{_guess(style, STYLES)}supported: {', '.join(STYLES)}"
+            return f"{key!r} has the style {style!r}, which is not supported; {hint}"
+    return None
+
+
 def _steps(schedule: Schedule, plan: Mapping[str, str] | None) -> dict[str, str]:
     """Path of every module that is split, to its style."""
 
@@ -252,14 +267,8 @@ def _steps(schedule: Schedule, plan: Mapping[str, str] | None) -> dict[str, str]
 
     known = published_plan if schedule.example_inputs is not None else tensor_parallel_plan
     given = known(schedule.mod) if plan is None else plan
-    if not isinstance(given, Mapping):
-        raise error(f"plan is {given!r}; give {{path or glob: style}}, styles: {', '.join(STYLES)}")
-    for key, style in given.items():
-        if not isinstance(key, str) or not isinstance(style, str):
-            raise error(f"{key!r} has the style {style!r}; give {{path or glob: style}}, styles: {', '.join(STYLES)}")
-        if style not in STYLES:
-            hint = f"{_guess(style, STYLES)}supported: {', '.join(STYLES)}"
-            raise error(f"{key!r} has the style {style!r}, which is not supported; {hint}")
+    if problem := _plan_problem(given):
+        raise error(problem)
     steps: dict[str, str] = {}
     stacked: dict[str, str] = {}
     for key, style in given.items():
