@@ -17,7 +17,7 @@ from .interfaces.codec import Codec
 from .interfaces.dialect import Dialect
 from .interfaces.engine import Engine, PlainEngine
 from .interfaces.hookspecs import hookimpl, hookspec
-from .interfaces.primitive import Primitive
+from .interfaces.primitive import Primitive, call_signature
 from .interfaces.program import Boundary, Program, Stage, TieGroup
 from .modules import paths
 from .modules.forward_arguments import call_arguments, forward_signature, named_inputs, split_inputs
@@ -73,6 +73,7 @@ __all__ = [
     "build",
     "build_program",
     "call_arguments",
+    "call_signature",
     "compare_across_ranks",
     "create_schedule",
     "default_registry",

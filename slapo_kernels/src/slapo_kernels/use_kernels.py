@@ -88,21 +88,26 @@ class UseKernelsPrimitive(Primitive):
         return plan
 
     @staticmethod
-    def apply(schedule: Schedule, names: str | Iterable[str] | None = None, force: Mapping[str, str] | None = None) -> None:
+    def apply(
+        schedule: Schedule,
+        names: str | Iterable[str] | None = None,
+        force: Mapping[str, str] | None = None,
+        *,
+        checked: _Plan,
+    ) -> None:
         """Swap."""
-        plan: _Plan = schedule.checked
         before: dict[str, tuple[str, ...]] = schedule.metadata.primitives["use_kernels"] or {}
         used: dict[str, list[str]] = {}
-        for each in plan.served:
-            kernels = [kernel for kernel in each.body.kernels if kernel in plan.wanted]
+        for each in checked.served:
+            kernels = [kernel for kernel in each.body.kernels if kernel in checked.wanted]
             handle = schedule[each.path] if each.path else schedule
-            handle.apply("replace", swapped(each.module, plan.forced_body(each)), name="+".join(kernels))
+            handle.apply("replace", swapped(each.module, checked.forced_body(each)), name="+".join(kernels))
             for kernel in kernels:
                 used.setdefault(kernel, []).append(handle.path)
-        for match, call in plan.calls:
+        for match, call in checked.calls:
             schedule.get_top_schedule().apply("replace", call, match, name=call.kernel)
             used.setdefault(call.kernel, []).append(match.path)
-        for path, choices in plan.attention.items():
+        for path, choices in checked.attention.items():
             handle = schedule[path] if path else schedule
             schedule.on_undo(attention.tell(handle.mod, choices))
             used.setdefault("attention", []).append(handle.path)

@@ -71,10 +71,12 @@ class FusePrimitive(Primitive):
         return steps
 
     @staticmethod
-    def apply(schedule: Schedule, subgraph: Any, compiler: str | None = "inductor", name: str | None = None) -> None:
+    def apply(
+        schedule: Schedule, subgraph: Any, compiler: str | None = "inductor", name: str | None = None, *, checked: list[Any]
+    ) -> None:
         make = eager if compiler is None else compiler_of(schedule, compiler)
         remake = partial(_remade, make, compiler)
-        for match, fused, layers in schedule.checked:
+        for match, fused, layers in checked:
             graph_edit.replace_subgraph(schedule, match, fused, name or "fused", layers=layers, remake=remake)
 
 

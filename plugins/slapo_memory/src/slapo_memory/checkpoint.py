@@ -105,14 +105,15 @@ class CheckpointPrimitive(Primitive):
         ratio: float | None = None,
         budget: Any = None,
         order_args_fn: Callable[..., Sequence[Any]] | None = None,
+        checked: list[Any],
     ) -> None:
-        for chosen, kept in schedule.checked if subgraph is None else ():
+        for chosen, kept in checked if subgraph is None else ():
             schedule.touch(chosen.mod)
             wrap_forward(chosen.mod, Checkpointed(kept, chosen.path))
             if order_args_fn is not None:
                 wrap_forward(chosen.mod, partial(_by_position, order_args_fn))
         remake = partial(_body, Checkpointed(policy, schedule.path))
-        for match in () if subgraph is None else schedule.checked:
+        for match in () if subgraph is None else checked:
             body = remake(graph_edit.traced_module_of(schedule, match), match)
             graph_edit.replace_subgraph(schedule, match, body, name="checkpointed", remake=remake)
 

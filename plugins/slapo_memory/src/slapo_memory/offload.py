@@ -48,8 +48,8 @@ class OffloadPrimitive(Primitive):
         return chosen
 
     @staticmethod
-    def apply(schedule: Schedule, *, min_bytes: int = MIN_BYTES) -> None:
-        for chosen in schedule.checked:
+    def apply(schedule: Schedule, *, min_bytes: int = MIN_BYTES, checked: list[Schedule]) -> None:
+        for chosen in checked:
             schedule.touch(chosen.mod)
             wrap_forward(chosen.mod, Offloaded(min_bytes))
 

@@ -58,11 +58,11 @@ class CutAtMarksPrimitive(Primitive):
         return []
 
     @staticmethod
-    def apply(schedule: Schedule, *numbers: int) -> None:
+    def apply(schedule: Schedule, *numbers: int, checked: list[tuple[str, int]]) -> None:
         """Nothing to change: the journal holds the cuts."""
         schedule.metadata.primitives[CUT_AT_MARKS].update(numbers)
         top = schedule.get_top_schedule()
-        for path, count in schedule.checked:
+        for path, count in checked:
             (top[path] if path else top).cut_at_marks(*range(count))
 
     @staticmethod

@@ -100,10 +100,10 @@ class PipelinePrimitive(Primitive):
         balance: str = "parameters",
         microbatches: int | None = None,
         leaf_modules: Leaves = None,
+        checked: tuple[StageTable, KeptTrace],
     ) -> None:
         """Cut there."""
-        table: StageTable
-        table, kept = schedule.checked
+        table, kept = checked
         for path in table.cuts:
             schedule[path].cut_pipeline_stage()
         schedule.metadata.primitives.update({NAME: table, KEPT_TRACE: kept})

@@ -84,13 +84,13 @@ class ShardPrimitive(Primitive):
         copied: Sequence[int] = (),
         gathered: bool = False,
         uneven: bool = False,
+        checked: ShardStep,
     ) -> None:
         """Carry it out."""
         with _untraced(schedule) as is_other:
-            step = schedule.checked
             if is_other:
-                step = Sharder(schedule, name, axis, blocks, copied=copied, gathered=gathered, uneven=uneven).plan()
-            carry_out(schedule, step)
+                checked = Sharder(schedule, name, axis, blocks, copied=copied, gathered=gathered, uneven=uneven).plan()
+            carry_out(schedule, checked)
 
 
 @contextmanager

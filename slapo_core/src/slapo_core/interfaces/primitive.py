@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
     from ..schedules.schedule import Schedule
+
+_CHECKED = "checked"
 
 
 class Primitive(ABC):
@@ -35,7 +38,9 @@ class Primitive(ABC):
     def check(schedule: Schedule, /, *args: Any, **kwargs: Any) -> Any:
         """Raise ``ScheduleError`` if the step is illegal. Must change nothing.
 
-        What it returns, the step worked out say, ``apply`` finds as ``schedule.checked``.
+        Returns:
+            Anything that ``apply`` needs, such as the planned step: ``apply`` receives it as the keyword-only argument
+            ``checked`` if it has that parameter and ``check`` does not.
         """
 
     @staticmethod
@@ -47,3 +52,18 @@ class Primitive(ABC):
     def init_metadata() -> Any:
         """The value ``schedule.metadata.primitives[name]`` starts with, once per module."""
         return None
+
+
+def takes_checked(primitive: type[Primitive]) -> bool:
+    """Return whether ``apply`` receives the result of ``check``: as ``checked``, keyword-only and no argument of ``check``."""
+    checked = inspect.signature(primitive.apply).parameters.get(_CHECKED)
+    is_reserved = checked is not None and checked.kind is checked.KEYWORD_ONLY
+    return is_reserved and _CHECKED not in inspect.signature(primitive.check).parameters
+
+
+def call_signature(primitive: type[Primitive]) -> inspect.Signature:
+    """Return the signature of ``apply`` without ``checked``, which the user does not give."""
+    signature = inspect.signature(primitive.apply)
+    if not takes_checked(primitive):
+        return signature
+    return signature.replace(parameters=[each for name, each in signature.parameters.items() if name != _CHECKED])

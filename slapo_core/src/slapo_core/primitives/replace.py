@@ -54,12 +54,12 @@ class ReplacePrimitive(Primitive):
         return _on_subgraphs(schedule).check(schedule, new, subgraph, name)
 
     @staticmethod
-    def apply(schedule: Schedule, new: Any, subgraph: Any = None, name: str | None = None) -> None:
+    def apply(schedule: Schedule, new: Any, subgraph: Any = None, name: str | None = None, *, checked: Any) -> None:
         """Swap."""
         if subgraph is None:
             swap(schedule, new)
             return
-        _on_subgraphs(schedule).apply(schedule, new, subgraph, name)
+        _on_subgraphs(schedule).apply(schedule, new, subgraph, name, checked=checked)
 
 
 def _on_subgraphs(schedule: Schedule) -> type[Primitive]:

@@ -39,28 +39,36 @@ class ReplaceAllPrimitive(Primitive):
     scope = "module"
 
     @staticmethod
-    def check(schedule: Schedule, target: type[nn.Module] | str, make: Callable[..., nn.Module], **kwargs: Any) -> int:
-        """Refuse a target that matches nothing; the number of arguments of ``make``."""
+    def check(schedule: Schedule, target: type[nn.Module] | str, make: Callable[..., nn.Module], **kwargs: Any) -> None:
+        """Refuse a target that matches nothing, and a ``make`` that cannot be called with the old modules."""
         if not callable(make):
             raise ScheduleError(f"{make!r} cannot be called to make a module", path=schedule.path, primitive="replace_all")
         if not _targets(schedule, target):
             raise ScheduleError(f"nothing below matches {target!r}", path=schedule.path, primitive="replace_all")
-        for count in (1, 2):
-            with suppress(TypeError):
-                inspect.signature(make).bind(*range(count), **kwargs)
-                return count
+        if _positional_count(make, kwargs):
+            return
         wanted = f"is called with (module) or (path, module), and with {', '.join(kwargs) or 'nothing'} by name"
         raise ScheduleError(f"{make!r} {wanted}; give a function of these", path=schedule.path, primitive="replace_all")
 
     @staticmethod
     def apply(schedule: Schedule, target: type[nn.Module] | str, make: Callable[..., nn.Module], **kwargs: Any) -> None:
         """Make and swap each; several places of one module get one new module."""
+        count = _positional_count(make, kwargs)
         for path, handle in _targets(schedule, target).items():
             for module in handle.mod.modules():
                 schedule.touch(module)  # make may change the old module instead of making a new one
-            new = make(*(path, handle.mod)[-schedule.checked :], **kwargs)
+            new = make(*(path, handle.mod)[-count:], **kwargs)
             check_module(handle, new, "replace_all")
             swap(handle, new)
+
+
+def _positional_count(make: Callable[..., nn.Module], kwargs: dict[str, Any]) -> int:
+    """Return how many positional arguments ``make`` takes beside ``kwargs``: 1 or 2; 0 if it takes neither."""
+    for count in (1, 2):
+        with suppress(TypeError):
+            inspect.signature(make).bind(*range(count), **kwargs)
+            return count
+    return 0
 
 
 def _targets(schedule: Schedule, target: type[nn.Module] | str) -> dict[str, Schedule]:

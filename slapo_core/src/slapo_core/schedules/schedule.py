@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..interfaces.primitive import call_signature
 from ..modules import paths
 from ..modules.holders import Holders, Place
 from ..modules.parameters import name_parameters, parameter_facts
@@ -72,7 +73,6 @@ class Root:
     metadata: WeakKeyDictionary[nn.Module, ScheduleMetadata] = field(default_factory=WeakKeyDictionary)
     transaction: Transaction | None = None
     children: list[Step] = field(default_factory=list)  # steps taken inside the step under way
-    checked: Any = None  # what the check of the step under way returned
     program: Program | None = None  # of the last build
     target: str | None = None  # the dialect that has built an engine from the model
     handles: WeakValueDictionary[str, Schedule] = field(default_factory=WeakValueDictionary)  # one for each path in use
@@ -100,6 +100,7 @@ def _method(registry: Registry, name: str) -> Callable[..., Any]:
     """Return the function of a schedule that runs a query or applies a primitive, with what help() and signature() show."""
     if registry.has("query", name):
         shown = registry.get("query", name)
+        signature = inspect.signature(shown)
         call: Any = lambda schedule, /, *args, **kwargs: shown(schedule, *args, **kwargs)  # noqa: E731
         call.__doc__ = shown.__doc__
     else:
@@ -107,11 +108,10 @@ def _method(registry: Registry, name: str) -> Callable[..., Any]:
             primitive = registry.primitive(name)
         except UnknownNameError as err:
             raise UnknownPrimitiveError(str(err)) from err
-        shown = primitive.apply
+        shown, signature = primitive.apply, call_signature(primitive)
         call = lambda schedule, /, *args, **kwargs: schedule.apply(name, *args, **kwargs)  # noqa: E731
         call.__doc__ = primitive.__doc__
     call.__name__ = name
-    signature = inspect.signature(shown)
     first, *others = signature.parameters.values()
     call.__signature__ = signature.replace(parameters=[first.replace(name="self"), *others])
     return update_wrapper(call, shown, (), ())
@@ -403,11 +403,6 @@ class Schedule(metaclass=_ScheduleClass):
         made.holders, made.children, made.handles = Holders(), [], WeakValueDictionary()
         made.metadata[module] = root.metadata_of(root.module)
         return Schedule._of(made)
-
-    @property
-    def checked(self) -> Any:
-        """For a primitive's ``apply``: what its ``check`` returned for this step."""
-        return self._root.checked
 
     def touch(self, module: nn.Module) -> None:
         """Say that a module outside this one will be changed, so that a failure or ``undo`` restores it."""

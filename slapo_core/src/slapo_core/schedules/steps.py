@@ -7,13 +7,12 @@ on any error the snapshot is restored and the error re-raised.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from ..interfaces.primitive import Primitive
+from ..interfaces.primitive import Primitive, call_signature, takes_checked
 from ..reporting.errors import ScheduleError
 from .journal import Step
 from .transaction import Memory, Transaction
@@ -38,13 +37,13 @@ def take_step(schedule: Schedule, root: Root, name: str, args: tuple[Any, ...], 
     metadata = root.metadata_of(module)
     transaction.on_undo(_Restored(root.holders, metadata))
     (transaction.touch if cls.scope == "module" else transaction.touch_tree)(module)
-    outer, siblings, kept, checked = root.transaction, root.children, root.holders.kept, root.checked
+    outer, siblings, kept = root.transaction, root.children, root.holders.kept
     root.transaction, root.children = transaction, []
     try:
-        root.checked = cls.check(schedule, *args, **kwargs)  # a stranger's that changes something is rolled back too
+        checked = cls.check(schedule, *args, **kwargs)  # a stranger's that changes something is rolled back too
         root.holders.kept = kept and cls.scope == "module"
         metadata.primitives.setdefault(name, cls.init_metadata())
-        value = cls.apply(schedule, *args, **kwargs)
+        value = cls.apply(schedule, *args, **kwargs, **({"checked": checked} if _takes_checked(cls) else {}))
         if transaction.wrote_in_place():
             raise ScheduleError("writes into a parameter in place", path=schedule.path, primitive=name)  # rollback says more
         if cls.scope != "module":
@@ -55,7 +54,7 @@ def take_step(schedule: Schedule, root: Root, name: str, args: tuple[Any, ...], 
         transaction.rollback()
         raise
     finally:
-        root.transaction, root.children, root.holders.kept, root.checked = outer, siblings, kept, checked
+        root.transaction, root.children, root.holders.kept = outer, siblings, kept
     if outer is None:
         root.journal.record(step, transaction)
     else:
@@ -86,15 +85,16 @@ def savepoint(schedule: Schedule) -> Iterator[None]:
         outer.absorb(inner)
 
 
-@lru_cache(maxsize=1024)
-def _signature(cls: type[Primitive]) -> inspect.Signature:
-    return inspect.signature(cls.apply)
+_signature = lru_cache(maxsize=1024)(call_signature)
+_takes_checked = lru_cache(maxsize=1024)(takes_checked)
 
 
 @lru_cache(maxsize=1024)
 def _bind(cls: type[Primitive], positional: int, names: tuple[str, ...]) -> None:
     """Raise ``TypeError`` unless a call fits; its number of positional arguments and the names of the others tell."""
     _signature(cls).bind(None, *range(positional), **dict.fromkeys(names))
+    if "checked" in names and _takes_checked(cls):  # apply has **kwargs, too
+        raise TypeError("'checked' is the result of the check, no argument")
 
 
 def _check_arguments(

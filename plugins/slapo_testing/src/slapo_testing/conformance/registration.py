@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from slapo_core import Dialect, Entry, Registry, SlapoError
+from slapo_core import Dialect, Entry, Registry, SlapoError, call_signature
 
 from .examples.case import ConformanceError
 from .examples.examples import EngineExample, Example
@@ -98,7 +98,7 @@ def documented(registry: Registry, kind: str, name: str) -> None:
     if issubclass(cls, Dialect):
         _says_what_it_can_do(cls)
         return
-    taken = [each.name for each in list(inspect.signature(cls.apply).parameters.values())[1:]]
+    taken = list(call_signature(cls).parameters)[1:]
     section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", doc, re.MULTILINE | re.DOTALL)
     said = _SIGNATURES.findall(_outermost(section.group(1))) if section else []
     if missing := [each for each in taken if each not in said]:
@@ -140,6 +140,6 @@ def exemplified(registry: Registry, kind: str, name: str, examples: Sequence[Exa
     if not examples:
         raise ConformanceError("there is no example")
     cls = registry.get(kind, name)
-    takes = kind == "dialect" or len(inspect.signature(cls.apply).parameters) > 1
+    takes = kind == "dialect" or len(call_signature(cls).parameters) > 1
     if takes and not any(example.refused for example in examples):
         raise ConformanceError("no example has refused=, calls with wrong arguments and what their errors say")

@@ -35,7 +35,7 @@ class SubgraphReplacement(Primitive):
         return matches
 
     @staticmethod
-    def apply(schedule: Schedule, new: Any, subgraph: Any, name: str | None = None) -> None:
+    def apply(schedule: Schedule, new: Any, subgraph: Any, name: str | None = None, *, checked: list[Any]) -> None:
         """Replace the subgraphs that ``check`` found."""
-        for match in schedule.checked:
+        for match in checked:
             replace_subgraph(schedule, match, new, name=name)
