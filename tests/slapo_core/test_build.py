@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from slapo.framework_dialect import get_dialect_cls, init_target_engine
 from slapo_core import (
     BuildError,
     Dialect,
@@ -21,10 +22,8 @@ from slapo_core import (
     build,
     build_program,
     create_schedule,
-    get_dialect_cls,
     hookimpl,
     init_empty_weights,
-    init_target_engine,
     make,
 )
 from slapo_testing import isolated_plugins, run_distributed

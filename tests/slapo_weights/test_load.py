@@ -151,7 +151,7 @@ def test_each_rank_reads_its_part_and_no_more(kind: str, tmp_path: Path) -> None
     for rank in range(3 if dealt else 2):
         model = empty("llama")
         slapo.create_schedule(model)
-        spec = ShardSpec(dim, (96, 32), rank, 3 if dealt else 2, blocks, dealt=dealt)
+        spec = ShardSpec(dim, (96, 32), rank, 3 if dealt else 2, blocks, uneven_ranges=dealt)
         old = model.lm_head.weight
         model.lm_head.weight = successor(old, spec.local(old.detach()), spec=spec)
         part = spec.local(want)

@@ -116,7 +116,9 @@ def test_rows_of_fused_blocks_lie_where_the_blocks_do() -> None:
 def test_copies_of_a_dealt_range_count_once() -> None:
     dealt = (((0, 8),), ((4, 12),))
     full = torch.arange(48.0).view(12, 4)
-    assert torch.equal(whole(piece_of(spec_of(r, dealt=dealt).local(full), spec_of(r, dealt=dealt)) for r in range(2)), full)
+    assert torch.equal(
+        whole(piece_of(spec_of(r, uneven_ranges=dealt).local(full), spec_of(r, uneven_ranges=dealt)) for r in range(2)), full
+    )
 
 
 def test_pieces_of_some_ranks_are_not_taken_for_all() -> None:

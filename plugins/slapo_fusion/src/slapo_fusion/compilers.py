@@ -157,7 +157,7 @@ def compiler_of(schedule: Schedule, name: object) -> Compiler:
         ScheduleError: no plugin registers it.
         PluginError: a plugin's hook fails, two register one name, or it cannot be imported.
     """
-    found = schedule.registry.provided("slapo_compilers", "compiler")
+    found = schedule.registry.entries_of_hook("slapo_compilers", "compiler")
     lowered = str(name).lower()
     known = [each for each in found if each == name] or [each for each in found if each.lower() == lowered]
     if not isinstance(name, str) or len(known) != 1:

@@ -32,7 +32,7 @@ def register(app: Any) -> None:
 
 def model_rows(registry: Registry) -> list[dict[str, str]]:
     """Each schedule that can be imported."""
-    usable = registry.importable("model")
+    usable = registry.load_all("model")
     return [
         {
             "name": entry.name,

@@ -146,7 +146,7 @@ def _of_stages(sch: Schedule, program: Program, start: int) -> Schedule:
     """A schedule of the stages, each with its number, from ``start`` on."""
     top = PartitionedModule(program, lambda index: f"submod_{start + index}")
     top.num_steps = len(sch.journal)
-    staged = sch.of_stages(top, program)
+    staged = sch.stage_schedule(top, program)
     for stage in program.stages:
         add_partition_notation(staged[top.name_of(stage.index)], start + stage.index)
     return staged

@@ -51,7 +51,7 @@ def dialects(
     registry = default_registry()
     if name:
         registry.get("dialect", name)
-    usable = registry.importable("dialect")
+    usable = registry.load_all("dialect")
     found = [_dialect(entry, usable.get(entry.name)) for entry in registry.entries("dialect") if name in ("", entry.name)]
     problems = [] if name else [problem for record in registry.records for problem in _problems(record)]
     if as_json:
@@ -76,7 +76,7 @@ def plugins(as_json: AsJson = False) -> None:
     """List the plugins, what each provides, and why any of them did not load."""
     registry = default_registry()
     for kind in Registry.KINDS:
-        registry.importable(kind)  # what cannot be imported is then among the problems
+        registry.load_all(kind)  # what cannot be imported is then among the problems
     rows = [_plugin_row(registry, record) for record in registry.records]
     if as_json:
         _print_json({"plugins": rows})
@@ -87,7 +87,7 @@ def plugins(as_json: AsJson = False) -> None:
 
 def _list_entries(kind: str, as_json: bool) -> None:
     registry = default_registry()
-    usable = registry.importable(kind)
+    usable = registry.load_all(kind)
     rows = [_entry_row(entry, usable[entry.name]) for entry in registry.entries(kind) if entry.name in usable]
     problems = [problem for record in registry.records for problem in _problems(record)]
     if as_json:

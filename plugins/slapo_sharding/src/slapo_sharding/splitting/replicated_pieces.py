@@ -70,4 +70,4 @@ def sum_copies(parameter: nn.Parameter, spec: ShardSpec) -> CopySum:
 
 def has_copies(spec: ShardSpec) -> bool:
     """Return whether a part of the parameter is held more than once."""
-    return spec.dealt is not None and sum(spec.sizes) > spec.full_shape[spec.dim]
+    return spec.uneven_ranges is not None and sum(spec.sizes) > spec.full_shape[spec.dim]

@@ -79,12 +79,12 @@ class ReplicaSpec(ShardSpec):
 
     def counted(self, shard: torch.Tensor) -> torch.Tensor:
         """Return the part of this rank's shard that counts where every element of the full tensor counts once."""
-        if self.inner is None or self.inner.dealt is None:
+        if self.inner is None or self.inner.uneven_ranges is None:
             return shard
         if self.inner.dim:
-            return self.inner.counted(shard)
+            return self.inner.without_copies(shard)
         start, stop = self.rows()
-        kept = self.inner.counted(torch.arange(self.replica_rows()))
+        kept = self.inner.without_copies(torch.arange(self.replica_rows()))
         kept = kept[(kept >= start) & (kept < stop)] - start
         return shard if len(kept) == stop - start else shard.index_select(0, kept.to(shard.device))
 

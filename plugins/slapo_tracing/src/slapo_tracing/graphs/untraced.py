@@ -50,7 +50,7 @@ def _swap(schedule: Schedule, others: dict[int, nn.Module]) -> None:
     root = schedule._root
     if not others:
         return
-    root.holders.drop()
+    root.holders.invalidate()
     for module in list(root.module.modules()):
         for name, child in module._modules.items():
             if id(child) in others:

@@ -43,7 +43,7 @@ def total_grad_norm(
         spec, grad = shard_spec(tensor), plain(tensor.grad)
         bucket = buckets.setdefault(spec.group if spec is not None else None, [])
         if grad is not None and counts(tensor):
-            bucket.append(spec.counted(grad) if spec is not None else grad)
+            bucket.append(spec.without_copies(grad) if spec is not None else grad)
     total = torch.stack([_over(_power(grads, norm_type, device), norm_type, group) for group, grads in buckets.items()])
     total = total.max() if math.isinf(norm_type) else total.sum()
     for group in extra_groups:

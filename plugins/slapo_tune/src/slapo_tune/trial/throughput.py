@@ -47,7 +47,7 @@ def logged_result(lines: Sequence[str], values: Mapping[str, Any]) -> dict[str, 
         lines: Of the script's output and errors.
         values: Values of the symbols; ``batch_size`` counts where a log has seconds alone.
     """
-    for target, dialect in default_registry().importable("dialect").items():
+    for target, dialect in default_registry().load_all("dialect").items():
         parser: Any = dialect.classes.get("log_parser")
         if parser is None or not hasattr(parser, "parse"):
             continue

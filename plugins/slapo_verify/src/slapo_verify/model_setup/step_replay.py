@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from slapo_core import Schedule, ScheduleError, Step, create_schedule, is_sharded, reread
+from slapo_core import Schedule, ScheduleError, Step, create_schedule, is_sharded, round_trip
 
 from .model_copies import copied
 
@@ -41,6 +41,6 @@ def _again(value: Any, schedule: Schedule) -> Any:
     if isinstance(value, dict):
         return {key: _again(each, schedule) for key, each in value.items()}
     try:
-        return reread(value, schedule)
+        return round_trip(value, schedule)
     except ScheduleError:
         return type(value)(_again(each, schedule) for each in value) if type(value) in (list, tuple) else value

@@ -34,7 +34,7 @@ def split_parameters(schedule: Schedule, splits: Mapping[str, ParameterSplit]) -
         dealt = None
         if split.owner is not None:
             dealt = tuple(((0, shape[split.dim] if each == split.owner else 0),) for each in range(size))
-        spec = ShardSpec(split.dim, shape, rank, size, split.blocks or (shape[split.dim],), schedule.group, dealt=dealt)
+        spec = ShardSpec(split.dim, shape, rank, size, split.blocks or (shape[split.dim],), schedule.group, uneven_ranges=dealt)
         schedule.touch(handle.mod)
         handle.set_parameter(name, new := local_tensor(tensor, spec))
         carry_hooks(new, tensor, spec, handle.places_of(new, (handle.mod, name)))
