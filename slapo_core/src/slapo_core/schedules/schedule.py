@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..distributed.full_tensors import full_state
+from ..interfaces.renderable import Renderable
 from ..modules import paths
 from ..modules.holders import Holders, Place
 from ..modules.parameters import facts, name_parameters
@@ -98,7 +99,7 @@ class Root:
 
 
 @reserve_names
-class Schedule:
+class Schedule(Renderable):
     """One module of a model, and the words to say how it is to run: ``sch["h.0.mlp"].checkpoint()``.
 
     Every installed primitive is a method; ``dir(sch)`` lists them. A call returns the schedule, or the primitive's own value.
@@ -415,6 +416,9 @@ class Schedule:
 
     def __hash__(self) -> int:
         return hash((id(self._root), self._path))
+
+    def _plain_text(self) -> str:
+        return f"{self!r}\n{self.journal}".rstrip()
 
     def __repr__(self) -> str:
         module = paths.find(self._root.module, self._path)
