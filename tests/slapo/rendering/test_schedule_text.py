@@ -181,6 +181,16 @@ def test_a_shared_module_is_shown_once() -> None:
     ]
 
 
+def test_an_inside_is_shown_once_in_the_whole_model_if_its_names_are_the_same_too() -> None:
+    def inside(*names: str) -> nn.Module:
+        return nn.ModuleDict({name: nn.Linear(1, 1 + index) for index, name in enumerate(names)})
+
+    model = {"one": inside("q", "k", "v"), "two": nn.Sequential(inside("a", "b", "c"), inside("q", "k", "v"))}
+    text = tree(create_schedule(nn.ModuleDict(model)))
+    assert "1: ModuleDict  (inside as in one)" in text
+    assert "a: Linear" in text
+
+
 def test_a_traced_module_has_its_steps() -> None:
     sch = create_schedule(Tied(1), example_inputs=torch.zeros(1, 3, dtype=torch.long))
     sch["h.0"].trace()

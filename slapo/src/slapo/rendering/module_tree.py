@@ -122,7 +122,7 @@ class TreeBuilder:
         self._add_inside(node, path, found)
         inside = self._number(*chain.from_iterable((key, child.key) for key, child in found.items()))
         if node.modules_inside >= _NUM_REPEATED and (model := self._models.setdefault(inside, path)) != path:
-            node.model_inside = printable(model) or "the top"
+            node.model_inside = printable(model)
         return _Found(node, self._key(node, path, inside, *sorted(stages if stages != around else ())), stages)
 
     def _key(self, node: ModuleNode, path: str, *inside: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class Renderable:
     """An object that ``print`` and notebooks show as a plugin's ``slapo_render`` gives it, and else by its ``repr``."""
@@ -9,17 +11,11 @@ class Renderable:
     __slots__ = ()
 
     def __str__(self) -> str:
-        return self._rendered(False) or self._plain_text()
+        return self._repr_html_(html=False) or repr(self)
 
-    def _repr_html_(self) -> str | None:
-        return self._rendered(True)
+    def _repr_html_(self, html: bool = True) -> str | None:
+        """Ask the plugins of the object's own registry, if it has one, or those that are installed."""
+        from ..registration.registry import default_registry  # noqa: PLC0415  the registry imports the interfaces
 
-    def _plain_text(self) -> str:
-        return repr(self)
-
-    def _rendered(self, html: bool) -> str | None:
-        from ..registration.registry import Registry, default_registry  # noqa: PLC0415  the registry imports the interfaces
-
-        registry = getattr(self, "registry", None)
-        found = registry if isinstance(registry, Registry) else default_registry()
-        return found.hook.slapo_render(subject=self, html=html)  # type: ignore[no-any-return]
+        registry: Any = getattr(self, "registry", None) or default_registry()
+        return registry.hook.slapo_render(subject=self, html=html)  # type: ignore[no-any-return]

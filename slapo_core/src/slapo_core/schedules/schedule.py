@@ -417,8 +417,8 @@ class Schedule(Renderable):
     def __hash__(self) -> int:
         return hash((id(self._root), self._path))
 
-    def _plain_text(self) -> str:
-        return f"{self!r}\n{self.journal}".rstrip()
+    def __str__(self) -> str:
+        return self._repr_html_(html=False) or f"{self!r}\n{self.journal}".rstrip()
 
     def __repr__(self) -> str:
         module = paths.find(self._root.module, self._path)
