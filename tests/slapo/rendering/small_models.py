@@ -10,8 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import slapo.plugin
+import slapo_deepspeed.plugin
 import slapo_example.plugin
 import slapo_fusion.plugin
+import slapo_megatron.plugin
 import slapo_memory.plugin
 import slapo_models.plugin
 import slapo_pipeline.plugin
@@ -22,8 +24,10 @@ from slapo_testing import isolated_plugins
 
 PLUGINS = (
     slapo.plugin,
+    slapo_deepspeed.plugin,
     slapo_example.plugin,
     slapo_fusion.plugin,
+    slapo_megatron.plugin,
     slapo_memory.plugin,
     slapo_models.plugin,
     slapo_pipeline.plugin,

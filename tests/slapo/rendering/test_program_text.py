@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from inspect import cleandoc
+from typing import Any
 
 import pytest
 import torch
@@ -93,13 +94,13 @@ def test_an_engine_of_a_plain_module_or_a_stranger_has_the_module_alone() -> Non
     assert str(slapo.build(create_schedule(Block()))).startswith("PlainEngine\noptimizer  none\n\nparameters  72")
 
 
-def on_two_ranks(rank: int, layout: dict[str, int], options: dict[str, str]) -> list[str]:
+def on_two_ranks(rank: int, layout: dict[str, int], options: dict[str, Any], target: str = "torch") -> list[str]:
     with rendering_plugins():
         mesh = init_device_mesh("cpu", tuple(layout.values()), mesh_dim_names=tuple(layout))
         sch = create_schedule(Tied(2), mesh=mesh, example_inputs=BATCH)
         if "pp" in layout:
             sch["h.0"].cut_pipeline_stage()
-        engine = slapo.build(sch, "torch", optimizer=sgd, loss_fn=nn.NLLLoss(), **options)
+        engine = slapo.build(sch, target, optimizer=sgd, loss_fn=nn.NLLLoss(), **options)
         return [str(subject) for subject in (sch, engine, sch.program) if rank == 1]  # the other does not print
 
 
@@ -121,3 +122,20 @@ def test_rows_of_fsdp_are_parts() -> None:
         assert "weight [4 of 8, 4] dp 2, bias [4 of 8] dp 2" in text
         assert "parameters  184, of which 92 on this rank; float32 on cpu" in text
     assert "data_parallel=fsdp" in engine
+
+
+@pytest.mark.multiproc
+def test_parameters_of_zero_3_are_ranges_of_flat_tensors() -> None:
+    options = {"config": {"zero_optimization": {"stage": 3}}}
+    _, (schedule, engine, _) = run_distributed(on_two_ranks, 2, {"dp": 2}, options, "deepspeed", timeout=100)
+    for text in (schedule, engine):
+        assert "weight [16] of [8, 4] ZeRO-3, bias [4 of 8] ZeRO-3" in text
+        assert "parameters  184, of which 92 on this rank; float32 on cpu" in text
+    assert "target     deepspeed" in engine
+    assert "config={zero_optimization: {stage: 3}}" in engine
+
+
+@pytest.mark.multiproc
+def test_an_engine_of_megatron_is_shown_alike() -> None:
+    _, (_, engine, _) = run_distributed(on_two_ranks, 2, {"dp": 2}, {}, "megatron", timeout=100)
+    assert engine.startswith("MegatronEngine\ntarget     megatron\noptions    optimizer=SGD(lr=0.1), loss_fn=NLLLoss()\n")

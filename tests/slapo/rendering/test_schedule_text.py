@@ -131,6 +131,22 @@ def test_a_stage_ends_at_a_cut() -> None:
     """)
 
 
+def test_a_stage_can_begin_and_end_with_one_module() -> None:
+    sch = create_schedule(Tied(3))
+    sch["h.1"].cut_pipeline_stage().cut_pipeline_stage("before")
+    border = " " * 9 + "- - - stage border - - -"
+    cut = " 72      1: Block  <- cut_pipeline_stage, cut_pipeline_stage(before)  (inside as in h.0)"
+    assert f"{border}\n{cut}\n{border}" in tree(sch)
+
+
+def test_many_steps_and_parameters_are_counted() -> None:
+    sch = create_schedule(nn.Sequential(nn.RNN(1, 1, num_layers=2)))
+    for number in range(20):
+        sch["0"].annotate("bias_hh_l0", f"mark{number}", number)
+    assert "bias_hh_l0 [1], weight_ih_l1 [1, 1], weight_hh_l1 [1, 1], 2 more" in " ".join(shown(sch).split())
+    assert "annotate(bias_hh_l0, mark11, 11), 8 more" in " ".join(shown(sch).split())
+
+
 def test_after_build_the_stages_are_those_of_the_program() -> None:
     sch = create_schedule(Tied(2), example_inputs=torch.zeros(1, 3, dtype=torch.long))
     sch["h.0"].cut_pipeline_stage()

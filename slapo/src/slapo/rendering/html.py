@@ -9,7 +9,7 @@ from .module_tree import ModuleNode
 from .view import Detail, Facts, Tree, View, class_text, count_text, inside_text, name_text
 
 _OPEN_LINES = 60
-_LINES = 2000
+_LINES = 1000
 _STYLE = """
 .slapo-view { font: 13px/1.5 monospace; color: inherit; }
 .slapo-view details > :not(summary) { margin-left: 1.5em; }
@@ -42,7 +42,7 @@ def _tree(tree: Tree) -> str:
 
 def _node(node: ModuleNode, depth: int, opened: Detail, present: Detail) -> Iterator[str]:
     border = '<div class="border">stage border</div>'
-    if node.border == "before":
+    if "before" in node.borders:
         yield border
     is_cut_off = bool(node.children) and depth >= present.depth
     head = "".join(_head(node, opened.is_closed(node, depth)))
@@ -55,7 +55,7 @@ def _node(node: ModuleNode, depth: int, opened: Detail, present: Detail) -> Iter
         if left_out := len(node.children) - len(present.shown(node)):
             yield f'<div class="leaf">... {left_out:,} more</div>'
         yield "</details>"
-    if node.border == "after":
+    if "after" in node.borders:
         yield border
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby
 from typing import Any, NamedTuple
@@ -17,10 +17,10 @@ from .parameter_shapes import ParameterShape
 from .short_values import listed, printable, shortened
 from .step_places import StepPlaces
 
-_NUM_PARAMETERS = 6
-"""Parameters of one module that are shown."""
+_NUM_PARAMETERS, _NUM_STEPS = 6, 12
+"""Those of one module that are shown."""
 _NUM_REPEATED = 3
-"""Modules inside that are not shown twice."""
+"""Modules inside from which on the same are not shown again."""
 
 
 @dataclass
@@ -30,20 +30,20 @@ class ModuleNode:
     Args:
         name: Name in the module that holds it; ``"0-11"`` of several.
         kind: Its class.
-        config: What the class tells of itself in ``extra_repr``.
+        config: Its ``extra_repr``, on one line.
         steps: Steps on the module.
         parameters: Its own parameters, with shapes, ties and device.
-        notes: What else is to be seen: the stage that runs it, the place that it is shared with.
-        border: ``"after"`` or ``"before"`` where a stage ends there.
+        notes: Stages that run it, or the place of a shared module.
+        borders: ``"before"`` and ``"after"`` it, where a stage ends there.
         held: Numbers of parameters on this rank in one of the modules, with all inside.
         total: Numbers of the whole parameters.
-        is_split: Whether one of its own parameters is a part.
+        is_split: True where this rank holds a part of one of its own parameters.
         children: Modules inside.
-        model_inside: Path of an earlier module whose inside is the same and as long as to be shown once.
-        copies: How many modules the node stands for.
+        model_inside: Path of an earlier module with the same modules inside, where these are several.
+        copies: Number of modules that the node stands for.
         steps_inside: Primitives on modules inside of one.
-        is_changed_inside: Whether anything was done to a module inside.
         modules_inside: Number of modules inside of one.
+        is_changed_inside: True where anything was done to a module inside.
     """
 
     name: str
@@ -52,7 +52,7 @@ class ModuleNode:
     steps: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    border: str = ""
+    borders: tuple[str, ...] = ()
     held: int = 0
     total: int = 0
     is_split: bool = False
@@ -65,8 +65,8 @@ class ModuleNode:
 
     @property
     def is_changed(self) -> bool:
-        """Whether anything was done to the module itself."""
-        return bool(self.steps or self.border or self.is_split)
+        """True where anything was done to the module itself."""
+        return bool(self.steps or self.is_split)
 
 
 class TreeBuilder:
@@ -108,7 +108,8 @@ class TreeBuilder:
             around: Stages of the closest module around it of which they are known.
         """
         node = ModuleNode(printable(name), printable(type(module).__name__), _config(module))
-        node.steps, node.border = tuple(self._places.words.get(path, ())), self._places.borders.get(path, "")
+        node.steps = _first(self._places.words.get(path, ()), _NUM_STEPS)
+        node.borders = tuple(self._places.borders.get(path, ()))
         if (first := self._paths.setdefault(id(module), path)) != path:
             node.notes = (f"the module of {printable(first) or 'the top'}",)
             return _Found(node, self._key(node, path, 0), around)
@@ -126,7 +127,7 @@ class TreeBuilder:
         return _Found(node, self._key(node, path, inside, *sorted(stages if stages != around else ())), stages)
 
     def _key(self, node: ModuleNode, path: str, *inside: int) -> int:
-        border = path if node.border else ""
+        border = path if node.borders else ""  # is not folded
         return self._number(node.kind, node.config, node.steps, node.parameters, node.notes, border, *inside)
 
     def _number(self, *seen: Any) -> int:
@@ -157,8 +158,7 @@ class TreeBuilder:
                 self._counted.add(id(tensor))
                 node.held += 0 if self._are_freed and tensor.is_meta else shape.held
                 node.total += shape.total
-        more = len(words) - _NUM_PARAMETERS
-        node.parameters = (*words[:_NUM_PARAMETERS], *([f"{more} more"] if more > 0 else []))
+        node.parameters = _first(words, _NUM_PARAMETERS)
 
     def _marks(self, tensor: torch.Tensor, place: str) -> str:
         others = [printable(other) for other in self._names.get(id(tensor), ()) if other != place]
@@ -180,6 +180,11 @@ def tied_names(module: nn.Module) -> dict[int, tuple[str, ...]]:
             if parameter is not None:
                 names.setdefault(id(parameter), []).append(joined(path, name))
     return {key: tuple(found) for key, found in names.items() if len(found) > 1}
+
+
+def _first(words: Sequence[str], limit: int) -> tuple[str, ...]:
+    more = len(words) - limit
+    return (*words[:limit], *([f"{more} more"] if more > 0 else []))
 
 
 def _config(module: nn.Module) -> str:

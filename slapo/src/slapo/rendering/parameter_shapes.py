@@ -25,14 +25,14 @@ class ParameterShape(NamedTuple):
     split: tuple[str, ...]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> ParameterShape | None:
+    def of(cls, tensor: Any) -> ParameterShape | None:
         """Return the shapes of a shard, a DTensor, a parameter of ZeRO-3 or a plain tensor; None before it has any."""
         if is_lazy(tensor):
             return None
         local = whole = tuple(tensor.shape)
         split: list[str] = []
         if (partitioned := getattr(tensor, "ds_shape", None)) is not None and tuple(partitioned) != whole:
-            whole, split = tuple(partitioned), ["ZeRO-3"]
+            local, whole, split = tuple(tensor.ds_tensor.shape), tuple(partitioned), ["ZeRO-3"]  # a range of the flat tensor
         if hasattr(tensor, "placements"):
             local, split = _local_shape(tensor), _mesh_axes(tensor)
         if (spec := shard_spec(tensor)) is not None and spec.num_shards > 1:

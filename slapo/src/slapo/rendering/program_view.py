@@ -97,5 +97,9 @@ def _optimizer(optimizer: Any) -> str:
     groups: list[dict[str, Any]] = list(getattr(optimizer, "param_groups", ()))
     rates = sorted({float(group["lr"]) for group in groups if "lr" in group})
     number = sum(len(group.get("params", ())) for group in groups)
-    said = f"{counted(number, 'parameter')} in {counted(len(groups), 'group')}, lr {listed(map(str, rates))}" if groups else ""
-    return f"{type(optimizer).__name__}{': ' if said else ''}{said}"
+    held = f"{counted(number, 'parameter')} in {counted(len(groups), 'group')}" if number else ""
+    return (
+        f"{type(optimizer).__name__}: {held}{', ' if held else ''}lr {listed(map(str, rates))}"
+        if rates
+        else type(optimizer).__name__
+    )

@@ -9,10 +9,11 @@ from slapo_core import Step
 from .short_values import short_call, tally
 
 CUTS = "cut_pipeline_stage"
+"""Name of the primitive that ends a stage."""
 
 
 class StepPlaces:
-    """The steps, and those that a step took on other modules.
+    """Index of the steps by path, with those that a step took on other modules.
 
     Args:
         steps: Of a journal, in order.
@@ -20,13 +21,13 @@ class StepPlaces:
     Attributes:
         words: Path to the steps there, e.g. ``["shard(weight, 0)", "sync(grad)"]``.
         names: Path to the primitives there.
-        borders: Path to where a stage ends: ``"after"`` the module, or ``"before"`` it.
+        borders: Path to the places where a stage ends: ``"before"`` and ``"after"`` the module.
     """
 
     def __init__(self, steps: Iterable[Step]) -> None:
         self.words: dict[str, list[str]] = {}
         self.names: dict[str, list[str]] = {}
-        self.borders: dict[str, str] = {}
+        self.borders: dict[str, list[str]] = {}
         for step in steps:
             self._add(step)
 
@@ -36,13 +37,13 @@ class StepPlaces:
         self.words.setdefault(step.path, []).append(short_call(step.name, step.args, step.kwargs) + taken)
         self.names.setdefault(step.path, []).append(step.name)
         if step.name == CUTS:
-            self.borders[step.path] = step.kwargs.get("where", (*step.args, "after")[0])
+            self.borders.setdefault(step.path, []).append(step.kwargs.get("where", (*step.args, "after")[0]))
         for child in inner:
             self._add(child)
 
 
 def _elsewhere(step: Step, path: str) -> Iterator[Step]:
-    """Steps that a step took on other modules; what it did to its own is its own affair."""
+    """Yield the steps that a step took on other modules; those on its own module are a part of it."""
     for child in step.children:
         if child.path != path:
             yield child

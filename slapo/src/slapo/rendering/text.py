@@ -24,7 +24,7 @@ def text_of(view: View, width: int | None = None) -> str:
     """Return a view as text.
 
     Args:
-        view: What to show.
+        view: Of any subject.
         width: Columns; None takes those of the terminal.
     """
     columns = width or shutil.get_terminal_size((_WIDTH_OF_FILES, 0)).columns
@@ -57,7 +57,7 @@ def _tree_lines(tree: Tree, width: int) -> Iterator[str]:
 def _rows(node: ModuleNode, detail: Detail, depth: int) -> Iterator[tuple[str, int, list[str]]]:
     """Yield the number of parameters, the depth, and the head and details of each line."""
     border = ("", depth, ["- - - stage border - - -"])
-    if node.border == "before":
+    if "before" in node.borders:
         yield border
     is_closed = detail.is_closed(node, depth)
     yield count_text(node), depth, [f"{name_text(node)}{class_text(node)}", *_details(node, is_closed)]
@@ -65,7 +65,7 @@ def _rows(node: ModuleNode, detail: Detail, depth: int) -> Iterator[tuple[str, i
         yield from _rows(child, detail, depth + 1)
     if (left_out := len(node.children) - len(detail.shown(node))) and not is_closed:
         yield "", depth + 1, [f"... {left_out:,} more"]
-    if node.border == "after":
+    if "after" in node.borders:
         yield border
 
 

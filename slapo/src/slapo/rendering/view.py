@@ -1,4 +1,4 @@
-"""What is shown of a subject, as plain data, and how much of its module trees at once."""
+"""Title, facts and module trees of a subject as plain data, and the choice of the modules that are shown open."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Tree:
     Args:
         root: The top module.
         title: A line above it.
-        facts: What is said of it.
+        facts: Between the title and the tree.
     """
 
     root: ModuleNode
@@ -28,11 +28,11 @@ class Tree:
 
 @dataclass(frozen=True)
 class View:
-    """What is shown of a schedule, program or engine.
+    """Title, facts and trees of a schedule, program or engine.
 
     Args:
         title: The first line.
-        facts: What follows it.
+        facts: Below the title.
         trees: Module trees.
     """
 
@@ -43,12 +43,12 @@ class View:
 
 @dataclass(frozen=True)
 class Detail:
-    """Which modules of a tree are closed, so that the open ones fill about as many lines as asked for.
+    """Choice of the modules of a tree that are closed, so that the others fill about as many lines as there is room for.
 
     Args:
         depth: Modules at this depth are closed.
         width: Modules of one module that are shown; the others are counted.
-        closes_unchanged: Whether modules below the second level are closed where nothing was done inside.
+        closes_unchanged: True closes modules below the first level where nothing was done inside.
     """
 
     depth: int
