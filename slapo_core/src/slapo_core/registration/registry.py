@@ -14,6 +14,7 @@ import pluggy
 
 from ..interfaces.codec import Codec
 from ..interfaces.primitive import Primitive
+from ..interfaces.renderable import Renderable
 from ..reporting.errors import PluginError, UnknownNameError
 from ..reporting.failure_reason import failure_reason
 from .entries import CALLED_ON_SCHEDULES, HOMES, HOOKS, Entry, class_name, entries_from
@@ -228,6 +229,9 @@ def default_registry() -> Registry:
             finally:
                 _Default.loading = False
         return _Default.registry
+
+
+Renderable._default_registry = staticmethod(default_registry)
 
 
 @contextmanager
