@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
-from ..reporting.errors import BuildError, UnknownNameError
+from ..reporting.errors import BuildError
 from .engine import Engine
 from .program import Program
 
@@ -70,13 +70,6 @@ class Dialect(ABC):
     def trains_in_place(cls, **config: Any) -> bool:
         """Return True if replicas that hold the whole model train its parameters in their present memory."""
         return False
-
-    @classmethod
-    def get(cls, kind: str) -> type:
-        """Return the class of a classic kind, a key of ``classes``."""
-        if kind not in cls.classes:
-            raise UnknownNameError.of("dialect class", kind, cls.classes, whose=f"target {cls.name!r}")
-        return cls.classes[kind]
 
     @classmethod
     @abstractmethod

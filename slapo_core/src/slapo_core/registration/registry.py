@@ -14,11 +14,11 @@ from typing import Any, ClassVar, Literal, TypeVar, cast, overload
 import pluggy
 
 from ..interfaces.codec import Codec
-from ..interfaces.dialect import Dialect
 from ..interfaces.primitive import Primitive
+from ..interfaces.renderable import Renderable
 from ..reporting.errors import PluginError, UnknownNameError
 from ..reporting.failure_reason import failure_reason
-from .entries import HOOKS, METHOD_KINDS, Entry, class_name, entries_from
+from .entries import HOMES, HOOKS, METHOD_KINDS, Entry, class_name, entries_from
 from .plugin_record import PluginRecord
 from .plugins import Plugins
 
@@ -113,10 +113,6 @@ class Registry:
         """Return the names of a kind, sorted; imports nothing."""
         return [entry.name for entry in self.entries(kind)]
 
-    def dialect(self, name: str) -> type[Dialect]:
-        """Return the dialect of this target."""
-        return cast("type[Dialect]", self.get("dialect", name))
-
     @cached_property
     def codecs(self) -> tuple[type[Codec], ...]:
         """The codecs for arguments in saved schedules."""
@@ -202,7 +198,9 @@ class Registry:
         entries = self._entries.get((kind, name), [])
         if not entries:
             failures = [failure for record in self.records if (failure := record.failure)]
-            raise UnknownNameError.of(kind, name, [entry.name for entry in self.entries(kind)], failures)
+            absent = HOMES.keys() - {f"slapo-{record.name}" for record in self.records}
+            missing = [f"{name!r} comes with {home}; pip install {home}" for home in absent if name in HOMES[home]]
+            raise UnknownNameError.of(kind, name, self.names(kind), [*failures, *missing])
         if len(entries) > 1:
             raise Entry.conflict(entries)
         return entries[0]
@@ -255,6 +253,9 @@ def default_registry() -> Registry:
             finally:
                 _DefaultRegistry.loading = False
         return _DefaultRegistry.registry
+
+
+Renderable._default_registry = staticmethod(default_registry)
 
 
 @contextmanager

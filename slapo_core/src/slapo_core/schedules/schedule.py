@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..interfaces.primitive import call_signature
+from ..interfaces.renderable import Renderable
 from ..modules import paths
 from ..modules.holders import Holders, Place
 from ..modules.parameters import name_parameters, parameter_facts
@@ -137,7 +138,7 @@ class _ScheduleClass(type):
 
 
 @reserve_names
-class Schedule(metaclass=_ScheduleClass):
+class Schedule(Renderable, metaclass=_ScheduleClass):
     """One module of a model, and the methods that say how it runs: ``sch["h.0.mlp"].checkpoint()``.
 
     Every installed primitive is a method; ``dir(sch)`` lists them. A primitive returns the schedule, or its own value.
@@ -429,6 +430,9 @@ class Schedule(metaclass=_ScheduleClass):
 
     def __hash__(self) -> int:
         return hash((id(self._root), self._path))
+
+    def __str__(self) -> str:
+        return self._repr_html_(html=False) or f"{self!r}\n{self.journal}".rstrip()
 
     def __repr__(self) -> str:
         module = paths.find(self._root.module, self._path)
