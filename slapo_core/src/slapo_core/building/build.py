@@ -215,9 +215,7 @@ def _plan_on_all_ranks(
         if not (callable(init_weights) or isinstance(init_weights, bool)) or (param_init_fn and init_weights is not True):
             raise BuildError(f"init_weights is {init_weights!r}; give a bool, or a function of a module and no param_init_fn")
         if target and not init_weights and (empty := [name for name, p in sch.root_module.named_parameters() if p.is_meta]):
-            raise BuildError(
-                f"init_weights is False, and {empty[0]!r} has no values, which target {target!r} needs; leave it out"
-            )
+            raise BuildError(f"init_weights is False, and target {target!r} needs values for {empty[0]!r}; leave it out")
         plan = BuildPlan.of(sch, target, **config)
         lines = [*_program_lines(target, plan), *plan.agreed_lines()]
     except Exception as err:

@@ -165,12 +165,10 @@ def _joint_groups(slots: list[_Slot], wanted: dict[int, torch.Tensor]) -> Iterat
     for slot in slots:
         if id(slot.tensor) not in wanted or slot.path in done:
             continue
-        paths: dict[str, None] = {}
-        todo = [slot.path]
-        while todo:
-            paths |= dict.fromkeys(todo)
-            todo = [path for member in todo for held in owned[member] for path in holders[id(held.tensor)] if path not in paths]
-        done |= paths.keys()
+        paths = [slot.path]
+        for path in paths:  # grows meanwhile
+            paths += dict.fromkeys(other for held in owned[path] for other in holders[id(held.tensor)] if other not in paths)
+        done.update(paths)
         yield [held for path in paths for held in owned[path]]
 
 

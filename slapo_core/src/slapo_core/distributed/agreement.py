@@ -75,8 +75,7 @@ def raise_on_all_ranks(error: Exception | None, mesh: DeviceMesh | None, group: 
         Traceback (most recent call last):
         ValueError: no data
     """
-    own = (_global_rank(), _error_text(error)) if error else None
-    failures = [found for found in gather_objects(own, mesh, group) if found]
+    failures = [found for found in gather_objects((_global_rank(), _message(error)) if error else None, mesh, group) if found]
     if error is not None:
         raise error
     if failures:
@@ -110,5 +109,5 @@ def _format_ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:4]))}{', ...' if len(ranks) > 4 else ''}"
 
 
-def _error_text(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return str(error) if isinstance(error, BuildError) else f"{type(error).__name__}: {error}"

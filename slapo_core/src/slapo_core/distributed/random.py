@@ -70,8 +70,7 @@ class RNGTracker:
         Raises:
             KeyError: a state has not been added.
         """
-        unknown = sorted(set(states) - set(self.seeds))
-        if unknown:
+        if unknown := sorted(set(states) - set(self.seeds)):
             raise KeyError(f"no random state {unknown[0]!r}; add it first, known: {', '.join(self.seeds) or 'none'}")
         self._states.update({name: dict(devices) for name, devices in states.items()})
 
@@ -185,8 +184,7 @@ def set_random_seed(
     outer = {"dp": dp_rank, "pp": pp_rank}
     own = _mix_seed(seed, **outer, tp=tp_rank if always_enable_tp_seed else None)
     random.seed(own)
-    numpy_random = getattr(sys.modules.get("numpy"), "random", None)
-    if numpy_random is not None:
+    if (numpy_random := getattr(sys.modules.get("numpy"), "random", None)) is not None:
         numpy_random.seed(own % 2**32)
     torch.manual_seed(own)
     _TRACKER.reset()

@@ -148,7 +148,9 @@ def slapo_default_mesh(schedule: Schedule, target: str, group: ProcessGroup | No
 
     Example:
         >>> @hookimpl
-        ... def slapo_default_mesh(schedule):
+        ... def slapo_default_mesh(schedule, target):
+        ...     if target != "quant":
+        ...         return None
         ...     return init_device_mesh("cpu", (1, schedule.world_size, 1), mesh_dim_names=("pp", "dp", "tp"))
     """
 
@@ -185,9 +187,10 @@ def slapo_after_build(engine: Engine) -> None:
 
 @hookspec(firstresult=True)
 def slapo_render(subject: Any, html: bool) -> str | None:
-    """Text of a schedule, program or engine for ``print``, or HTML for a notebook; the first that is not None is shown.
+    """Return the text of a schedule, program or engine for ``print``, or HTML for a notebook. The first that is not None is
+    shown.
 
-    It must change nothing and communicate with no rank, as other ranks may not print.
+    Must change nothing, and must not communicate, since other ranks may not print.
 
     Example:
         >>> @hookimpl

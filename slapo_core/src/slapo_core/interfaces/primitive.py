@@ -98,5 +98,5 @@ def call_signature(primitive: type[Primitive]) -> inspect.Signature:
         "(schedule: 'Schedule', new: 'Any', subgraph: 'Any' = None, name: 'str | None' = None) -> 'None'"
     """
     signature = inspect.signature(primitive.apply)
-    hidden = "checked" if takes_checked(primitive) else ""
-    return signature.replace(parameters=[each for name, each in signature.parameters.items() if name != hidden])
+    shown = [each for name, each in signature.parameters.items() if name != "checked" or not takes_checked(primitive)]
+    return signature.replace(parameters=shown)

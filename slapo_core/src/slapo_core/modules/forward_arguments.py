@@ -59,10 +59,10 @@ def named_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
         named = signature.bind_partial(*args).arguments
     except TypeError as err:
         takes = ", ".join(name for name, each in signature.parameters.items() if each.kind in _POSITIONAL) or "none"
-        raise BuildError(
-            f"{len(args)} positional arguments are given, but the forward of {type(model).__name__} takes {takes} by position; "
-            "give the others by keyword, and leave out labels that it does not take"
-        ) from err
+        problem = (
+            f"{len(args)} positional arguments are given, but the forward of {type(model).__name__} takes {takes} by position"
+        )
+        raise BuildError(f"{problem}; give the others by keyword, and leave out labels that it does not take") from err
     if twice := [name for name in named if name in kwargs]:
         raise BuildError(f"{twice[0]!r} is given by position and by keyword; give it once")
     return {**named, **kwargs}

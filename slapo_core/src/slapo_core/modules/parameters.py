@@ -210,9 +210,8 @@ def _deepcopy(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
     if is_new and _FACTS in parameter.__dict__:
         _carry(parameter, copied)
         hooks = [(key, hook) for key, hook in (parameter._backward_hooks or {}).items() if hasattr(hook, "__deepcopy__")]
-        copied._backward_hooks = OrderedDict(
-            (key, hook.__deepcopy__(memo)) for key, hook in hooks
-        )  # set directly: register_hook refuses frozen parameters
+        # set directly, since register_hook refuses frozen parameters
+        copied._backward_hooks = OrderedDict((key, hook.__deepcopy__(memo)) for key, hook in hooks)
     return copied
 
 

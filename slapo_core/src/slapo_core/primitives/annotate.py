@@ -46,8 +46,6 @@ class AnnotatePrimitive(Primitive):
 def _tensor(schedule: Schedule, name: str) -> Any:
     tables = {**schedule.mod._buffers, **schedule.mod._parameters}
     if tables.get(name) is None:
-        known = ", ".join(key for key, value in tables.items() if value is not None)
-        raise ScheduleError(
-            f"no parameter or buffer {name!r}; it has: {known or 'none'}", path=schedule.path, primitive="annotate"
-        )
+        known = ", ".join(key for key, value in tables.items() if value is not None) or "none"
+        raise ScheduleError(f"no parameter or buffer {name!r}; it has: {known}", path=schedule.path, primitive="annotate")
     return tables[name]

@@ -43,7 +43,7 @@ HOMES = {
     "slapo-tracing": ("find", "find_node", "find_subgraph", "trace", "trace_until"),
     "slapo-training": ("full_state",),
 }
-"""Distribution to the primitives, queries and dialects that it provides, for the error where it is not installed."""
+"""Distribution to the primitives, queries and dialects that it provides, for the error if it is not installed."""
 
 
 @dataclass(frozen=True)

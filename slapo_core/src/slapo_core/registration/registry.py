@@ -80,10 +80,9 @@ class Registry:
             UnknownNameError: no plugin provides the name.
             PluginError: it cannot be imported, does not fit its kind, or two plugins provide it.
         """
-        found = self._loaded.get((kind, name))
-        if found is None:
-            found = self._loaded[kind, name] = self._entry(kind, name).load()
-        return found
+        if (kind, name) not in self._loaded:
+            self._loaded[kind, name] = self._entry(kind, name).load()
+        return self._loaded[kind, name]
 
     def load_all(self, kind: str) -> dict[str, Any]:
         """Return the classes or functions of a kind by name. One that cannot be imported is recorded as a problem of its
@@ -159,7 +158,7 @@ class Registry:
 
     def hooks_of(self, record: PluginRecord) -> list[str]:
         """Return the names of the hooks that a plugin implements, sorted."""
-        callers = self._plugins.manager.get_hookcallers(record.plugin) if record.loaded else None
+        callers = record.loaded and self._plugins.manager.get_hookcallers(record.plugin)
         return sorted(caller.name for caller in callers or ())
 
     def notify(self, hook: str, **arguments: object) -> None:
@@ -246,12 +245,15 @@ def default_registry() -> Registry:
         if _DefaultRegistry.registry is None:
             if _DefaultRegistry.loading:
                 raise PluginError("the registry is asked for while plugins are being imported; do that in a hook", owner="")
-            _DefaultRegistry.loading = True
+            # Loading creates many objects that all stay; a collection meanwhile scans all of torch's and doubles the time.
+            _DefaultRegistry.loading, is_collecting = True, gc.isenabled()
+            gc.disable()
             try:
-                with _without_garbage_collection():
-                    _DefaultRegistry.registry = Registry()
+                _DefaultRegistry.registry = Registry()
             finally:
                 _DefaultRegistry.loading = False
+                if is_collecting:
+                    gc.enable()
         return _DefaultRegistry.registry
 
 
@@ -272,22 +274,6 @@ def use_registry(registry: Registry) -> Iterator[Registry]:
         yield registry
     finally:
         _DefaultRegistry.registry = before
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Turn the garbage collector off while plugins load.
-
-    Loading creates many objects that all stay. A collection meanwhile scans all of torch's objects and doubles the loading
-    time.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def register_primitive() -> Callable[[PrimitiveClass], PrimitiveClass]:

@@ -82,9 +82,7 @@ class Root:
     children: list[Step] = field(default_factory=list)  # steps that the current step took
     program: Program | None = None  # result of the last build
     target: str | None = None  # dialect of the engine that was built from the model
-    handles: WeakValueDictionary[str, Schedule] = field(
-        default_factory=WeakValueDictionary
-    )  # one per path in use, so that handles compare by identity and cost nothing
+    handles: WeakValueDictionary[str, Schedule] = field(default_factory=WeakValueDictionary)  # one per path in use
 
     @cached_property
     def mesh_group(self) -> dist.ProcessGroup | None:
@@ -187,9 +185,7 @@ class Schedule(Renderable, metaclass=_ScheduleClass):
         """
         found = paths.find(self._root.module, self._path)
         if found is None:
-            raise ScheduleError(
-                f"the module {self._path!r} is gone; a step since this handle was taken removed it", path=self._path
-            )
+            raise ScheduleError(f"the module {self._path!r} is gone; a step removed it after this handle", path=self._path)
         return found
 
     @property
@@ -315,8 +311,7 @@ class Schedule(Renderable, metaclass=_ScheduleClass):
         Raises:
             ScheduleError: nothing matches.
         """
-        found = dict(paths.select(self.mod, pattern))
-        if not found:
+        if not (found := dict(paths.select(self.mod, pattern))):
             known = UnknownNameError.of("module", pattern, paths.nearby(self.mod, pattern))
             raise ScheduleError(f"{known}", path=self._path, primitive="select")
         return [self._at(name) for name in found]

@@ -108,9 +108,7 @@ def decode(data: Any, trust: Sequence[str] = (), schedule: Any = None) -> Any:
     if not any(key.startswith("$") for key in data):
         return parts
     if len(data) > 1 or codec is None and name not in _KINDS:
-        raise ScheduleError(
-            f"not a value of a saved schedule: {data!r}; a codec of a plugin that is not installed may be missing"
-        )
+        raise ScheduleError(f"not a value of a saved schedule: {data!r}; the plugin with its codec may not be installed")
     if codec is not None:
         return codec.build(parts[name], schedule)
     return _import(parts[name], trust) if name == "$import" else _KINDS[name].build(parts[name])

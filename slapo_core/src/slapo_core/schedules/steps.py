@@ -45,9 +45,8 @@ def take_step(schedule: Schedule, root: Root, name: str, args: tuple[Any, ...], 
         metadata.primitives.setdefault(name, cls.init_metadata())
         value = cls.apply(schedule, *args, **kwargs, **({"checked": checked} if _takes_checked(cls) else {}))
         if transaction.wrote_in_place():
-            raise ScheduleError(
-                "writes into a parameter in place", path=schedule.path, primitive=name
-            )  # rollback raises the full message
+            # the rollback then raises the full message
+            raise ScheduleError("writes into a parameter in place", path=schedule.path, primitive=name)
         if cls.scope != "module":
             root.holders.invalidate()
         step = Step(schedule.path, name, args, kwargs, root.registry.provider("primitive", name), tuple(root.children))
@@ -129,14 +128,10 @@ def _check_arguments(
 
 
 def _check_contracts(cls: type[Primitive], schedule: Schedule, name: str) -> None:
-    if cls.requires:
-        done = schedule.metadata.primitives
-        missing = [other for other in cls.requires if other not in done]
-        if missing:
-            raise ScheduleError(f"needs {missing[0]!r} on this module first", path=schedule.path, primitive=name)
+    if missing := [other for other in cls.requires if other not in schedule.metadata.primitives]:
+        raise ScheduleError(f"needs {missing[0]!r} on this module first", path=schedule.path, primitive=name)
     for other in cls.conflicts:
-        at = _applied(schedule, other)
-        if at is not None:
+        if (at := _applied(schedule, other)) is not None:
             where = "this module" if at == schedule.path else repr(at)
             raise ScheduleError(f"cannot follow {other!r} on {where}; undo one of them", path=schedule.path, primitive=name)
 
