@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from slapo_core import Primitive, Schedule, ScheduleError
 from slapo_tracing.nodes import is_opaque
-from slapo_tracing.recording import carry_around
+from slapo_tracing.recording import share_hooks
 
 
 class DecomposePrimitive(Primitive):
@@ -65,7 +65,7 @@ class DecomposePrimitive(Primitive):
             {name: value.copy() if isinstance(value, dict) else value for name, value in vars(schedule.mod).items()}
         )
         vars(new).pop("forward", None)
-        carry_around(schedule.mod, new)
+        share_hooks(schedule.mod, new)
         if parts is not None:
             new.parts = _sizes(schedule, parts)
         schedule.replace_module(new)

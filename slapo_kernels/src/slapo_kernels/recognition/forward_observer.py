@@ -12,12 +12,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from slapo_tracing.nodes import ATOMS, MODULE_TABLES, Snapshot, is_metadata, name_of, tensors_in
-from slapo_tracing.recording import OF_TORCH, SeparateRandomNumbers
+from slapo_tracing.recording import MODULE_ATTRIBUTES, PythonRandomState
 
 from ..replacements.meta_copies import bare_copy
 from .meta_results import result_of
 
-_NO_SETTINGS = OF_TORCH | {"training", *MODULE_TABLES}
+_NO_SETTINGS = MODULE_ATTRIBUTES | {"training", *MODULE_TABLES}
 _DEVICES = ("cpu", "cuda")
 _MANY = 10**6
 FEW_BATCHES = ((), (_MANY,), (_MANY, 1), (1, 2, 1), (1, 1, 1, 1))
@@ -61,7 +61,7 @@ class Observed:
         self.module = bare_copy(module, dtype, training)
         self.method, self.reads = method, set[tuple[str, str]]()
         self._watch: _Watch | None = None
-        self._others = SeparateRandomNumbers()
+        self._others = PythonRandomState()
         for _, part in self.module.named_children() if whole else ():
             if type(part) is nn.LayerNorm:
                 vars(part)["forward"] = partial(_norm_alone, part)

@@ -188,7 +188,7 @@ def whole_shape(tensor: torch.Tensor) -> torch.Size | None:
     return tensor.shape if shape is None and distributed and isinstance(tensor, distributed.DTensor) else shape
 
 
-def is_apart(tensor: torch.Tensor) -> bool:
+def is_partitioned(tensor: torch.Tensor) -> bool:
     """Return whether an engine has given each rank a part of a weight."""
     return whole_shape(tensor) is not None
 
@@ -233,7 +233,7 @@ def is_recompiled_with_parent() -> bool:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def without_fake_tensor_logs() -> Iterator[None]:
     """Fake tensors log a traceback of every operator they cannot do, and the compiler cannot run on them."""
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     logger = logging.getLogger("torch._subclasses.fake_tensor")
@@ -248,7 +248,7 @@ def quiet() -> Iterator[None]:
 _tables: dict[str, tuple[Any, dict[str, Any], int, list[str]]] = {}
 
 
-def _askers() -> list[tuple[dict[str, Any], str]]:
+def _mode_query_tables() -> list[tuple[dict[str, Any], str]]:
     """Tables of modules that have a function of ``MODES`` for a global, and its name.
 
     To search the thousands of tables took a fifth of the time of a trace: only those that are new or have grown are searched.
@@ -325,7 +325,7 @@ def intercept(
         plain_setattr(module, name, value)
         write(module, name)
 
-    askers = _askers()
+    askers = _mode_query_tables()
     for space, name in askers:
         space[name] = partial(ask_mode, name, MODES[name])
     nn.Module.__call__ = patched_call  # type: ignore[method-assign]
@@ -337,12 +337,12 @@ def intercept(
     finally:
         for space, name in askers:
             space[name] = MODES[name]
-        _put_back(nn.Module, "__getattribute__", plain_getattribute)
+        _restore_attribute(nn.Module, "__getattribute__", plain_getattribute)
         nn.Module.__setattr__ = plain_setattr  # type: ignore[method-assign]
-        _put_back(_SingleLevelFunction, "apply", plain_apply)
+        _restore_attribute(_SingleLevelFunction, "apply", plain_apply)
         nn.Module.__call__ = plain_call  # type: ignore[method-assign]
 
 
-def _put_back(cls: type, name: str, former: Any) -> None:
+def _restore_attribute(cls: type, name: str, former: Any) -> None:
     """Give a class back what it had under a name before that was replaced; None: nothing of its own."""
     delattr(cls, name) if former is None else setattr(cls, name, former)

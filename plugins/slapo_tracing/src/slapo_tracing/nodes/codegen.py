@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx, nn
 from torch.fx.node import map_arg
 
-_serial = itertools.count()
+_file_numbers = itertools.count()
 
 
 def compile_graph(graph: fx.Graph, name: str) -> tuple[Any, str]:
@@ -40,7 +40,7 @@ def compile_graph(graph: fx.Graph, name: str) -> tuple[Any, str]:
     arguments = ", ".join(f"{given}{default}" for given, default in inputs.items())
     # all arguments at once, as the name of one's value may be that of another argument
     source = "\n".join([f"def run({arguments}):", f"    {', '.join(values)}, = {', '.join(inputs)},", *body]) + "\n"
-    file = f"<{name}.{next(_serial)}>"
+    file = f"<{name}.{next(_file_numbers)}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # for tracebacks
     exec(compile(source, file, "exec"), writer.names)  # noqa: S102
     return writer.names["run"], source

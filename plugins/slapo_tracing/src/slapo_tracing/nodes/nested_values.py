@@ -28,7 +28,7 @@ class Hidden:
 _PLAIN = (dict, list, tuple, set, frozenset, deque)
 ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _ATOM_TYPES = frozenset(ATOMS)
-_NEVER_CHANGED = frozenset((tuple, frozenset))
+_IMMUTABLE = frozenset((tuple, frozenset))
 _BY_REFERENCE = (
     *ATOMS,
     *(type, enum.Enum, nn.Module, ModuleType, FunctionType, BuiltinFunctionType, MethodType),
@@ -118,22 +118,22 @@ class Snapshot:
 
     def changed(self) -> list[tuple[Any, ...]]:
         """Paths of the parts that are not as they were."""
-        return [path for path, (part, old) in self.parts.items() if not _same(part, old)]
+        return [path for path, (part, old) in self.parts.items() if not _has_same_parts(part, old)]
 
     def restore(self) -> None:
         """Put everything back."""
-        put_back(self.parts.values())
+        restore_contents(self.parts.values())
 
 
-def put_back(parts: Iterable[tuple[Any, dict[Any, Any]]]) -> None:
+def restore_contents(parts: Iterable[tuple[Any, dict[Any, Any]]]) -> None:
     """Let containers and objects consist of what they did before."""
     for part, old in parts:
-        if not _same(part, old):
+        if not _has_same_parts(part, old):
             fill(part, old)
 
 
-def _same(part: Any, old: dict[Any, Any]) -> bool:
-    if type(part) in _NEVER_CHANGED:
+def _has_same_parts(part: Any, old: dict[Any, Any]) -> bool:
+    if type(part) in _IMMUTABLE:
         return True
     new = part if isinstance(part, dict) else _parts(part) or {}
     return len(new) == len(old) and all(map(operator.is_, new.values(), old.values())) and new.keys() == old.keys()
@@ -159,12 +159,14 @@ def is_input(value: Any) -> bool:
     return any(isinstance(p, torch.Tensor) or not (parts is None or isinstance(p, _PLAIN)) for _, p, parts in walk(value))
 
 
-def _shape(tensor: torch.Tensor) -> Any:
+def _shape_and_dtype(tensor: torch.Tensor) -> Any:
     has_shape = not tensor.is_nested or tensor.layout is torch.jagged  # the older kind of nested tensors has none
     return tuple(tensor.shape) if has_shape else ("nested", tensor.dim()), tensor.dtype
 
 
-def fingerprint(value: Any, tensor: Callable[[torch.Tensor], Any] = _shape, seen: dict[int, int] | None = None) -> Any:
+def fingerprint(
+    value: Any, tensor: Callable[[torch.Tensor], Any] = _shape_and_dtype, seen: dict[int, int] | None = None
+) -> Any:
     """Equal for values a traced graph cannot tell apart: tensors by shape and dtype, everything else by value.
 
     Args:
@@ -207,7 +209,7 @@ def difference(traced: Any, given: Any, path: str) -> str:
     return f"{path} is {_describe(given)}, traced as {_describe(traced)}"
 
 
-def distinct(value: Any, seen: set[int]) -> Any:
+def alias_duplicates(value: Any, seen: set[int]) -> Any:
     """The same arguments, a tensor given twice as two aliases: what is one tensor now may be two at another call."""
     if isinstance(value, torch.Tensor):
         if id(value) in seen:
@@ -217,7 +219,7 @@ def distinct(value: Any, seen: set[int]) -> Any:
     if type(value) not in (tuple, list, dict):
         return value
     parts = contents(value) or {}
-    changed = {key: distinct(part, seen) for key, part in parts.items()}
+    changed = {key: alias_duplicates(part, seen) for key, part in parts.items()}
     if all(map(operator.is_, changed.values(), parts.values())):
         return value
     return changed if type(value) is dict else type(value)(changed.values())

@@ -16,7 +16,7 @@ from . import _torch_private as private
 from .graph_functions import setitem
 from .nested_values import tensors_in
 
-ASKS_VALUES = frozenset(
+VALUE_READS = frozenset(
     "item tolist __bool__ __int__ __float__ __index__ __complex__ __contains__ is_nonzero equal allclose numpy "
     "__array__".split()
 )
@@ -25,8 +25,12 @@ _METADATA = SHAPES | frozenset(
     "dim ndim ndimension dtype device layout storage_offset element_size itemsize requires_grad grad_fn output_nr name names "
     "_version get_device result_type can_cast __hash__ __repr__ __format__ __dir__ retains_grad _is_param _is_view".split()
 )
-_OPEN = frozenset([*"requires_grad is_leaf grad_fn is_inference is_contiguous stride storage_offset".split(), *private.MODES])
-_MAKES_SHAPES = frozenset("nonzero argwhere masked_select unique unique_consecutive bincount repeat_interleave where".split())
+_UNCERTAIN_QUERIES = frozenset(
+    [*"requires_grad is_leaf grad_fn is_inference is_contiguous stride storage_offset".split(), *private.MODES]
+)
+_DATA_DEPENDENT_SHAPES = frozenset(
+    "nonzero argwhere masked_select unique unique_consecutive bincount repeat_interleave where".split()
+)
 """Operators whose result has a shape that depends on values."""
 
 _BINARY = "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift".split()
@@ -34,7 +38,7 @@ _UNARY_AND_COMPARISONS = "lt le eq ne gt ge neg invert abs pos getitem".split()
 _OPERATORS = {f"__{name.strip('_')}__": getattr(operator, name) for name in [*_BINARY, *_UNARY_AND_COMPARISONS]}
 _REFLECTED = {f"__r{name.strip('_')}__": getattr(operator, name) for name in _BINARY}
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_PLUMBING = ("contextlib.py", "inspect.py", "functools.py", "copy.py")
+_STANDARD_LIBRARY = ("contextlib.py", "inspect.py", "functools.py", "copy.py")
 
 
 def name_of(func: Any) -> str:
@@ -50,7 +54,7 @@ def function_name(node: fx.Node) -> str:
 
 def is_metadata(func: Any, name: str) -> bool:
     """Whether the answer depends on no values."""
-    return (name in _METADATA or (name.startswith("is_") and name not in ASKS_VALUES)) and func.__name__ != "__set__"
+    return (name in _METADATA or (name.startswith("is_") and name not in VALUE_READS)) and func.__name__ != "__set__"
 
 
 def node_form(func: Any, name: str, args: tuple[Any, ...]) -> tuple[str, Any, tuple[Any, ...]]:
@@ -103,10 +107,15 @@ def is_dynamic(node: fx.Node) -> bool:
     inputs = node.all_input_nodes
     vals = [other.meta["val"] for other in inputs[1:] if "val" in other.meta]
     by_mask = name == "getitem" and any(val.dtype in (torch.bool, torch.uint8) for val in vals)
-    return node.op == "call_module" or name in _MAKES_SHAPES or by_mask or any(other.meta.get("dynamic") for other in inputs)
+    return (
+        node.op == "call_module"
+        or name in _DATA_DEPENDENT_SHAPES
+        or by_mask
+        or any(other.meta.get("dynamic") for other in inputs)
+    )
 
 
-def is_open(name: str, depth: int) -> bool:
+def is_uncertain_query(name: str, depth: int) -> bool:
     """Whether the model's own code asks what may have another answer for a tensor of the same shape and dtype, or a mode.
 
     Args:
@@ -114,7 +123,7 @@ def is_open(name: str, depth: int) -> bool:
         depth: How far up the caller's stack the code is.
     """
     frame = sys._getframe(depth + 1)
-    return name in _OPEN and not (frame.f_code.co_filename.startswith(_TORCH) or _is_slapo(frame))
+    return name in _UNCERTAIN_QUERIES and not (frame.f_code.co_filename.startswith(_TORCH) or _is_slapo(frame))
 
 
 def model_source(err: BaseException | None = None) -> str | None:
@@ -125,6 +134,6 @@ def model_source(err: BaseException | None = None) -> str | None:
         file = frame.f_code.co_filename
         if file.startswith(_TORCH):
             inner = inner or f"{file}:{line}"
-        elif not (file.startswith("<") or file.endswith(_PLUMBING) or _is_slapo(frame)):
+        elif not (file.startswith("<") or file.endswith(_STANDARD_LIBRARY) or _is_slapo(frame)):
             return f"{file}:{line}"
     return inner

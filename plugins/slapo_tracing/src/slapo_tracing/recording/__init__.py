@@ -4,16 +4,16 @@ A module and the arguments of a call enter. The graph leaves, together with the 
 assigned. The run leaves the model unchanged. May import ``nodes``.
 """
 
-from .attribute_reads import OF_TORCH, Attributes
-from .module_hooks import HOOK_ATTRIBUTES, WRAPPER_ATTRIBUTES, carry_around
-from .sandbox import Sandbox, SeparateRandomNumbers
+from .attribute_reads import MODULE_ATTRIBUTES, Attributes
+from .module_hooks import HOOK_ATTRIBUTES, WRAPPER_ATTRIBUTES, share_hooks
+from .sandbox import PythonRandomState, Sandbox
 
 __all__ = [
     "Attributes",
     "HOOK_ATTRIBUTES",
-    "OF_TORCH",
+    "MODULE_ATTRIBUTES",
     "Sandbox",
-    "SeparateRandomNumbers",
+    "PythonRandomState",
     "WRAPPER_ATTRIBUTES",
-    "carry_around",
+    "share_hooks",
 ]

@@ -9,7 +9,7 @@ from torch import nn
 from slapo_core import paths
 
 from ..nodes.nested_values import tensors_in
-from .attribute_reads import OF_TORCH
+from .attribute_reads import MODULE_ATTRIBUTES
 from .attribute_writes import is_constant
 
 if TYPE_CHECKING:
@@ -30,14 +30,14 @@ def assigned_values(recorder: Recorder) -> dict[str, Any]:
     if recorder.earlier is not None:
         recorder.assigned = recorder.earlier.assigned
     else:
-        for path in ("", *sorted(recorder.opened)):
+        for path in ("", *sorted(recorder.inlined)):
             names = _assigned_to(recorder, recorder.module.get_submodule(path))
             recorder.assigned += [paths.join(path, name) for name in names]
     places = {path: paths.split(path) for path in recorder.assigned}
     return {path: getattr(recorder.module.get_submodule(owner), name, None) for path, (owner, name) in places.items()}
 
 
-def note_assigned(recorder: Recorder) -> None:
+def mark_assigned_tensors(recorder: Recorder) -> None:
     """Note at the nodes of tensors the attributes that hold these after a forward, in ``meta["assigned"]``."""
     for path, value in assigned_values(recorder).items():
         for node in filter(None, (recorder.nodes.get(id(tensor)) for tensor in tensors_in(value))):
@@ -49,7 +49,7 @@ def _assigned_to(recorder: Recorder, module: nn.Module) -> list[str]:
     changed = [
         name
         for name, value in vars(module).items()
-        if name not in OF_TORCH and ((id(module), name) in recorder.writes or before.get(name, _MISSING) is not value)
+        if name not in MODULE_ATTRIBUTES and ((id(module), name) in recorder.writes or before.get(name, _MISSING) is not value)
     ]
     constants = {name for name in changed if _is_constant(recorder, vars(module)[name])}
     has_cache = any((id(module), name) in recorder.reads_before for name in constants)

@@ -15,11 +15,11 @@ from slapo_core import TraceError
 from ..nodes.nested_values import MODULE_TABLES, Snapshot, difference, fingerprint
 
 _TABLES = MODULE_TABLES[:3]
-OF_TORCH = frozenset([*vars(nn.Module()), *dir(nn.Module)]) - {"training", *_TABLES}
+MODULE_ATTRIBUTES = frozenset([*vars(nn.Module()), *dir(nn.Module)]) - {"training", *_TABLES}
 """Names of what torch gives every module."""
-_NONE = inspect.Parameter.empty
+_MISSING = inspect.Parameter.empty
 """Stands for an attribute that is not there."""
-_HELD = "a module"
+_SUBMODULE = "a module"
 """Stands for a submodule, which may be another one at every call."""
 
 
@@ -31,8 +31,8 @@ def value_of(module: Any, name: str) -> Any:
     for table in _TABLES:
         if name in attributes[table]:
             value = attributes[table][name]
-            return value.dtype if isinstance(value, torch.Tensor) else value and _HELD
-    return _NONE
+            return value.dtype if isinstance(value, torch.Tensor) else value and _SUBMODULE
+    return _MISSING
 
 
 def first_weight(module: nn.Module) -> list[tuple[int, str]]:
@@ -71,7 +71,7 @@ class Attributes:
         self._filled = filled
         self._original: weakref.ref[nn.Module] | None = weakref.ref(root)
         self._take(self._read(root))
-        self._held = {k for k, v in self._values.items() if k[1] in _TABLES or v is _HELD or isinstance(v, torch.dtype)}
+        self._held = {k for k, v in self._values.items() if k[1] in _TABLES or v is _SUBMODULE or isinstance(v, torch.dtype)}
         self._own = {*self._held, *(key for key in self._values if key[1] == "training")}
         self._note()
 
@@ -98,7 +98,9 @@ class Attributes:
             key: part for key, part in self._read(original).items() if key not in self._own and part is not self._values[key]
         }
         here = self._read(module) if there else {}
-        differs = {key: part for key, part in there.items() if facts_of(part) != facts_of(here.get(key, _NONE))}
+        differs = {
+            key: part for key, part in there.items() if attribute_facts(part) != attribute_facts(here.get(key, _MISSING))
+        }
         if changed := self._difference(differs, every=True):
             raise TraceError(f"attribute {changed} on the module that was traced; set it on the traced one")
 
@@ -122,7 +124,7 @@ class Attributes:
             if value is self._values[key] and not every:
                 continue
             now, then = _facts(key, value), self._traced[key]
-            if now not in (then, self._filled.get(key)) and value is not _NONE:
+            if now not in (then, self._filled.get(key)) and value is not _MISSING:
                 return difference(then, now, ".".join(filter(None, key)))
         return None
 
@@ -135,14 +137,14 @@ class Attributes:
         return {
             key: value_of(module, key[1])
             for path, keys in self._keys.items()
-            if (module := inside(root, path)) is not None
+            if (module := submodule_at(root, path)) is not None
             for key in keys
         }
 
     def _is_same(self, root: nn.Module, skipped: Collection[tuple[str, str]] = ()) -> bool:
         """Whether all are the very objects that they were; this is asked at every call."""
         for path, watched in self._watched:
-            module = inside(root, path) if path else root
+            module = submodule_at(root, path) if path else root
             if module is None:
                 continue
             attributes = module.__dict__
@@ -168,7 +170,7 @@ class Attributes:
         self._note()  # a copy has tensors of its own
 
 
-def inside(root: nn.Module, path: Iterable[str]) -> nn.Module | None:
+def submodule_at(root: nn.Module, path: Iterable[str]) -> nn.Module | None:
     """The module at a path; None where there is none."""
     module: nn.Module | None = root
     for name in path:
@@ -177,9 +179,9 @@ def inside(root: nn.Module, path: Iterable[str]) -> nn.Module | None:
 
 
 def _facts(key: tuple[str, str], value: Any) -> Any:
-    return facts_of({name: part is not None for name, part in value.items()} if key[1] in _TABLES else value)
+    return attribute_facts({name: part is not None for name, part in value.items()} if key[1] in _TABLES else value)
 
 
-def facts_of(value: Any) -> Any:
+def attribute_facts(value: Any) -> Any:
     """What has to stay the same of an attribute."""
     return fingerprint(value, lambda tensor: (tuple(tensor.shape), tensor.dtype, id(tensor)))

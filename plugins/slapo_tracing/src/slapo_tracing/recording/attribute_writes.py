@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 
 from ..nodes.nested_values import Snapshot, contents, fingerprint, tensors_in
 from ..nodes.symbolic_sizes import SIZE
-from .attribute_reads import OF_TORCH, facts_of
+from .attribute_reads import MODULE_ATTRIBUTES, attribute_facts
 
 if TYPE_CHECKING:
     from .recorder import Recorder
@@ -28,7 +28,7 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 _MISSING = object()
 
 
-class Change(NamedTuple):
+class StateChange(NamedTuple):
     """An attribute or buffer of a module that has another value now, itself or anywhere inside.
 
     Args:
@@ -44,7 +44,7 @@ class Change(NamedTuple):
     is_whole: bool
 
 
-def changes(modules: Iterable[nn.Module], before: Iterable[Snapshot]) -> Iterator[Change]:
+def state_changes(modules: Iterable[nn.Module], before: Iterable[Snapshot]) -> Iterator[StateChange]:
     """Iterate over changed state, once for each module that holds it."""
     changed = {id(part): old for snapshot in before for part, old in map(snapshot.parts.__getitem__, snapshot.changed())}
     first: dict[Any, tuple[nn.Module, str]] = {}
@@ -54,10 +54,10 @@ def changes(modules: Iterable[nn.Module], before: Iterable[Snapshot]) -> Iterato
             for key in {**old, **new} if id(part) in changed else ():
                 if old.get(key, _MISSING) is not new.get(key, _MISSING):
                     name = str(next(name for name in (*path, key) if name not in _TABLES))
-                    yield Change(module, name, first.setdefault((id(part), key), (module, name)), not path)
+                    yield StateChange(module, name, first.setdefault((id(part), key), (module, name)), not path)
 
 
-class Settings:
+class UsualAttributes:
     """Attributes of modules, to find those that the code around a module sets for some of its calls alone.
 
     Args:
@@ -79,10 +79,15 @@ class Settings:
         """Return whether a module has another value than usual for an attribute."""
         usual = self._usual.get(id(module), vars(module))
         before, now = usual.get(name, _MISSING), vars(module).get(name, _MISSING)
-        return before is not now and name not in OF_TORCH and name not in _TABLES and facts_of(before) != facts_of(now)
+        return (
+            before is not now
+            and name not in MODULE_ATTRIBUTES
+            and name not in _TABLES
+            and attribute_facts(before) != attribute_facts(now)
+        )
 
 
-class Repeat:
+class RepeatedRun:
     """A second recording next to the first.
 
     Args:
@@ -107,7 +112,7 @@ class Repeat:
         """Node of the second run to the node of the first that has the same value."""
         self.left = self._state(first.values(), ())
 
-    def difference(self, second: Mapping[str, Recorder], cause: Change) -> tuple[nn.Module, str] | None:
+    def difference(self, second: Mapping[str, Recorder], cause: StateChange) -> tuple[nn.Module, str] | None:
         """Whose state, and of what name, the second run leaves otherwise; those of ``cause`` when it does other things."""
         recorders = list(second.values())
         repeats = second.keys() == self.first.keys() and all(self._matches(self.first[path], second[path]) for path in second)
@@ -141,7 +146,7 @@ class Repeat:
             if found is not None and all(map(is_constant, nodes[place:found])):
                 place, self.known[node] = max(place, found + 1), nodes[found]
                 continue
-            earlier = node.meta.get("earlier") or self.known.get(node.meta.get("alias") or _all_of(node))
+            earlier = node.meta.get("earlier") or self.known.get(node.meta.get("alias") or _full_slice_source(node))
             if earlier is None or not is_constant(earlier):
                 return False
             self.known[node] = earlier
@@ -155,7 +160,7 @@ class Repeat:
         return bool(fingerprint((one.args, one.kwargs), id) == fingerprint(arguments, id))
 
 
-def _all_of(node: fx.Node) -> Any:
+def _full_slice_source(node: fx.Node) -> Any:
     """Return the node of which a node takes a slice that leaves nothing out, as of a cached mask: ``mask[:n, :n]``."""
     if node.target is not operator.getitem or node.meta["val"].shape != node.args[0].meta["val"].shape:  # type: ignore[union-attr]
         return None

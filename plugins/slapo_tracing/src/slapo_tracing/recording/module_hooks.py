@@ -20,7 +20,7 @@ HOOK_ATTRIBUTES = (*HOOK_TABLES, "_is_full_backward_hook")
 """``HOOK_TABLES``, and the kind of the backward hooks."""
 
 
-def carry_around(old: nn.Module, new: nn.Module) -> None:
+def share_hooks(old: nn.Module, new: nn.Module) -> None:
     """Run hooks and wrappers of ``old`` around the forward of ``new``, which takes its place."""
     for name in HOOK_ATTRIBUTES:
         new.__dict__[name] = old.__dict__[name]  # the same objects: handles that remove a hook refer to them
@@ -39,7 +39,7 @@ def innermost_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterato
         del module.__dict__[name]
 
 
-def rebind(module: nn.Module) -> None:
+def rebind_wrappers(module: nn.Module) -> None:
     """Bind wrappers to this module's forward: they were set on another object that shares its attributes."""
     if WRAPPERS in module.__dict__:
         module.__dict__["forward"] = WrappedForward(wrapped_forward, module)
@@ -49,7 +49,7 @@ _ENGINES = ("deepspeed.", "megatron.", "torch.distributed.")
 
 
 @contextmanager
-def engines_aside(root: nn.Module) -> Iterator[None]:
+def without_engine_hooks(root: nn.Module) -> Iterator[None]:
     """Take off the hooks of engines in the block: FSDP's and ZeRO's gather and free the weights of each module called.
 
     And hooks that are there for one trace alone, as a true attribute ``of_trace`` says.
@@ -58,9 +58,9 @@ def engines_aside(root: nn.Module) -> Iterator[None]:
     for module in root.modules():
         for name in HOOK_TABLES:
             hooks = module.__dict__[name]
-            if any(map(_is_engines, hooks.values())):
+            if any(map(_is_engine_hook, hooks.values())):
                 former.append((module.__dict__, name, hooks))
-                module.__dict__[name] = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_engines(hook))
+                module.__dict__[name] = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_engine_hook(hook))
     try:
         yield
     finally:
@@ -68,7 +68,7 @@ def engines_aside(root: nn.Module) -> Iterator[None]:
             attributes[name] = hooks
 
 
-def _is_engines(hook: Any) -> bool:
+def _is_engine_hook(hook: Any) -> bool:
     """Return whether a hook is an engine's, by its Python module or a true attribute ``of_engine``, or there for one trace."""
     if getattr(hook, "of_engine", False) or getattr(hook, "of_trace", False):
         return True

@@ -21,14 +21,24 @@ from ..nodes import mode_regions
 from ..nodes.graph_functions import Slot, Template, expect, rebuild, set_state, setitem
 from ..nodes.nested_values import ATOMS, Snapshot, by_reference, contents, getter, has_tensor, replace_tensors, tensors_in, walk
 from ..nodes.symbolic_sizes import SIZE, Size, size_of
-from ..nodes.torch_calls import ASKS_VALUES, SHAPES, Effects, is_dynamic, is_metadata, is_open, model_source, name_of, node_form
+from ..nodes.torch_calls import (
+    SHAPES,
+    VALUE_READS,
+    Effects,
+    is_dynamic,
+    is_metadata,
+    is_uncertain_query,
+    model_source,
+    name_of,
+    node_form,
+)
 from .attribute_reads import first_weight
-from .data_dependence import KnownValues, chance_decided
+from .data_dependence import ConstantValues, certain_comparison
 from .sandbox import Sandbox
 from .vmapped_functions import CapturedFunction, call_captured
 
 
-class Tracked:
+class TrackedObject:
     """An object whose state the forward may change; it stays one object in the graph.
 
     Args:
@@ -63,12 +73,12 @@ class Recorder:
         self.sizes: dict[tuple[Any, ...], fx.Node] = {}
         self.label = path or type(module).__name__
         self.graph = fx.Graph()
-        self.known = KnownValues(self.graph)
+        self.known = ConstantValues(self.graph)
         self.nodes: dict[int, fx.Node] = {}
         self.alive: list[Any] = []  # ids stay unique while the values live
-        self.objects: dict[int, Tracked] = {}
-        self.passed: list[Tracked] = []
-        self.containers: list[Tracked] = []
+        self.objects: dict[int, TrackedObject] = {}
+        self.passed: list[TrackedObject] = []
+        self.containers: list[TrackedObject] = []
         self.constants: dict[str, torch.Tensor] = {}
         self.modules = {id(child): (name, child) for name, child in module.named_modules()}
         self.state = {id(tensor): name for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
@@ -80,7 +90,7 @@ class Recorder:
         """Those that it has set, to whatever value."""
         self.assigned: list[str] = []
         """Dotted paths of the attributes that the forward has assigned."""
-        self.opened: set[str] = set()
+        self.inlined: set[str] = set()
         """Paths of the modules that were inlined."""
         self.inside = [""]
         """Paths of the inlined modules that run now, outermost first."""
@@ -102,7 +112,7 @@ class Recorder:
     def within(self, module: nn.Module) -> AbstractContextManager[None]:
         """Attribute what is recorded in the block to an inlined module."""
         path = self.modules[id(module)][0]
-        self.opened.add(path)
+        self.inlined.add(path)
         return self._at(path)
 
     @contextmanager
@@ -221,17 +231,17 @@ class Recorder:
             return tracked.node
         if id(value) in self.shared and not has_tensor(value):
             return value
-        memo = _Memo(self)
+        memo = _SlotMemo(self)
         try:
             template = Template(replace_tensors(value, memo.tensor, memo), memo.slots, memo.kept)
         except (AttributeError, TypeError) as err:  # its constructor, or its own way of copying, works on tensors alone
             raise self._refusal(f"the forward makes a {type(value).__name__}, which a graph cannot make anew") from err
         node = self._create("call_function", rebuild, (template, memo.nodes), {}, None)
-        self.objects[id(value)] = Tracked(value, node)
+        self.objects[id(value)] = TrackedObject(value, node)
         self.passed.append(self.objects[id(value)])
         return node
 
-    def write_changes(self, tracked: Tracked) -> None:
+    def write_changes(self, tracked: TrackedObject) -> None:
         """Record what Python code changed in a tracked object that the graph is about to use."""
         self.passed.append(tracked)
         done: list[tuple[Any, ...]] = []
@@ -272,7 +282,7 @@ class Recorder:
         if node is not None:
             self._bind(node, value)
         if isinstance(value, (list, dict)):
-            self.containers.append(Tracked(value, node))
+            self.containers.append(TrackedObject(value, node))
 
     def output(self, value: Any) -> None:
         """End the graph."""
@@ -324,13 +334,13 @@ class Recorder:
             answer = func(*args, **kwargs)
             if self.symbolic and name in ("shape", "size", "numel"):
                 return self._with_origin(answer, *args, **kwargs)
-            if is_open(name, 2):  # of two nodes of autograd only whether there is one can be compared
+            if is_uncertain_query(name, 2):  # of two nodes of autograd only whether there is one can be compared
                 self.expect(*((answer is None, "is_leaf") if name == "grad_fn" else (answer, name)), *args, **kwargs)
             return answer
         if name in ("register_hook", "register_post_accumulate_grad_hook", "backward"):
             raise self._refusal(f"the forward calls {name} on a tensor, which a graph cannot repeat")
         effects = Effects(args, kwargs, self.sandbox.watch)
-        if name in ASKS_VALUES and effects.tensors:
+        if name in VALUE_READS and effects.tensors:
             return self._ask(func, name, args, kwargs)
         value_reads = self.sandbox.mode.value_reads
         out = func(*args, **kwargs)
@@ -381,7 +391,7 @@ class Recorder:
     def _ask(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a question for a tensor's values, if the answer is the same at every call."""
         node_args = self.argument(args)
-        if name == "__bool__" and (decided := chance_decided(node_args[0])) is not None:
+        if name == "__bool__" and (decided := certain_comparison(node_args[0])) is not None:
             return decided
         values = [self.known.of(arg) if isinstance(arg, fx.Node) else arg for arg in node_args]
         if any(value is None for value in values):
@@ -424,7 +434,7 @@ class Recorder:
                 parts[key] = self._bind(self._create("call_function", operator.getitem, (node, key), {}, part), part, changed)
             return type(value)(parts.values()) if type(value) in (list, tuple) else value
         elif not by_reference(value):
-            self.objects[id(value)] = Tracked(value, node)
+            self.objects[id(value)] = TrackedObject(value, node)
             self.alive.append(value)
         return value
 
@@ -443,7 +453,7 @@ class Recorder:
         self._bind_tensor(node, value)
 
 
-class _Memo(dict[int, Any]):
+class _SlotMemo(dict[int, Any]):
     """The memo of a deep copy that leaves slots for tensors and tracked objects, and keeps what is shared."""
 
     def __init__(self, recorder: Recorder) -> None:

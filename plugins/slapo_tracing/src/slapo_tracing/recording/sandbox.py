@@ -17,7 +17,7 @@ from torch import nn
 from slapo_core import TraceError
 
 from ..nodes import _torch_private as private
-from ..nodes.nested_values import Snapshot, contents, fingerprint, put_back, tensors_in
+from ..nodes.nested_values import Snapshot, contents, fingerprint, restore_contents, tensors_in
 
 _TABLES = (dict, list)
 _METHODS = (staticmethod, classmethod, MethodType)
@@ -34,7 +34,7 @@ class Sandbox:
         answers: Questions for the values of what is computed from the inputs alone are answered, in the whole forward.
     """
 
-    open_now: ClassVar[int] = 0
+    open_count: ClassVar[int] = 0
     """Number of sandboxes that are open in this process."""
 
     def __init__(self, root: nn.Module, inputs: Any, *, fake: bool, keeps_values: bool = False, answers: bool = False) -> None:
@@ -76,24 +76,29 @@ class Sandbox:
         return self.state[id(module)].parts[()][1] if id(module) in self.state else {}
 
     def is_new(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor was made since the sandbox was opened."""
+        """Return whether the tensor was made since the sandbox was inlined."""
         return (not self.fake or self.answers) and id(tensor) not in self.before
 
     @contextmanager
     def open(self, grad: bool) -> Iterator[None]:
         """Stand-ins are in the model, gradients on or off, and afterwards model and random numbers are as before."""
         modules = list(self.root.modules())
-        self.random_numbers = SeparateRandomNumbers()
-        self.forget_results = _forget_results(modules)
+        self.random_numbers = PythonRandomState()
+        self.forget_results = _cache_restorer(modules)
         devices = [] if self.fake or self.device.type != "cuda" else [self.device]
-        Sandbox.open_now += 1
+        Sandbox.open_count += 1
         try:
-            with torch.random.fork_rng(devices), torch.inference_mode(False), torch.set_grad_enabled(grad), private.quiet():
+            with (
+                torch.random.fork_rng(devices),
+                torch.inference_mode(False),
+                torch.set_grad_enabled(grad),
+                private.without_fake_tensor_logs(),
+            ):
                 self._swap(modules)
                 with self.watch:
                     yield
         finally:
-            Sandbox.open_now -= 1
+            Sandbox.open_count -= 1
             for snapshot in self.state.values():
                 snapshot.restore()
             for table, name, value in self._swapped:
@@ -129,7 +134,7 @@ class Sandbox:
         return new
 
 
-def _forget_results(modules: list[nn.Module]) -> Callable[[], None]:
+def _cache_restorer(modules: list[nn.Module]) -> Callable[[], None]:
     """Return what empties each ``lru_cache`` near the modules that the run adds to, and puts dicts and lists back."""
     classes = {cls for module in modules for cls in type(module).__mro__}
     # code that was executed has no module
@@ -149,7 +154,7 @@ def _forget_results(modules: list[nn.Module]) -> Callable[[], None]:
     before = [cache.cache_info().misses for cache in caches]
 
     def undo() -> None:
-        put_back(former)
+        restore_contents(former)
         for index, cache in enumerate(caches):
             if cache.cache_info().misses != before[index]:
                 cache.cache_clear()
@@ -158,7 +163,7 @@ def _forget_results(modules: list[nn.Module]) -> Callable[[], None]:
     return undo
 
 
-class SeparateRandomNumbers:
+class PythonRandomState:
     """Python's and NumPy's random states now, to compare with and to put back; torch's own are forked."""
 
     def __init__(self) -> None:

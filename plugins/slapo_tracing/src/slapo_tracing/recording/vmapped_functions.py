@@ -28,7 +28,7 @@ class CapturedFunction:
         self.foreign: Any = None
         """An object inside that has tensors of its own, or is a module."""
         self._ids: set[int] = set()
-        _with(function, self._find, (torch.Tensor, nn.Module, MethodType))
+        _replace_captured(function, self._find, (torch.Tensor, nn.Module, MethodType))
 
     def _find(self, tensor: Any) -> Any:
         if not isinstance(tensor, torch.Tensor):
@@ -40,21 +40,21 @@ class CapturedFunction:
 
     def without_tensors(self) -> CapturedFunction:
         """Return the same function for a graph, which does not keep the tensors of the call that was traced."""
-        places = {id(tensor): _Place(index) for index, tensor in enumerate(self.tensors)}
+        places = {id(tensor): _TensorIndex(index) for index, tensor in enumerate(self.tensors)}
         made = CapturedFunction(None, self._call, self.modes)
-        made.function = _with(self.function, lambda tensor: places[id(tensor)])
+        made.function = _replace_captured(self.function, lambda tensor: places[id(tensor)])
         return made
 
     def __call__(self, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the function with these tensors in the places of those that it captured."""
-        function = _with(self.function, lambda place: tensors[place.index], _Place)
+        function = _replace_captured(self.function, lambda place: tensors[place.index], _TensorIndex)
         with ExitStack() as stack:
             for mode in self.modes:
                 stack.enter_context(mode)
             return self._call(function, *args, **kwargs)
 
 
-class _Place:
+class _TensorIndex:
     def __init__(self, index: int) -> None:
         self.index = index
 
@@ -66,7 +66,9 @@ def call_captured(
     return function(tensors, args, kwargs)
 
 
-def _with(value: Any, change: Callable[[Any], Any], kind: Any = torch.Tensor, memo: dict[int, Any] | None = None) -> Any:
+def _replace_captured(
+    value: Any, change: Callable[[Any], Any], kind: Any = torch.Tensor, memo: dict[int, Any] | None = None
+) -> Any:
     """Return a copy of a function with all that it captures of a kind replaced, in functions and containers inside as well."""
     memo = {} if memo is None else memo
     if id(value) in memo:
@@ -75,10 +77,10 @@ def _with(value: Any, change: Callable[[Any], Any], kind: Any = torch.Tensor, me
         return change(value)
 
     def again(part: Any) -> Any:
-        return _with(part, change, kind, memo)
+        return _replace_captured(part, change, kind, memo)
 
     if isinstance(value, FunctionType):
-        return _function(value, again, memo)
+        return _copy_function(value, again, memo)
     if type(value) is partial:
         return partial(again(value.func), *map(again, value.args), **{key: again(part) for key, part in value.keywords.items()})
     if type(value) in (tuple, list):
@@ -88,7 +90,7 @@ def _with(value: Any, change: Callable[[Any], Any], kind: Any = torch.Tensor, me
     return value
 
 
-def _function(function: FunctionType, again: Callable[[Any], Any], memo: dict[int, Any]) -> FunctionType:
+def _copy_function(function: FunctionType, again: Callable[[Any], Any], memo: dict[int, Any]) -> FunctionType:
     cells = function.__closure__ or ()
     if not cells and not function.__defaults__ and not function.__kwdefaults__:
         return function

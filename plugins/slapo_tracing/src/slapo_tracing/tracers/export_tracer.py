@@ -61,5 +61,5 @@ def trace_export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             value = operator.attrgetter(str(node.target))(flat)
             node.target = f"_tensor_constant{len(constants)}"
             constants[node.target] = value
-    opened = [path for path, _ in module.named_modules() if path]
-    return TracedModule(module, graph, guard, constants, opened=opened, retrace=trace_again)
+    inlined = [path for path, _ in module.named_modules() if path]
+    return TracedModule(module, graph, guard, constants, inlined=inlined, retrace=trace_again)

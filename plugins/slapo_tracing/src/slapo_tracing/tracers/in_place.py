@@ -27,7 +27,7 @@ def trace_in_place(schedule: Schedule, example_inputs: Any, **options: Any) -> A
     return trace(schedule.root_module, example_inputs=schedule.example_inputs, target=schedule.path, **options)
 
 
-def install(schedule: Schedule, traced: nn.Module) -> None:
+def put_in_place(schedule: Schedule, traced: nn.Module) -> None:
     """Put a traced module in the schedule's place; what the schedule knows of each module stays known."""
     before, known = dict(schedule.mod.named_modules()), schedule._root.metadata
     schedule.replace_module(traced)

@@ -17,7 +17,7 @@ from ..nodes.opaque_modules import is_opaque
 from .export_tracer import trace_export
 from .fx_tracer import trace_fx, tracer_class
 from .synthetic_inputs import synthetic_inputs
-from .value_tracer import Assigned, LeafKind, Plan, trace_value
+from .value_tracer import AssignedValues, LeafKind, Plan, trace_value
 
 Leaf = Callable[[str, nn.Module], bool]
 Leaves = str | type | Iterable[str | type] | None
@@ -67,7 +67,7 @@ def trace_module(
         what = f"the {type(model).__name__} has hooks or a wrapped forward, which a graph would lose"
         raise TraceError(f"{what}; trace it with trace(), which keeps them around the graph")
     plan: Plan = lambda path, child: "leaf" if leaf(path, child) else "inline"  # noqa: E731
-    return _traced(model, split_inputs(example_inputs, model), plan, tracer, concrete_args or {}, by_values=by_values)
+    return _trace_flat(model, split_inputs(example_inputs, model), plan, tracer, concrete_args or {}, by_values=by_values)
 
 
 def check_traceable(module: nn.Module, tracer: Any) -> None:
@@ -79,7 +79,7 @@ def check_traceable(module: nn.Module, tracer: Any) -> None:
         raise TraceError(f"{what}, which tracing would lose; trace what is inside it")
 
 
-def _traced(
+def _trace_flat(
     module: nn.Module,
     example: Any,
     plan: Plan,
@@ -112,7 +112,7 @@ def trace(
     target: str = "",
     symbolic: bool = True,
     open_modules: tuple[type[nn.Module], ...] = (),
-    assigned: Assigned = "refused",
+    assigned: AssignedValues = "refused",
 ) -> TracedModule:
     """A traced module with the parameter names of the original, its hooks and wrappers around the graph.
 
@@ -163,7 +163,7 @@ def trace(
     tracer = tracer or "value"
     if tracer_class(tracer) is not None:
         example = None if target or example_inputs is None else split_inputs(example_inputs, module)
-        return _traced(module, example, plan, tracer, concrete_args)
+        return _trace_flat(module, example, plan, tracer, concrete_args)
     example_inputs = synthetic_inputs(model, given) if example_inputs is None else example_inputs
     if example_inputs is None or (target and tracer == "export"):
         what = f"tracer {tracer!r} runs the module; give its example_inputs"
@@ -188,7 +188,7 @@ def check_concrete(module: nn.Module, concrete_args: Mapping[str, Any]) -> None:
         raise TraceError(f"{what}; it takes {', '.join(known) or 'none'}")
 
 
-def listed(leaves: Leaves, primitive: str = "trace") -> list[str | type]:
+def leaf_list(leaves: Leaves, primitive: str = "trace") -> list[str | type]:
     """The leaves one by one."""
     found = [leaves] if isinstance(leaves, (str, type)) else [] if leaves is None else list(leaves)
     if wrong := [leaf for leaf in found if not isinstance(leaf, (str, type))]:
@@ -200,9 +200,9 @@ def named_leaves(module: nn.Module, leaves: Leaves, path: str = "", primitive: s
     """Ids of the modules inside ``module``, which is at ``path``, that the leaves name."""
     found: set[int] = set()
     inside = {path: child for path, child in module.named_modules() if path}
-    for leaf in listed(leaves, primitive):
+    for leaf in leaf_list(leaves, primitive):
         exact = inside.get(leaf) if isinstance(leaf, str) and not leaf.isidentifier() else None  # a plan may name thousands
-        named = {id(exact)} if exact else {id(child) for path, child in inside.items() if _names(leaf, path, child)}
+        named = {id(exact)} if exact else {id(child) for path, child in inside.items() if _leaf_matches(leaf, path, child)}
         if not named:
             raise ScheduleError(
                 f"leaf_modules: {leaf!r} is no class and no path of a module below", path=path, primitive=primitive
@@ -211,7 +211,7 @@ def named_leaves(module: nn.Module, leaves: Leaves, path: str = "", primitive: s
     return found
 
 
-def _names(leaf: str | type, path: str, module: nn.Module) -> bool:
+def _leaf_matches(leaf: str | type, path: str, module: nn.Module) -> bool:
     if isinstance(leaf, type):
         return isinstance(module, leaf)
     same_depth = leaf.count(".") == path.count(".")

@@ -19,45 +19,45 @@ from ..graphs.traced_module import TracedModule, variants_of
 from ..nodes import _torch_private as private
 from ..nodes.codegen import run_graph
 from ..nodes.graph_functions import expect
-from ..nodes.nested_values import distinct, has_tensor, map_tensors, replace_tensors
+from ..nodes.nested_values import alias_duplicates, has_tensor, map_tensors, replace_tensors
 from ..nodes.opaque_modules import is_opaque
-from ..nodes.torch_calls import is_open, model_source
-from ..recording.assigned_tensors import assigned_values, note_assigned
-from ..recording.attribute_reads import OF_TORCH, Attributes, facts_of
-from ..recording.attribute_writes import Change, Repeat, Settings, changes
-from ..recording.module_hooks import carry_around, engines_aside, innermost_forward
+from ..nodes.torch_calls import is_uncertain_query, model_source
+from ..recording.assigned_tensors import assigned_values, mark_assigned_tensors
+from ..recording.attribute_reads import MODULE_ATTRIBUTES, Attributes, attribute_facts
+from ..recording.attribute_writes import RepeatedRun, StateChange, UsualAttributes, state_changes
+from ..recording.module_hooks import innermost_forward, share_hooks, without_engine_hooks
 from ..recording.recorder import Recorder
-from ..recording.sandbox import Sandbox, SeparateRandomNumbers
+from ..recording.sandbox import PythonRandomState, Sandbox
 from ..recording.vmapped_functions import CapturedFunction
 
 LeafKind = Literal["leaf", "inline", "graph"]
-Assigned = Literal["refused", "noted", "returned"]
+AssignedValues = Literal["refused", "noted", "returned"]
 Plan = Callable[[str, nn.Module], LeafKind]
 """Treatment of a module that is called: it stays whole, is recorded into its caller's graph, or gets a graph of its own."""
 
 
-_FAILING = "failing_module"
+_FAILING_MODULE = "failing_module"
 
 
 @contextmanager
-def _failing_in(path: str) -> Iterator[None]:
+def _note_failing_module(path: str) -> Iterator[None]:
     """Note on an error the innermost module whose forward it comes from."""
     try:
         yield
     except Exception as err:
-        if getattr(err, _FAILING, None) is None:
+        if getattr(err, _FAILING_MODULE, None) is None:
             with suppress(AttributeError):  # an error with slots
-                setattr(err, _FAILING, path)
+                setattr(err, _FAILING_MODULE, path)
         raise
 
 
 @cache
-def _warn_of_written(path: str, cls: str, name: str) -> None:
+def _warn_of_unrepeated_write(path: str, cls: str, name: str) -> None:
     what = "the forward of %s, a %s, keeps a tensor as its attribute %r, which a graph does not repeat"
     get_logger().warning(f"{what}; nothing that is traced reads it", repr(path or "the whole model"), cls, name)
 
 
-class _Done(BaseException):
+class _TargetTraced(BaseException):
     """Ends the run once the target is traced; no error, which the model's own code might catch."""
 
 
@@ -75,7 +75,7 @@ class _Session(TorchFunctionMode):
         self.read_by: dict[tuple[int, str], set[int]] = {}
         """Attributes that are read while a module kept whole is ``running``, with the modules; all by id."""
         self.graphs: dict[str, tuple[Recorder, Guard]] = {}
-        self.settings = Settings(())
+        self.settings = UsualAttributes(())
         self.filled: dict[tuple[int, str], Any] = {}
         """Attributes that serve as caches, with what is in them after the forward; None for tensors."""
 
@@ -89,7 +89,7 @@ class _Session(TorchFunctionMode):
         if recorder is None:
             if module is not self.target or self.graphs:
                 return self.run_around(call, module, args, kwargs)
-            self.settings = Settings(each for each in module.modules() if each is not module)
+            self.settings = UsualAttributes(each for each in module.modules() if each is not module)
             with private.unrecorded():
                 return self.record_target(call, args, kwargs)
         if id(module) not in recorder.modules:
@@ -104,7 +104,7 @@ class _Session(TorchFunctionMode):
         if kind == "leaf":
             self.whole[id(module)] = module
         if kind == "inline":
-            with recorder.within(module), _failing_in(path):
+            with recorder.within(module), _note_failing_module(path):
                 return self.run_recorded(recorder, call, module, args, kwargs)
         with private.unrecorded():
             run = self.record if kind == "graph" else self.run_whole
@@ -126,7 +126,7 @@ class _Session(TorchFunctionMode):
 
     def run_whole(self, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module unrecorded; random numbers of Python and NumPy it draws are its own."""
-        others, self.running = SeparateRandomNumbers(), module
+        others, self.running = PythonRandomState(), module
         try:
             with self._unrecorded():
                 return call(module, *args, **kwargs)
@@ -158,7 +158,7 @@ class _Session(TorchFunctionMode):
             with private.recorded(), innermost_forward(module, forward):
                 out = call(module, *args, **kwargs)
         if module is not self.root:
-            raise _Done
+            raise _TargetTraced
         return out
 
     def record(self, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -170,7 +170,7 @@ class _Session(TorchFunctionMode):
             self.sandbox.mode.keeps_values = False
             args, kwargs = map_tensors((args, kwargs), self.sandbox.fake_of)
         guard = Guard.of(module, args, kwargs)
-        args, kwargs = distinct((args, kwargs), set())
+        args, kwargs = alias_duplicates((args, kwargs), set())
         earlier = self.earlier.graphs.get(path) if self.earlier else None
         with self._unrecorded():
             recorder = Recorder(module, path, self.sandbox, earlier and earlier[0], self.request.symbolic)
@@ -194,7 +194,7 @@ class _Session(TorchFunctionMode):
         if self.request.assigned == "returned":
             return out, assigned_values(recorder)
         if self.request.assigned == "noted":
-            note_assigned(recorder)
+            mark_assigned_tensors(recorder)
         return out
 
     def run_recorded(self, recorder: Recorder, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -222,7 +222,7 @@ class _Session(TorchFunctionMode):
         with self._unrecorded():
             graph, inputs, reads = variants.graph_for(module, args, kwargs)
         inside = recorder.modules[id(module)][0]
-        recorder.opened |= {paths.join(inside, path) for path in variants.opened_in(graph)}
+        recorder.inlined |= {paths.join(inside, path) for path in variants.inlined_modules(graph)}
         for path, name in reads:
             recorder.reads.add((id(module.get_submodule(path)), name))
         return run_graph(module, graph, inputs, lambda node: recorder.inside_of(inside, node))
@@ -247,7 +247,7 @@ class _Session(TorchFunctionMode):
     def ask_mode(self, name: str, answer: Callable[[], bool]) -> bool:
         """Code asks torch for a mode; inside a ``torch.no_grad`` of the forward the answer is always the same."""
         recorder = self.stack[-1]
-        if recorder is not None and is_open(name, 1) and not recorder.grad_switches:
+        if recorder is not None and is_uncertain_query(name, 1) and not recorder.grad_switches:
             recorder.expect(answer(), name)
         return answer()
 
@@ -259,7 +259,7 @@ class _Session(TorchFunctionMode):
     def read(self, module: nn.Module, name: str, value: Any) -> Any:
         """An attribute is read; the value that the forward gets."""
         recorder = self.stack[-1]
-        if name in OF_TORCH:
+        if name in MODULE_ATTRIBUTES:
             return value
         if recorder is not None:
             found = recorder.attribute(module, name, value)
@@ -280,7 +280,7 @@ class _Session(TorchFunctionMode):
         with private.intercept(*handlers), private.intercept_vmap(self.vmap), self:
             try:
                 self.root(*args, **kwargs)
-            except _Done:
+            except _TargetTraced:
                 return
             except TraceError:
                 raise
@@ -288,7 +288,7 @@ class _Session(TorchFunctionMode):
                 meta = any(tensor.is_meta for tensor in self.sandbox.originals.values())
                 note = "; its weights are on the meta device, so it cannot run on real tensors instead" if meta else ""
                 text = f"the forward does not run: {type(err).__name__}: {err}{note}"
-                raise TraceError(text, source=model_source(err), failing_module=getattr(err, _FAILING, None)) from err
+                raise TraceError(text, source=model_source(err), failing_module=getattr(err, _FAILING_MODULE, None)) from err
 
     def check_state(self, again: Callable[[], _Session]) -> None:
         """Refuse a forward that leaves its modules in another state, unless ``again``, the next call, does the same.
@@ -296,7 +296,7 @@ class _Session(TorchFunctionMode):
         Raises:
             TraceError: A graph would not do as the forward does at the next call.
         """
-        changed = list(changes(self.target.modules(), self.sandbox.state.values()))
+        changed = list(state_changes(self.target.modules(), self.sandbox.state.values()))
         inside = {id(module) for whole in self.whole.values() for module in whole.modules()}
         own = [change for change in changed if id(change.module) not in inside]
         shared = {change.first for change in own}
@@ -311,13 +311,13 @@ class _Session(TorchFunctionMode):
             if first in shared:
                 # what is no attribute is a buffer
                 self.filled[id(module), name] = (
-                    None if has_tensor(value := vars(module).get(name, torch.empty(0))) else facts_of(value)
+                    None if has_tensor(value := vars(module).get(name, torch.empty(0))) else attribute_facts(value)
                 )
         if own:
             modules = [module for module in self.target.modules() if id(module) not in inside]
             written = self._only_written(own) if self.sandbox.answers else set()
             assigned = {change[:2] for change in own if change.is_whole and self.request.assigned != "refused"}
-            repeat = Repeat(self.recorders, modules, self.sandbox.state.values(), written, assigned)
+            repeat = RepeatedRun(self.recorders, modules, self.sandbox.state.values(), written, assigned)
             if found := repeat.difference(again().recorders, own[0]):
                 what = f"the forward of a {type(found[0]).__name__} assigns to its attribute {found[1]!r} or changes it"
                 what = (
@@ -325,16 +325,16 @@ class _Session(TorchFunctionMode):
                 )
                 raise TraceError(what, failing_module=self.paths.get(id(found[0])))
 
-    def _only_written(self, changed: list[Change]) -> set[tuple[int, str]]:
+    def _only_written(self, changed: list[StateChange]) -> set[tuple[int, str]]:
         """Attributes, by id of the module and name, that now hold a tensor without gradient; a graph leaves them alone."""
         values = {(id(module), name): vars(module).get(name) for module, name, *_ in changed}
         written = {key for key, value in values.items() if isinstance(value, torch.Tensor) and not value.requires_grad}
         for module, name, *_ in changed:
             if (id(module), name) in written:
-                _warn_of_written(self.paths[id(module)], type(module).__name__, name)
+                _warn_of_unrepeated_write(self.paths[id(module)], type(module).__name__, name)
         return written
 
-    def _mark_changes(self, changed: list[Change]) -> None:
+    def _mark_changes(self, changed: list[StateChange]) -> None:
         """Note at the calls of modules kept whole what they may have changed on themselves, or read of it."""
         found: dict[int, list[str]] = {}
         for module, name, (first, there), _ in changed:
@@ -369,7 +369,7 @@ class Request:
     plan: Plan
     symbolic: bool = False
     by_values: bool = False
-    assigned: Assigned = "refused"
+    assigned: AssignedValues = "refused"
 
 
 def trace_value(
@@ -380,7 +380,7 @@ def trace_value(
     target: str = "",
     symbolic: bool = False,
     by_values: bool = False,
-    assigned: Assigned = "refused",
+    assigned: AssignedValues = "refused",
 ) -> TracedModule:
     """The graph of ``root.get_submodule(target)`` with the inputs it gets when the root runs on ``args`` and ``kwargs``.
 
@@ -391,7 +391,7 @@ def trace_value(
 
 
 def trace_again(
-    module: nn.Module, args: Any, kwargs: Any, opened: frozenset[str], assigned: Assigned = "refused"
+    module: nn.Module, args: Any, kwargs: Any, inlined: frozenset[str], assigned: AssignedValues = "refused"
 ) -> tuple[fx.Graph, Guard, dict[str, Any]]:
     """The graph of a module for another call, with its guard and the tensors it holds.
 
@@ -399,11 +399,11 @@ def trace_again(
         module: As it was before it was traced.
         args: Positional arguments of the call.
         kwargs: Keyword arguments of the call.
-        opened: Paths of the modules whose forwards become part of the graph.
+        inlined: Paths of the modules whose forwards become part of the graph.
         assigned: See ``Request``.
     """
-    plan: Plan = lambda path, child: "inline" if path in opened else "leaf"  # noqa: E731
-    with engines_aside(module):
+    plan: Plan = lambda path, child: "inline" if path in inlined else "leaf"  # noqa: E731
+    with without_engine_hooks(module):
         session = _with_modes(module, args, dict(kwargs), Request("", plan, symbolic=True, assigned=assigned))
     recorder, guard = session.graphs[""]
     guard.attributes = Attributes(module, *recorder.attributes(session.filled))
@@ -432,7 +432,7 @@ def _attempt(root: nn.Module, args: Any, kwargs: Any, request: Request, *, grad:
         except TraceError as err:
             failed = err
     weights = [*root.parameters(), *root.buffers()]
-    if failed.__cause__ is None or any(tensor.is_meta or private.is_apart(tensor) for tensor in weights):
+    if failed.__cause__ is None or any(tensor.is_meta or private.is_partitioned(tensor) for tensor in weights):
         raise failed
     return _run(root, args, kwargs, request, fake=False, grad=grad)
 
@@ -470,8 +470,8 @@ def _assemble(root: nn.Module, session: _Session) -> TracedModule:
         inner = {name.removeprefix(prefix): module for name, module in made.items() if name.startswith(prefix)}
         module = root.get_submodule(path)
         guard.attributes = Attributes(module, *recorder.attributes(session.filled))
-        traced = TracedModule(module, recorder.graph, guard, recorder.constants, inner, recorder.opened, trace_again)
+        traced = TracedModule(module, recorder.graph, guard, recorder.constants, inner, recorder.inlined, trace_again)
         if is_opaque(module):
-            carry_around(module, traced)
+            share_hooks(module, traced)
         made[path] = traced
     return made[session.request.target]

@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from slapo_core import HOOK_TABLES, rng_state, set_rng_state
-from slapo_tracing.recording import SeparateRandomNumbers
+from slapo_tracing.recording import PythonRandomState
 
 _TORCHS_OWN = set(vars(nn.Module()))
 """Attributes of every module."""
@@ -56,7 +56,7 @@ class StateSnapshot:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         found = list({id(module): module for module in modules}.values())
-        self._torch, self._others = rng_state(), SeparateRandomNumbers()
+        self._torch, self._others = rng_state(), PythonRandomState()
         self.start = self.position()
         self._buffers = _Buffers(found)
         self._attributes = [(module, _attributes(module)) for module in found if not isinstance(module, fx.GraphModule)]

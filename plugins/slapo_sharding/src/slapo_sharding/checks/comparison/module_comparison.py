@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from slapo_core import gather_objects, get_logger
 from slapo_tracing.nodes import Snapshot
-from slapo_tracing.recording import SeparateRandomNumbers
+from slapo_tracing.recording import PythonRandomState
 
 from ...communication import collectives
 from ...communication._torch_private import no_modes
@@ -73,7 +73,7 @@ class Call:
         seen: set[int] = set()
         state = [vars(each) for each in module.modules()]
         self._before = [Snapshot(each, seen) for each in (*state, self.given)]
-        self._random = SeparateRandomNumbers()
+        self._random = PythonRandomState()
 
     def is_alike(self, group: Group) -> bool:
         """Return whether it is the same call on all ranks, as far as some sums tell. Collective over the group."""
@@ -87,7 +87,7 @@ class Call:
         """Repeat the call; return the tensors of its result. The module is left as it is."""
         seen: set[int] = set()
         after = [Snapshot(value, seen) for value in (*(vars(each) for each in self.module.modules()), self.given)]
-        random = SeparateRandomNumbers()
+        random = PythonRandomState()
         try:
             for snapshot in self._before:
                 snapshot.restore()
