@@ -205,7 +205,7 @@ def test_what_a_forward_caches_is_gone_after_the_trace() -> None:
             self.found["x"] = [self.cached + torch.ones(4)]
             self.register_buffer("late", self.cached + 1)
         self.table = self.table.to(x.dtype)
-        return x + self.cached * self.found["x"][0] + self.dependents
+        return x + self.cached * self.found["x"][0] + self.late
 
     model = Forward(forward)
     model.length, model.cached, model.found = None, None, {}

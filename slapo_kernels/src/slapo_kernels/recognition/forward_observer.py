@@ -87,7 +87,7 @@ class Observed:
         finally:
             drawn, changed = self._others.changed(), before.changed()
             if drawn:
-                self._others.put_back()
+                self._others.restore()
             if changed:
                 before.restore()
         if drawn or changed or self._watch.modes - {(gradients, autocast, autocast)} or _has_own_backward(out):

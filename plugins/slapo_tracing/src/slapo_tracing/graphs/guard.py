@@ -112,7 +112,7 @@ class Call:
         self.values = argument_values(parameters, args, kwargs)
         self.given = {name: fingerprint(value) for name, value in self.values.items()}
         self.changed: dict[str, tuple[Any, ...] | None] = {}
-        """See ``Variants``: modules inside that are called otherwise than in the first graph."""
+        """Inlined modules that changed since the first trace, see ``Variants._changed``."""
 
     @cached_property
     def key(self) -> Any:

@@ -50,7 +50,7 @@ class TracedModule(fx.GraphModule):
 
     through: Callable[[Any], Any] = staticmethod(lambda run: run)
     _variants: Variants
-    _lineno_map = None  # dynamo asks for it
+    _lineno_map = None  # read by dynamo
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class TracedModule(fx.GraphModule):
         copies: dict[int, nn.Module] = {id(root): self}
         for path, module in (inner or {}).items():
             copies[id(root.get_submodule(path))] = copies[id(module)] = module
-        # what is copied takes the place of the original at all of its names
+        # a copy replaces the original under all of its names
         names = (f"{path}." for path, child in root.named_modules(remove_duplicate=False) if path and id(child) in copies)
         for target in itertools.chain(targets, names):
             self._own_parents(target, copies)
@@ -141,7 +141,7 @@ class TracedModule(fx.GraphModule):
 
     @property
     def _code(self) -> str:
-        return self.code  # what fx prints
+        return self.code  # printed by fx
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph that serves the call."""
@@ -158,7 +158,9 @@ class TracedModule(fx.GraphModule):
             if self._variants.is_rewritten:
                 forward = functools.wraps(cls.forward)(lambda view, *args, **kwargs: self.forward(*args, **kwargs))
                 cls = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
-            return getattr(as_original(self, cls), name)  # some methods look others up on the class
+            return getattr(
+                as_original(self, cls), name
+            )  # through an object of the class, since some methods look others up on it
 
     def _shell(self) -> TracedModule:
         """Return a copy with the graphs, without parameters, buffers and submodules."""

@@ -41,7 +41,7 @@ class Rewrite(Protocol):
     """Edit of the first graph that can be repeated on another one."""
 
     call: Any
-    """The call that replaced the nodes, with its ``op`` and ``target``."""
+    """Call that replaced the nodes, with its ``op`` and ``target``."""
 
     def redo(self, module: TracedModule, graph: fx.Graph, twins: Twins) -> None:
         """Repeat the edit on ``graph``; ``twins`` maps the name of each node of the first graph to a node of this one."""
@@ -123,7 +123,7 @@ class Variant(Hidden):
         self.function: Callable[..., Any] | None = None
         self.source = ""
         self.switches = False
-        """Whether the graph switches gradients or autocast."""
+        """True if the graph switches gradient mode or autocast."""
         self.original_data: list[Any] | None = None
 
     def run(self, module: TracedModule, inputs: Mapping[str, Any], args: Sequence[Any] = ()) -> Any:
@@ -142,7 +142,7 @@ class Variant(Hidden):
         try:
             return function(module, *args, **inputs)
         finally:
-            if before is not None and mode_regions.current_modes() != before:  # an error inside a region
+            if before is not None and mode_regions.current_modes() != before:  # an error left a region early
                 mode_regions.leave_modes(before)
 
     def compile(self) -> Callable[..., Any]:
@@ -195,15 +195,15 @@ class Variants(Hidden):
     ) -> None:
         self.label, self.inlined, self.inner, self.retrace = label, inlined, inner, retrace
         self.shared: list[list[tuple[str, ...]]] = []
-        """The places of what the first graph names by one of them, and the traced module has at several."""
+        """Places of each object that the first graph names and the traced module holds at several places."""
         self.guard = guard if isinstance(guard, Guard) else None
         self.input_check = None if isinstance(guard, Guard) else guard
         self.rewrites: list[Rewrite] = []
         self.removed_modules: dict[str, nn.Module] = {}
-        """Submodules that rewrites removed, by path, on the meta device: what they compute is traced, and rewritten again."""
+        """Submodules that rewrites removed, by path, on the meta device: other calls are traced with them, then rewritten."""
         self.edited_by_hand = False
         self.original_data: list[Any] | None = None
-        """The first graph before the first rewrite."""
+        """Data of the first graph before its first rewrite."""
         self.set_first_graph(graph)
 
     def set_first_graph(self, graph: fx.Graph, rewritten: bool = False) -> None:
@@ -230,7 +230,7 @@ class Variants(Hidden):
         """True if the first graph differs from the traced forward, or has no forward behind it."""
         return self.is_changed or self.guard is None
 
-    # made with its whole state, not filled later: what rewrites hold leads back to modules that need it when they are restored
+    # Restored with its whole state at once: rewrites refer to modules that need it while they are restored.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variants:
         return _restored_variants({key: copy.deepcopy(value, memo) for key, value in self._state().items()})
@@ -241,8 +241,6 @@ class Variants(Hidden):
     def _state(self) -> dict[str, Any]:
         """Return the attributes without the graphs: the module has the first graph, and others are traced again."""
         return {key: value for key, value in vars(self).items() if key not in ("first", "others", "calls", "recent")}
-
-    # ---- a call
 
     def __call__(self, module: TracedModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a call."""
@@ -306,7 +304,7 @@ class Variants(Hidden):
 
     def former(self, module: TracedModule, bare: bool = False) -> nn.Module:
         """Return ``traced_module.module_before_trace(module, bare)``."""
-        from .traced_module import module_before_trace  # noqa: PLC0415  it holds this class
+        from .traced_module import module_before_trace  # noqa: PLC0415  that module imports this one
 
         return module_before_trace(module, bare)
 
@@ -335,8 +333,8 @@ class Variants(Hidden):
         try:
             guard, variant = self._traced(module, args, kwargs, call.changed)
             if asked := next(filter(None, (each.problem(call.values) for each in guard.expectations)), None):
-                raise TraceError(asked)  # fake tensors have not all facts of real ones
-        except Exception as err:  # a transform of torch.func, say, lets fake tensors do less
+                raise TraceError(asked)  # fake tensors lack some facts of real ones
+        except Exception as err:  # e.g. fake tensors support less inside a transform of torch.func
             if self.is_rewritten:
                 changed = next(
                     (f"{path!r} was wrapped, got hooks, or was replaced, here or at another place" for path in call.changed),
@@ -344,7 +342,7 @@ class Variants(Hidden):
                 )
                 problem = changed or (self.guard and self.guard.problem(module, call))
                 raise TraceError(f"{problem}, and the rewritten graph of the {self.label} has no other form: {err}") from err
-            get_logger().warning("the traced %s runs its own forward for calls like this, no graph: %s", self.label, err)
+            get_logger().warning("the traced %s runs its own forward, not a graph, for calls like this: %s", self.label, err)
             guard, variant = Guard.of(module, args, kwargs), None
         guard.share_attributes(self.guard, module)
         if len(self.calls) >= _MAX_CALLS:
@@ -434,7 +432,7 @@ def meta_copy(module: nn.Module, memo: dict[nn.Module, nn.Module] | None = None)
 def _meta_tensor(tensor: torch.Tensor) -> torch.Tensor:
     try:
         return torch.empty_like(tensor, device="meta")
-    except NotImplementedError:  # of a subclass that knows only what layers ask of it, as those of quantised weights
+    except NotImplementedError:  # a tensor subclass that implements only what layers need, e.g. for quantised weights
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 

@@ -1,6 +1,6 @@
 """Values, functions and modes that appear in traced graphs, and Python code for graphs.
 
-May import no other sub-package.
+This sub-package may import no other one.
 """
 
 from ._torch_private import in_function_transform, unobserved, whole_shape, without_fake_tensor_logs

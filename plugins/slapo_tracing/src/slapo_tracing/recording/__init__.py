@@ -1,7 +1,7 @@
 """Recording of one forward: torch calls become nodes of an ``fx.Graph`` while the forward runs on fake tensors.
 
-A module and the arguments of a call enter. The graph leaves, together with the attributes that the forward read and
-assigned. The run leaves the model unchanged. May import ``nodes``.
+A ``Recorder`` takes a module and the arguments of a call. It returns the graph, and the attributes that the forward read and
+assigned. The run does not change the model. This sub-package may import ``nodes``.
 """
 
 from .attribute_reads import MODULE_ATTRIBUTES, Attributes

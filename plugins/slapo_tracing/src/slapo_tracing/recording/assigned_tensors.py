@@ -1,4 +1,4 @@
-"""Values that a forward leaves in attributes: attention maps for plots, a loss beside the output, the length of a sequence."""
+"""Values that a forward leaves in attributes, such as attention maps for plots, a loss, or the length of a sequence."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ _MISSING = object()
 
 
 def assigned_values(recorder: Recorder) -> dict[str, Any]:
-    """Return what a forward has assigned to attributes of the modules in its graph, by dotted path.
+    """Return the values that a forward has assigned to attributes of the modules in its graph, by dotted path.
 
-    Where a module keeps a cache, a constant in an attribute that the forward has read before, its constants are left out: some
-    say for which call others were made. The second of two runs has the paths of the first, whatever objects it assigns.
+    If a module keeps a cache, i.e. a constant in an attribute that the forward had read before, the module's constants are left
+    out, since some describe the call that filled the cache. The second of two runs returns the paths of the first, whatever it
+    assigns.
 
     Args:
-        recorder: Of the forward, which has run.
+        recorder: Recorder of the forward, which has run.
     """
     if recorder.earlier is not None:
         recorder.assigned = recorder.earlier.assigned
@@ -38,7 +39,7 @@ def assigned_values(recorder: Recorder) -> dict[str, Any]:
 
 
 def mark_assigned_tensors(recorder: Recorder) -> None:
-    """Note at the nodes of tensors the attributes that hold these after a forward, in ``meta["assigned"]``."""
+    """Write the attributes that hold a tensor after the forward into ``meta["assigned"]`` of the tensor's node."""
     for path, value in assigned_values(recorder).items():
         for node in filter(None, (recorder.nodes.get(id(tensor)) for tensor in tensors_in(value))):
             node.meta.setdefault("assigned", []).append(path)

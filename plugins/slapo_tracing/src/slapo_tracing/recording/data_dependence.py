@@ -1,4 +1,4 @@
-"""Python asks for the values of a tensor. The answer is known while tracing only when it is the same at every call."""
+"""Queries of Python code for the values of a tensor, which can be answered if they are the same at every call."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _RANDOM = (torch.rand, torch.rand_like)
 
 
 class ConstantValues:
-    """Real values of the nodes that depend on nothing but constants.
+    """Real values of the nodes that depend only on constants.
 
     Args:
-        graph: The graph in the making; each node is run at most once.
+        graph: The graph under construction; each node runs at most once.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -30,7 +30,7 @@ class ConstantValues:
         self.is_unreliable = False
 
     def of(self, node: fx.Node) -> Any:
-        """The value of a node, or None when it depends on inputs, weights or random numbers."""
+        """Return the value of a node, or None if it depends on inputs, weights or random numbers."""
         for other in self.graph.nodes:
             if other not in self.done:
                 self.done.add(other)
@@ -59,7 +59,10 @@ class ConstantValues:
 
 
 def certain_comparison(node: fx.Node) -> bool | None:
-    """Return whether ``torch.rand(...) < p`` holds for all numbers drawn (``p`` is 0 or 1: layer drop is off), or None."""
+    """Return the result of ``torch.rand(...) < p`` if it is the same for all numbers (``p`` is 0 or 1: layer drop is off).
+
+    Returns None for other nodes.
+    """
     name = function_name(node)
     if name not in ("lt", "le", "gt", "ge") or len(node.args) != 2:
         return None

@@ -1,4 +1,4 @@
-"""``torch.fx``'s symbolic tracer behind the tracer interface: no example inputs, graphs for every shape."""
+"""``torch.fx``'s symbolic tracer: no example inputs, graphs for every shape."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Plan = Callable[[str, nn.Module], str]
 
 
 class SymbolicGuard(Guard):
-    """Tensors of every shape and dtype where the graph has inputs; everything else that the forward reads as it was traced."""
+    """Guard of a symbolic graph: tensors of any shape and dtype as inputs; all other values as in the trace."""
 
     def problem(self, module: nn.Module, call: Call) -> str | None:
-        """Why the graph is not good for a call; None where it is."""
+        """Return why the graph cannot serve a call, or None."""
         for name in self.placeholders:
             if not is_input(call.values[name]):
                 return f"{name} is {call.values[name]!r}, traced as a tensor"
@@ -40,17 +40,17 @@ class SymbolicGuard(Guard):
 def trace_fx(
     module: nn.Module, example: Any, plan: Plan, concrete_args: Mapping[str, Any], tracer: type[fx.Tracer] = fx.Tracer
 ) -> TracedModule:
-    """The graph that ``torch.fx`` makes, with one for each module inside that ``plan`` says is to have its own.
+    """Return the graph that ``torch.fx`` makes, with further graphs for the modules that ``plan`` gives their own.
 
     Args:
-        module: What to trace.
-        example: Positional and keyword arguments of a call; None: any tensors, for arguments without a default.
-        plan: ``"leaf"``, ``"inline"`` or ``"graph"`` for the modules inside.
-        concrete_args: Arguments that are no inputs, with their values.
-        tracer: The class that traces.
+        module: The module to trace.
+        example: Positional and keyword arguments of a call. None: any tensors, for arguments without a default.
+        plan: ``"leaf"``, ``"inline"`` or ``"graph"`` for each module inside.
+        concrete_args: Arguments that are not inputs, with their values.
+        tracer: The tracer class.
 
     Raises:
-        TraceError: the forward does other things to symbolic values than to tensors.
+        TraceError: the forward treats symbolic values differently from tensors.
     """
     variants = variants_of(module)
     if variants is not None and variants.is_rewritten:
@@ -80,7 +80,7 @@ def trace_fx(
 
 
 def _erase(graph: fx.Graph, node: fx.Node) -> None:
-    """Take a node out with what uses it: of an argument that is part of the graph fx checks that it has that value."""
+    """Erase a node and its users: fx checks the value of an argument that is part of the graph."""
     for user in list(node.users):
         _erase(graph, user)
     graph.erase_node(node)
@@ -152,7 +152,7 @@ def _trace_submodules(module: nn.Module, graph: fx.Graph, plan: Plan, tracer: ty
 
 
 def tracer_class(tracer: Any) -> type[fx.Tracer] | None:
-    """Return the fx tracer class that a name or class stands for; None for any other tracer."""
+    """Return the fx tracer class of a name or class, or None for any other tracer."""
     if isinstance(tracer, type) and issubclass(tracer, fx.Tracer):
         return tracer
     return fx.Tracer if tracer in ("fx", "pytorch") else None

@@ -1,4 +1,4 @@
-"""Inputs to trace a model with where nobody has given any: what it brings itself, or what its first layers take."""
+"""Inputs to trace a model without example inputs: the model's own, or tensors that fit its first layers."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from slapo_core import TraceError, forward_signature, get_logger
 _MAX_TRIALS = 48
 _LENGTH = 8
 _TOKEN_SHAPED = dict.fromkeys(("attention_mask", "decoder_attention_mask"), 1) | dict.fromkeys(("token_type_ids", "labels"), 0)
-"""Arguments that have the shape of the tokens, and a value for them."""
+"""Arguments with the shape of the tokens, and a value for each."""
 
 
 def synthetic_inputs(model: nn.Module, concrete_args: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-    """Inputs by name with which the model runs, or None if none are found.
+    """Return inputs by name with which the model runs, or None.
 
-    They are the ``dummy_inputs`` of a model of Transformers, else tensors for the arguments that have no default, of the shapes
-    that the model's layers take. Nothing but a trace may use them: a graph or program made with them is made anew for calls of
-    other shapes.
+    These are the ``dummy_inputs`` of a Transformers model, else tensors for the arguments without default, in the shapes that
+    the model's layers take. They serve only for tracing: graphs and programs are made again for calls of other shapes.
 
     Args:
-        model: Runs on fake tensors; it is left as it is.
-        concrete_args: Arguments that are no inputs. Where any are given to a model of Transformers, its others are inputs.
+        model: Runs on fake tensors; it is not changed.
+        concrete_args: Arguments that are not inputs. If any are given for a Transformers model, its others are inputs.
     """
     concrete = concrete_args or {}
     for inputs in itertools.islice(_candidates(model, concrete), _MAX_TRIALS):
@@ -76,7 +75,7 @@ def _dummy_inputs(model: nn.Module) -> Any:
 
 
 def _layer_input_shapes(model: nn.Module) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of what the layers take, in the order in which the model holds them; then what parameters suggest."""
+    """Yield shapes and dtypes of the layers' inputs, in module order, then those that fit parameters."""
     default = next((tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()), torch.get_default_dtype())
     image = getattr(getattr(model, "config", None), "image_size", None)
     for module in model.modules():
@@ -97,5 +96,5 @@ def _layer_input_shapes(model: nn.Module) -> Iterator[tuple[tuple[int, ...], tor
 
 
 def _size_attribute(module: nn.Module, names: tuple[str, ...]) -> int | None:
-    """The first attribute among these that is a size."""
+    """Return the first of these attributes that is an integer, or None."""
     return next((value for name in names if type(value := getattr(module, name, None)) is int), None)

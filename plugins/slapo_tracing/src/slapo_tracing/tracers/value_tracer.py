@@ -1,4 +1,4 @@
-"""The default tracer: run the forward once and record what it does, with values."""
+"""The default tracer, which runs the forward once on fake tensors and records it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ..recording.vmapped_functions import CapturedFunction
 LeafKind = Literal["leaf", "inline", "graph"]
 AssignedValues = Literal["refused", "noted", "returned"]
 Plan = Callable[[str, nn.Module], LeafKind]
-"""Treatment of a module that is called: it stays whole, is recorded into its caller's graph, or gets a graph of its own."""
+"""Treatment of a called module: it stays whole, is recorded into its caller's graph, or gets a graph of its own."""
 
 
 _FAILING_MODULE = "failing_module"
@@ -41,12 +41,12 @@ _FAILING_MODULE = "failing_module"
 
 @contextmanager
 def _note_failing_module(path: str) -> Iterator[None]:
-    """Note on an error the innermost module whose forward it comes from."""
+    """Record the path of the innermost failing module on an error of the ``with`` block."""
     try:
         yield
     except Exception as err:
         if getattr(err, _FAILING_MODULE, None) is None:
-            with suppress(AttributeError):  # an error with slots
+            with suppress(AttributeError):  # an error class with slots
                 setattr(err, _FAILING_MODULE, path)
         raise
 
@@ -58,7 +58,7 @@ def _warn_of_unrepeated_write(path: str, cls: str, name: str) -> None:
 
 
 class _TargetTraced(BaseException):
-    """Ends the run once the target is traced; no error, which the model's own code might catch."""
+    """Signal that ends the run once the target is traced; not an ``Exception``, which the model's code might catch."""
 
 
 class _Session(TorchFunctionMode):
@@ -70,14 +70,14 @@ class _Session(TorchFunctionMode):
         self.request = request
         self.running = self.target = root.get_submodule(request.target)
         self.paths = {id(module): name for name, module in root.named_modules()}
-        self.stack: list[Recorder | None] = [None]  # None: what runs now is not recorded
+        self.stack: list[Recorder | None] = [None]  # None: the running code is not recorded
         self.whole: dict[int, nn.Module] = {}
         self.read_by: dict[tuple[int, str], set[int]] = {}
-        """Attributes that are read while a module kept whole is ``running``, with the modules; all by id."""
+        """Attribute (id of the module, name) to the ids of the modules kept whole that read it."""
         self.graphs: dict[str, tuple[Recorder, Guard]] = {}
         self.settings = UsualAttributes(())
         self.filled: dict[tuple[int, str], Any] = {}
-        """Attributes that serve as caches, with what is in them after the forward; None for tensors."""
+        """Attributes that serve as caches, with their facts after the forward; None for tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -100,7 +100,7 @@ class _Session(TorchFunctionMode):
         if kind == "leaf" and (found := self.settings.changed(module)) is not None:
             if is_opaque(module):
                 raise TraceError(f"the forward sets {found[1]!r} for some calls of {path!r}, which is sharded or has hooks")
-            kind = "inline"  # the graph has what the module does with other attributes
+            kind = "inline"  # the graph then has the operations for these attributes
         if kind == "leaf":
             self.whole[id(module)] = module
         if kind == "inline":
@@ -111,7 +111,7 @@ class _Session(TorchFunctionMode):
             return recorder.call_module(module, args, kwargs, lambda: run(call, module, args, kwargs))
 
     def run_around(self, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module unrecorded; one whose graph may have taken the target in runs as it did before it was traced."""
+        """Run a module unrecorded. If its graph may have inlined the target, run its original forward."""
         variants = variants_of(module)
         if (
             self.graphs
@@ -125,13 +125,13 @@ class _Session(TorchFunctionMode):
             return call(module, *args, **kwargs)
 
     def run_whole(self, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module unrecorded; random numbers of Python and NumPy it draws are its own."""
+        """Run a module unrecorded. Its draws from Python's and NumPy's random numbers do not count."""
         others, self.running = PythonRandomState(), module
         try:
             with self._unrecorded():
                 return call(module, *args, **kwargs)
         finally:
-            others.put_back()
+            others.restore()
             self.settings.keep(module)
 
     @contextmanager
@@ -143,7 +143,7 @@ class _Session(TorchFunctionMode):
             self.stack.pop()
 
     def record_target(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the target and make its graph: of its forward alone, with hooks and wrappers around it."""
+        """Run the target and record its own forward, inside of its hooks and wrappers."""
         module = self.target
         if not is_opaque(module):
             out = self.record(call, module, args, kwargs)
@@ -162,7 +162,7 @@ class _Session(TorchFunctionMode):
         return out
 
     def record(self, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module and make its graph, of the first call."""
+        """Run a module and record its first call into a graph of its own."""
         path = self.paths[id(module)]
         if path in self.graphs:
             return self.run_whole(call, module, args, kwargs)
@@ -177,7 +177,7 @@ class _Session(TorchFunctionMode):
         self.graphs[path] = (recorder, guard)
         for name, value in Call(guard.parameters, module, args, kwargs).values.items():
             recorder.parameter(name, value, name in guard.placeholders)
-        self.sandbox.forget_results()  # what another graph's nodes made
+        self.sandbox.forget_results()  # results of another graph's nodes
         self.stack.append(recorder)
         try:
             with private.recorded():
@@ -190,7 +190,9 @@ class _Session(TorchFunctionMode):
         return out
 
     def _with_assigned(self, recorder: Recorder, out: Any) -> Any:
-        """Return what the graph is to give: the forward's result, or that and what it has left in attributes."""
+        """Return the output of the graph: the forward's result, with the values left in attributes if these are
+        ``"returned"``.
+        """
         if self.request.assigned == "returned":
             return out, assigned_values(recorder)
         if self.request.assigned == "noted":
@@ -198,7 +200,7 @@ class _Session(TorchFunctionMode):
         return out
 
     def run_recorded(self, recorder: Recorder, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Run a module whose operations are recorded. One that is traced is no other than before, but for its rewrites."""
+        """Run a module whose operations are recorded. A traced module runs its original forward, or its rewritten graph."""
         if not isinstance(module, TracedModule):
             return call(module, *args, **kwargs)
 
@@ -228,7 +230,7 @@ class _Session(TorchFunctionMode):
         return run_graph(module, graph, inputs, lambda node: recorder.inside_of(inside, node))
 
     def apply(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """An autograd function is recorded as one call."""
+        """Record an autograd function as one call."""
         recorder = self.stack[-1]
         if recorder is None:
             return call(*args, **kwargs)
@@ -236,7 +238,7 @@ class _Session(TorchFunctionMode):
             return recorder.call_function(call, args, kwargs)
 
     def vmap(self, call: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
-        """A function under ``torch.vmap`` is recorded as one call, with the tensors that it captures."""
+        """Record a function under ``torch.vmap`` as one call, with the tensors that it captures."""
         recorder = self.stack[-1]
         if recorder is None:
             return call(function, *args, **kwargs)
@@ -245,7 +247,7 @@ class _Session(TorchFunctionMode):
             return recorder.call_captured(captured, lambda: call(function, *args, **kwargs), args, kwargs)
 
     def ask_mode(self, name: str, answer: Callable[[], bool]) -> bool:
-        """Code asks torch for a mode; inside a ``torch.no_grad`` of the forward the answer is always the same."""
+        """Answer a query for a mode. Inside a ``torch.no_grad`` of the forward the answer is always the same."""
         recorder = self.stack[-1]
         if recorder is not None and is_uncertain_query(name, 1) and not recorder.grad_switches:
             recorder.expect(answer(), name)
@@ -253,11 +255,11 @@ class _Session(TorchFunctionMode):
 
     @property
     def recorders(self) -> dict[str, Recorder]:
-        """Path of each module with a graph to what records it."""
+        """Path of each module with a graph to its recorder."""
         return {path: recorder for path, (recorder, _) in self.graphs.items()}
 
     def read(self, module: nn.Module, name: str, value: Any) -> Any:
-        """An attribute is read; the value that the forward gets."""
+        """Return the value of an attribute that is read."""
         recorder = self.stack[-1]
         if name in MODULE_ATTRIBUTES:
             return value
@@ -268,7 +270,7 @@ class _Session(TorchFunctionMode):
         return value
 
     def write(self, module: nn.Module, name: str) -> None:
-        """An attribute is set."""
+        """Record that an attribute is set."""
         if (recorder := self.stack[-1]) is not None:
             recorder.writes.add((id(module), name))
 
@@ -291,10 +293,11 @@ class _Session(TorchFunctionMode):
                 raise TraceError(text, source=model_source(err), failing_module=getattr(err, _FAILING_MODULE, None)) from err
 
     def check_state(self, again: Callable[[], _Session]) -> None:
-        """Refuse a forward that leaves its modules in another state, unless ``again``, the next call, does the same.
+        """Refuse a forward that leaves its modules in another state, unless the next call, run by ``again``, computes the
+        same.
 
         Raises:
-            TraceError: A graph would not do as the forward does at the next call.
+            TraceError: a graph would not compute the same as the forward at the next call.
         """
         changed = list(state_changes(self.target.modules(), self.sandbox.state.values()))
         inside = {id(module) for whole in self.whole.values() for module in whole.modules()}
@@ -309,7 +312,7 @@ class _Session(TorchFunctionMode):
                     raise TraceError(f"the forward reads the {what}; keep what reads it whole too, with leaf_modules")
         for module, name, first, _ in changed:
             if first in shared:
-                # what is no attribute is a buffer
+                # a name without attribute is a buffer
                 self.filled[id(module), name] = (
                     None if has_tensor(value := vars(module).get(name, torch.empty(0))) else attribute_facts(value)
                 )
@@ -326,7 +329,9 @@ class _Session(TorchFunctionMode):
                 raise TraceError(what, failing_module=self.paths.get(id(found[0])))
 
     def _only_written(self, changed: list[StateChange]) -> set[tuple[int, str]]:
-        """Attributes, by id of the module and name, that now hold a tensor without gradient; a graph leaves them alone."""
+        """Return the attributes, by id of the module and name, that now hold a tensor without gradient. A graph does not set
+        them.
+        """
         values = {(id(module), name): vars(module).get(name) for module, name, *_ in changed}
         written = {key for key, value in values.items() if isinstance(value, torch.Tensor) and not value.requires_grad}
         for module, name, *_ in changed:
@@ -335,7 +340,9 @@ class _Session(TorchFunctionMode):
         return written
 
     def _mark_changes(self, changed: list[StateChange]) -> None:
-        """Note at the calls of modules kept whole what they may have changed on themselves, or read of it."""
+        """Note, at calls of modules kept whole, the state that they may have changed on themselves, or read while others
+        changed it.
+        """
         found: dict[int, list[str]] = {}
         for module, name, (first, there), _ in changed:
             for holder in {id(module), *self.read_by.get((id(module), name), ())}:
@@ -357,12 +364,12 @@ class Request:
 
     Args:
         target: Path of the module that gets a graph.
-        plan: What happens with the modules inside.
-        symbolic: Sizes are nodes of the graphs, which then serve other sizes too, as far as ``Variants`` finds.
-        by_values: A forward that asks for values of its inputs gets those of this call; the graph expects the same answers.
-        assigned: What becomes of values that the forward computes and leaves in attributes without using what it left there
-            before. They are refused; or noted, in ``meta["assigned"]`` of their nodes; or returned: the result of the one graph
-            is then a pair of the forward's result and a dict of what it assigned, by dotted path.
+        plan: Treatment of the modules inside.
+        symbolic: True to make sizes nodes of the graphs, which then may serve other sizes too.
+        by_values: True to answer queries for values of the inputs with those of this call; the graph checks the answers.
+        assigned: Treatment of values that the forward leaves in attributes and does not use itself in the next call:
+            ``"refused"``; ``"noted"`` in ``meta["assigned"]`` of their nodes; or ``"returned"``: the result of the only graph
+            is a pair of the forward's result and a dict of the assigned values by dotted path.
     """
 
     target: str
@@ -382,10 +389,10 @@ def trace_value(
     by_values: bool = False,
     assigned: AssignedValues = "refused",
 ) -> TracedModule:
-    """The graph of ``root.get_submodule(target)`` with the inputs it gets when the root runs on ``args`` and ``kwargs``.
+    """Return the traced module at ``target``, on its arguments when the root runs on ``args`` and ``kwargs``.
 
-    Fake tensors first; where they cannot follow (a leaf that looks at values, an operator without a fake kernel), real ones.
-    With gradients, unless the caller has turned them off and the forward asks.
+    The root runs on fake tensors first. If these do not suffice (a leaf that reads values, an operator without a fake kernel),
+    it runs on real ones. Gradients are on, unless the caller has turned them off and the forward queries the mode.
     """
     return _assemble(root, _with_modes(root, args, kwargs, Request(target, plan, symbolic, by_values, assigned)))
 
@@ -393,14 +400,14 @@ def trace_value(
 def trace_again(
     module: nn.Module, args: Any, kwargs: Any, inlined: frozenset[str], assigned: AssignedValues = "refused"
 ) -> tuple[fx.Graph, Guard, dict[str, Any]]:
-    """The graph of a module for another call, with its guard and the tensors it holds.
+    """Return the graph of a module for another call, with its guard and its constants.
 
     Args:
-        module: As it was before it was traced.
+        module: The module as it was before it was traced.
         args: Positional arguments of the call.
         kwargs: Keyword arguments of the call.
         inlined: Paths of the modules whose forwards become part of the graph.
-        assigned: See ``Request``.
+        assigned: As in ``Request``.
     """
     plan: Plan = lambda path, child: "inline" if path in inlined else "leaf"  # noqa: E731
     with without_engine_hooks(module):
@@ -419,7 +426,7 @@ def _with_modes(root: nn.Module, args: Any, kwargs: Any, request: Request) -> _S
 
 
 def _attempt(root: nn.Module, args: Any, kwargs: Any, request: Request, *, grad: bool) -> _Session:
-    if request.target:  # the part is to get what it gets when the model runs, which may follow from the inputs' values
+    if request.target:  # the target's arguments may depend on values of the inputs
         with suppress(TraceError):
             return _run(root, args, kwargs, request, fake=True, grad=grad, keeps_values=True)
     try:
@@ -463,7 +470,7 @@ def _run(
 
 
 def _assemble(root: nn.Module, session: _Session) -> TracedModule:
-    """Traced modules from the inside out: each holds the ones inside it in place of the originals."""
+    """Return the traced module of the target, assembled from the inside out: each contains the traced modules inside it."""
     made: dict[str, TracedModule] = {}
     for path, (recorder, guard) in sorted(session.graphs.items(), key=lambda item: -len(item[0])):
         prefix = f"{path}." if path else ""

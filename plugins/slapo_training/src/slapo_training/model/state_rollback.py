@@ -90,7 +90,7 @@ class StateSnapshot:
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         set_rng_state(self._torch)
-        self._others.put_back()
+        self._others.restore()
 
 
 @contextmanager

@@ -91,13 +91,13 @@ class Call:
         try:
             for snapshot in self._before:
                 snapshot.restore()
-            self._random.put_back()
+            self._random.restore()
             args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, self.given)
             return list(_tensors(rerun.run(self.module, args, kwargs)))
         finally:
             for snapshot in after:
                 snapshot.restore()
-            random.put_back()
+            random.restore()
 
 
 class WholeComparison:
