@@ -11,7 +11,7 @@ from torch import nn
 
 from slapo_core import BuildError, Engine
 
-from ..examples.argument_copies import own, same
+from ..examples.argument_copies import copy_containers, is_unchanged
 from ..examples.case import ConformanceError, check_sentence
 from ..examples.examples import EngineExample, RefusedOption
 from ..examples.model_snapshot import Snapshot, first_of
@@ -77,9 +77,9 @@ def steps(case: EngineCase) -> None:
 def _train(case: EngineCase, engine: Engine, losses: list[float], how: str) -> None:
     for step, expected in enumerate(losses):
         batch = case.batch(step)
-        given = own(batch, clone=True)
+        given = copy_containers(batch, clone=True)
         loss = engine.train_batch(**batch)
-        if not same(batch, given):
+        if not is_unchanged(batch, given):
             raise ConformanceError("train_batch() changes the batch that it is given")
         if loss.shape != () or loss.requires_grad:
             raise ConformanceError(f"train_batch() gives a loss of shape {tuple(loss.shape)}, not a detached number")
