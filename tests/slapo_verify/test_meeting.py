@@ -64,12 +64,12 @@ def scheduled(change: Callable[[Any], Any] = lambda sch: None) -> tuple[nn.Modul
 
 @contextmanager
 def patience(seconds: float) -> Iterator[None]:
-    before = meeting.PATIENCE
-    meeting.PATIENCE = seconds
+    before = meeting.COLLECTIVE_GRACE_SECONDS
+    meeting.COLLECTIVE_GRACE_SECONDS = seconds
     try:
         yield
     finally:
-        meeting.PATIENCE = before
+        meeting.COLLECTIVE_GRACE_SECONDS = before
 
 
 def told(work: Callable[[], Any]) -> tuple[str, str]:
@@ -111,7 +111,7 @@ def test_processes_that_wait_for_one_that_failed_are_let_go(where: str) -> None:
 
 @pytest.mark.parametrize("where", [before_the_sum, in_the_backward])
 def test_threads_tell_what_the_one_that_failed_said(where: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slapo_verify.ranks.thread_ranks._PATIENCE", 0.2)
+    monkeypatch.setattr("slapo_verify.ranks.thread_ranks._DEADLOCK_SECONDS", 0.2)
     with pytest.raises(ZeroDivisionError, match="of rank 1"):
         run_as_threads(lambda: verify(*scheduled(where)), 2)
     run_as_threads(lambda: verify(*scheduled()).check(), 2)
