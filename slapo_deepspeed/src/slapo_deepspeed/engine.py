@@ -46,11 +46,12 @@ from .configuration.config_optimizer import factory_of, is_offloaded
 from .configuration.config_validation import check_config
 from .configuration.options import DTYPES, DeepSpeedOptions
 from .optimizer import master_weights, whole_tensor_optimizer
-from .optimizer.local_tensors import Shares, stepping, why_not
+from .optimizer.local_tensors import Shares, why_not
 from .optimizer.reduced_gradients import ReducedGradients
 from .pipeline import RunningStage, in_pipeline, staying, steps
-from .process_state.engine_import import TorchLinear, forget_modules, imported, number_alike, start
-from .process_state.process_groups import MeshGroups, whole_shape
+from .process_state import _deepspeed_private as private
+from .process_state.engine_import import TorchLinear, imported, number_alike, start
+from .process_state.process_groups import MeshGroups
 from .zero.external_parameters import ExternalReads
 from .zero.gradient_order import UsedParameters
 
@@ -92,7 +93,6 @@ class DeepSpeedEngine(BatchEngine):
 
     def _make(self, program: Program, options: DeepSpeedOptions, dtype: torch.dtype) -> None:
         self.module: nn.Module = program.stages[program.axis_rank("pp")].module
-        _mark_shards(self.module)
         self.moves_parameters = self.takes_gradients = options.trains and options.zero_stage > 0
         parameter_ownership.check_free(dict(self.module.named_parameters()) if options.trains else {}, self.takes_gradients)
         self._hooks = StepHooks(program, self.module, options.gradient_hooks == "step")
@@ -106,6 +106,7 @@ class DeepSpeedEngine(BatchEngine):
         pipelined = None if self._stage is None else in_pipeline(program, self._stage, self._modes)
         if pipelined is not None:
             release_others(program, [self.module], lambda x: x.to(dtype) if x.is_floating_point() else x)
+        private.mark_shards(self.module, None if pipelined is None else program.axis_rank("tp"))
         mpu = MeshGroups(program) if program.mesh is not None and pipelined is None else None
         own = trainable if optimizer is None and options.trains else None
         if options.zero_stage == 3:
@@ -116,18 +117,18 @@ class DeepSpeedEngine(BatchEngine):
         whole_tensor_optimizer.bind(self.model, program, in_turns)
         self._turns = whole_tensor_optimizer.Turns(self.model)
         if self._stage is not None:
-            self.model._allocate_or_extend_buffers = self._buffer
+            private.replace_receive_buffers(self.model, self._buffer)
         self._clipped_norm: float | None = None
         self._skipped = 0
-        self.model.clip_fp32_gradients = self._clip
+        private.replace_clipping(self.model, self._clip)
         self._counted: list[LossReduction] = []
         named = dict(self.module.named_parameters())
         self._remember_trained(named)
-        self._gradients = GradientComparison(program, named, whole_shape)
+        self._gradients = GradientComparison(program, named, private.full_shape)
         self._unused = UnusedParameters(program, named, options.target)
         self._used = UsedParameters(program, named, options.zero_stage)
         self._hooks.bind(self.module, ReducedGradients(self.model, self._deepspeed, options.zero_stage))
-        self._take_step, self.model._take_model_step = self.model._take_model_step, self._step
+        self._take_step = private.replace_step(self.model, self._step)
 
     def _made(self, program: Program, options: DeepSpeedOptions) -> tuple[Any, Any]:
         """The optimizer and schedule given, or those of DeepSpeed's config that step whole tensors of parts."""
@@ -150,7 +151,7 @@ class DeepSpeedEngine(BatchEngine):
         except Exception as err:
             what = next(iter(str(err).splitlines()), "") or type(err).__name__
             raise BuildError(f"DeepSpeed cannot be initialised: {what}") from err
-        outer, inner = self.model.basic_optimizer, stepping(self.model)
+        outer, inner = private.basic_optimizer(self.model), private.inner_optimizer(self.model)
         if outer is not None and inner is not outer and (len(outer.param_groups) > 1 or self.lr_scheduler is not None):
             self.model.destroy()
             raise BuildError(
@@ -164,10 +165,7 @@ class DeepSpeedEngine(BatchEngine):
 
     def _clip(self) -> None:
         """Clip as DeepSpeed does without ZeRO, but keep the norm."""
-        from deepspeed.runtime.utils import clip_grad_norm_
-
-        norm = clip_grad_norm_(self.module.parameters(), self.model.gradient_clipping(), mpu=self.model.mpu)
-        self._clipped_norm = float(norm)
+        self._clipped_norm = private.clip_gradients(self.model, self.module.parameters())
 
     def _step(self, *given: Any) -> None:
         """Run the user's gradient hooks, and let DeepSpeed step."""
@@ -203,11 +201,9 @@ class DeepSpeedEngine(BatchEngine):
         optimizer.param_groups[:] = held
 
     def _wants_its_own(self, optimizer: torch.optim.Optimizer) -> bool:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-        from deepspeed.ops.lion import DeepSpeedCPULion
-
+        compiled = tuple(private.optimizer_class(kind, is_offloaded=True) for kind in ("adam", "lion"))
         forced = self._config.get("zero_force_ds_cpu_optimizer", True)
-        return bool(forced) and is_offloaded(self._config) and not isinstance(optimizer, DeepSpeedCPUAdam | DeepSpeedCPULion)
+        return bool(forced) and is_offloaded(self._config) and not isinstance(optimizer, compiled)
 
     @property
     def device(self) -> torch.device:
@@ -275,7 +271,9 @@ class DeepSpeedEngine(BatchEngine):
 
     def why_not_averaged(self) -> str:
         """Return what of this engine cannot be averaged."""
-        return why_not(self.model, self.module) or ("an engine without an optimizer" if stepping(self.model) is None else "")
+        return why_not(self.model, self.module) or (
+            "an engine without an optimizer" if private.inner_optimizer(self.model) is None else ""
+        )
 
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:
@@ -316,7 +314,7 @@ class DeepSpeedEngine(BatchEngine):
         self.model.destroy()
         if self._reads is not None:
             self._reads.close()
-            forget_modules(self.model.module)
+            private.forget_modules(self.model.module)
         self._used.close()
         self._linear.leave()
 
@@ -344,11 +342,11 @@ class DeepSpeedEngine(BatchEngine):
         plans = microbatch_plans(self.program, training, batch.parts, "DeepSpeed")
         stage.begin(plans, *batch)
         if plans[0] is not self._plan:
-            self.model.reset_activation_shape()
+            private.forget_activation_shape(self.model)
             self._plan = plans[0]
 
     def _train(self, batch: MicroBatches) -> tuple[torch.Tensor, list[LossReduction]]:
-        self._skipped = self.model.skipped_steps
+        self._skipped = private.num_skipped_steps(self.model)
         if not self._options.zero_stage:
             self.model.zero_grad()  # another engine's backward may have made some
         self._counted.clear()
@@ -368,7 +366,7 @@ class DeepSpeedEngine(BatchEngine):
         return loss, self._counted if self._stage is None else self._stage.counted
 
     def _has_stepped(self) -> bool:
-        return bool(self._skipped == self.model.skipped_steps)
+        return self._skipped == private.num_skipped_steps(self.model)
 
     def _train_part(self, index: int, batch: MicroBatches) -> torch.Tensor:
         loss = self._part(index, batch)
@@ -396,10 +394,3 @@ class DeepSpeedEngine(BatchEngine):
             assert self.program.mesh is not None
             dist.all_reduce(mean, group=self.program.mesh.get_group("dp"))
         return mean / dp
-
-
-def _mark_shards(module: nn.Module) -> None:
-    """Set what DeepSpeed reads to count the gradients of each shard in the norm, and those of replicated parameters once."""
-    for parameter in module.parameters():
-        if is_part(parameter):
-            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_core.interfaces.program import Boundary, Program, Stage
-from slapo_core.modules.parameters import is_part
 from slapo_training.batches.microbatches import Batch
 from slapo_training.engines.stage_parameters import copies
 from slapo_training.label_weights import LabelWeights
@@ -21,6 +20,7 @@ from slapo_training.losses.reductions import LossReduction
 from slapo_training.model.training_mode import Modes
 
 from .boundary_packing import pack, unpack
+from .process_state import _deepspeed_private as private
 
 
 class RunningStage(nn.Module):
@@ -86,16 +86,11 @@ class RunningStage(nn.Module):
 
 def in_pipeline(program: Program, stage: RunningStage, modes: Modes) -> Any:
     """DeepSpeed's ``PipelineModule`` of one stage on each rank, this rank's being ``stage``. Collective."""
-    from deepspeed.pipe import LayerSpec, PipelineModule
-    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+    from deepspeed.pipe import LayerSpec
 
-    sizes = {axis: program.axis_size(axis) for axis in ("pp", "dp", "tp")}
-    topology = PipeModelDataParallelTopology(num_pp=sizes["pp"], num_mp=sizes["tp"], num_dp=sizes["dp"])
-    ties = _ties(program)
+    pp, dp, tp = (program.axis_size(axis) for axis in ("pp", "dp", "tp"))
 
-    class Stages(PipelineModule):  # type: ignore[misc]
-        """Its tied weights are those of the program; DeepSpeed's own are whole layers."""
-
+    class Stages(private.tied_pipeline(_ties(program))):  # type: ignore[misc]
         stays_in_training = False
 
         def train(self, mode: bool = True) -> Any:
@@ -103,32 +98,11 @@ def in_pipeline(program: Program, stage: RunningStage, modes: Modes) -> Any:
             modes.freeze()
             return self
 
-        def _index_tied_modules(self) -> dict[str, Any]:
-            for parameter, _, first in ties:
-                parameter.ds_pipe_replicated = dist.get_rank() != first  # type: ignore[attr-defined]
-            return {}
-
-        def _synchronize_tied_weights(self) -> None:
-            for parameter, group, first in ties:
-                dist.broadcast(parameter.data, first, group=group)
-
-        def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
-            found = [(parameter, group) for parameter, group, _ in ties if parameter.requires_grad]
-            for parameter, _ in found:
-                if parameter.grad is None:  # DeepSpeed would leave out the sum on this rank alone, which others wait for
-                    parameter.grad = torch.zeros_like(parameter)
-            return found
-
     own = program.axis_rank("pp")
-    layers = [stage if index == own else LayerSpec(nn.Identity) for index in range(sizes["pp"])]
+    layers = [stage if index == own else LayerSpec(nn.Identity) for index in range(pp)]
     with redirect_stdout(io.StringIO()):  # it prints these layers, which are none of the model's
-        made = Stages(layers, topology=topology, loss_fn=None, partition_method="uniform")
-    for parameter in stage.parameters():
-        # without ZeRO the norm leaves out what is not marked on every stage but the first, and counts what is marked anywhere
-        is_first = not getattr(parameter, "ds_pipe_replicated", False)
-        parameter.model_parallel = is_first and program.axis_rank("tp") == 0  # type: ignore[attr-defined]
-        parameter.tensor_model_parallel = is_first and is_part(parameter)  # type: ignore[attr-defined]
-    return made
+        topology = private.pipeline_topology(pp, dp, tp)
+        return Stages(layers, topology=topology, loss_fn=None, partition_method="uniform")
 
 
 @contextmanager

@@ -12,10 +12,9 @@ from slapo_core.interfaces.program import Program
 from slapo_core.reporting.errors import BuildError
 
 from ..optimizer.local_tensors import Share, Shares
+from ..process_state._deepspeed_private import COUNTERS, loss_scaler, set_counters
 from .tensor_index import WEIGHT
 from .tensor_reader import SAME_LAYOUT, Saved
-
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 class Taken:
@@ -69,13 +68,12 @@ class Taken:
         if self._shares.optimizer is not None:
             self._shares.put_states(self._states, self._options)
         self._shares.put_back()
-        scaler = getattr(self._model.optimizer, "loss_scaler", None)
+        scaler = loss_scaler(self._model)
         if getattr(scaler, "dynamic", False) and self._scale is not None and self._scale[0] == type(scaler).__name__:
             vars(scaler).update(self._scale[1])
         if self._model.lr_scheduler is not None:
             self._model.lr_scheduler.load_state_dict(self._common["lr_scheduler"])
-        for name in _COUNTERS:
-            setattr(self._model, name, self._common[name])
+        set_counters(self._model, self._common)
 
     def _numbers(self, saved: Saved, share: Share, key: str) -> torch.Tensor:
         return saved.read(share.name, key, self._shares.pieces[share.name], share.start, share.value.numel())
@@ -144,7 +142,7 @@ class Taken:
             is_one = self._model.lr_scheduler is None or [repr(group["options"]) for group in each["groups"]] == wanted
             if each["common"] is not None and is_one:
                 whole = saved.file(each["common"])
-                return {key: whole[key] for key in (*_COUNTERS, "lr_scheduler")}
+                return {key: whole[key] for key in (*COUNTERS, "lr_scheduler")}
         raise BuildError(
             f"the learning rate's schedule was saved of other groups of parameters than the {len(wanted)} of this rank's "
             f"stage; {SAME_LAYOUT}"

@@ -28,8 +28,8 @@ from slapo_training.optimizers.rank_optimizer import rate_kind
 from slapo_training.optimizers.whole_tensor_optimizer import WholeTensorOptimizer
 
 from ..configuration.options import DeepSpeedOptions
-from ..optimizer.local_tensors import Shares, stepping, why_not
-from ..process_state.process_groups import whole_shape
+from ..optimizer.local_tensors import Shares, why_not
+from ..process_state._deepspeed_private import full_shape, inner_optimizer, reset_clipping
 from .file_writer import Files
 from .resharding import Taken
 from .tensor_index import Places, name_of
@@ -80,7 +80,7 @@ def prepared(
     Raises:
         BuildError: on every rank: it cannot be written.
     """
-    if model.optimizer is not None and stepping(model) is None:
+    if model.optimizer is not None and inner_optimizer(model) is None:
         raise BuildError("DeepSpeed does not save an engine that only evaluates in bf16 or fp16; save the one that trains")
     about = {**_layout(program, zero_stage), "parameters": _parameters(program), **_steps(model, program)}
     places: list[Places] = []
@@ -92,7 +92,7 @@ def prepared(
         def gather() -> None:
             files.take(model)
             beside.update(places[0].files(ranks.place))
-            if (states := whole_tensor_checkpoint.packed(stepping(model), parameters(module))) is not None:
+            if (states := whole_tensor_checkpoint.packed(inner_optimizer(model), parameters(module))) is not None:
                 beside[whole_tensor_checkpoint.file_of(ranks.place)] = states
 
         def put() -> None:
@@ -135,7 +135,7 @@ def checked(
                 f"{str(complete.folder)!r} is of a model with other parameters; build an engine of the model that was saved"
             )
         _check_steps(saved, own)
-        whole_tensor_checkpoint.check_kind(saved["whole"], stepping(model))
+        whole_tensor_checkpoint.check_kind(saved["whole"], inner_optimizer(model))
 
     ranks.on_all(check)
     with checkpoint_folder.reading(complete):
@@ -144,7 +144,7 @@ def checked(
         found.averages = averages.read(complete, ranks)
         if not _is_same(complete, model, module, program, zero_stage):
             found.taken = _taken(complete, model, module, program)
-        if saved["whole"] and stepping(model) is not None:
+        if saved["whole"] and inner_optimizer(model) is not None:
             number = saved["pp"] * saved["dp"] * saved["tp"]
             ranks.on_all(lambda: found.states.extend(whole_tensor_checkpoint.read(complete.data, number)))
     return found
@@ -205,9 +205,8 @@ def load(model: Any, module: nn.Module, found: Checkpoint, program: Program) -> 
             elif model.load_checkpoint(str(found.folder))[0] is None:
                 raise FileNotFoundError("DeepSpeed finds no checkpoint")
             if found.states:
-                whole_tensor_checkpoint.put(stepping(model), parameters(module), found.states)
-            if hasattr(model.optimizer, "clip_grad"):
-                model.optimizer.clip_grad = model.gradient_clipping()  # ZeRO takes that of the checkpoint
+                whole_tensor_checkpoint.put(inner_optimizer(model), parameters(module), found.states)
+            reset_clipping(model)
         except Exception as err:
             raise BuildError(
                 f"{str(found.folder)!r} cannot be read: {type(err).__name__}: {err}; the weights of this engine may have "
@@ -230,7 +229,7 @@ def _check_steps(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
 
 def _steps(model: Any, program: Program) -> dict[str, Any]:
     """What steps the weights, the same on every rank. Collective."""
-    optimizer = stepping(model)
+    optimizer = inner_optimizer(model)
     groups = 0 if optimizer is None else len(optimizer.param_groups)
     by_stage = dict(gather((program.axis_rank("pp"), groups), program.mesh))
     return {
@@ -247,6 +246,6 @@ def _layout(program: Program, zero_stage: int) -> dict[str, int]:
 
 def _parameters(program: Program) -> int:
     """A number for the names and shapes of the model's parameters."""
-    shapes = {name: tuple(whole_shape(parameter)) for name, parameter in program.module.named_parameters()}
+    shapes = {name: tuple(full_shape(parameter)) for name, parameter in program.module.named_parameters()}
     shapes |= {name: tuple(spec.full_shape) for name, spec in program.shard_specs.items()}
     return fingerprint(sorted(shapes.items()))

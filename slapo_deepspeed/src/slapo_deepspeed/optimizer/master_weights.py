@@ -16,6 +16,7 @@ from slapo_training.ema.master_values import buffer_values
 from slapo_training.model.named_tensors import buffers, parameters
 from slapo_training.model.pieces import Piece, piece_of
 
+from ..process_state._deepspeed_private import has_fp32_weight
 from .local_tensors import Share, Shares
 
 
@@ -58,13 +59,13 @@ def _value(parameter: torch.Tensor, share: Share | None, program: Program, zero_
 
 
 def _of_stage_3(parameter: torch.Tensor) -> torch.Tensor:
-    from deepspeed.runtime.zero import GatheredParameters
+    from deepspeed import zero
     from deepspeed.utils import safe_get_full_fp32_param
 
-    master: torch.Tensor | None = safe_get_full_fp32_param(parameter) if hasattr(parameter, "_z3_optimizer") else None
+    master: torch.Tensor | None = safe_get_full_fp32_param(parameter) if has_fp32_weight(parameter) else None
     if master is not None:
         return master.detach()
-    with GatheredParameters([parameter], modifier_rank=None):
+    with zero.GatheredParameters([parameter], modifier_rank=None):
         return parameter.detach().clone()
 
 
