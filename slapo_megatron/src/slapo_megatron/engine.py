@@ -41,9 +41,10 @@ from .configuration.limits import ANOTHER_OPTIMIZER, is_shared_out
 from .configuration.options import MegatronOptions
 from .optimizer.local_tensors import Held
 from .optimizer.optimizer_state import OptimizerState
-from .optimizer.optimizer_wrappers import bind_masters, megatrons, optimizer_config, whole_layout, wrapped
+from .optimizer.optimizer_wrappers import bind_masters, megatrons, optimizer_config, prepared, whole_layout
 from .optimizer.reduced_gradients import ReducedGradients
-from .pipeline import Borders, RunningStage, Ties, borders, mark_shards, numbered
+from .pipeline import Borders, RunningStage, Ties, borders, numbered
+from .process_state import _megatron_private as private
 from .process_state.cpu_mode import mode_of
 from .process_state.process_groups import ParallelState, config_of, device_of
 
@@ -104,13 +105,12 @@ class MegatronEngine(BatchEngine):
         return mode_of(self._device_type)
 
     def _make(self, program: Program, own: list[int], chunks: nn.ModuleList, optimizer: torch.optim.Optimizer | None) -> None:
-        import megatron.core.transformer.multi_token_prediction  # noqa: F401  # else within the first step, with warnings
         from megatron.core.pipeline_parallel import get_forward_backward_func
-        from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+        private.complete_imports()
         pp, options = program.axis_size("pp"), self.options
         self._modes = Modes(program.module)
-        mark_shards(chunks)
+        private.mark_shards(chunks)
         optimizer_settings = optimizer_config(options)
         self.config = self._transformer_config(program, len(own))
         chunks._apply(self._cast)  # type: ignore[no-untyped-call]
@@ -127,12 +127,12 @@ class MegatronEngine(BatchEngine):
             waits = [chunk.no_sync for chunk in self.model]
             self.config.no_sync_func = waits if len(waits) > 1 else waits[0]
         if optimizer is not None:
-            self.optimizer = wrapped(optimizer, optimizer_settings, self.model, self.groups)
+            self.optimizer = private.wrapped(optimizer, optimizer_settings, self.model, self.groups, prepared)
             bind_masters(optimizer)
         else:
             self.optimizer = megatrons(optimizer_settings, self.model, self.groups) if options.trains else None
         self._run = get_forward_backward_func(pp_size=pp, vp_size=len(own) if len(own) > 1 else None)
-        self._sender = P2PCommunicator(pp_group=self.groups.pp, config=self.config)
+        self._sender = private.communicator(self.groups.pp, self.config)
         named = _named(chunks)
         self._gradients, self._unused = GradientComparison(program, named), UnusedParameters(program, named, options.target)
         self._remember_trained(named)
@@ -248,7 +248,7 @@ class MegatronEngine(BatchEngine):
         """Let the model run with the values in what Megatron's optimizer steps. Collective."""
         with self._mode(), without_warnings():
             if self.options.precision != "fp32":
-                self.optimizer._copy_main_params_to_model_params()
+                private.copy_main_params(self.optimizer)
             if self.options.distributed_optimizer:
                 for chunk in self.model:
                     chunk.start_param_sync(force_sync=True)
@@ -278,7 +278,7 @@ class MegatronEngine(BatchEngine):
     def _let_go(self) -> None:
         self._hooks.give_back()
         for chunk in self.model:
-            chunk.grad_accs.clear()  # its hooks hold it, and it them, out of the garbage collector's sight
+            private.release_hooks(chunk)
         # all that holds groups, which end their threads with the last reference
         self.model, self._stages, self.optimizer, self._sender, self._run = [], [], None, None, None
         self.config.finalize_model_grads_func = self.config.no_sync_func = None

@@ -11,7 +11,6 @@ from torch import nn
 
 from slapo_core.interfaces.program import Program, Stage
 from slapo_core.modules.forward_arguments import by_position
-from slapo_core.modules.parameters import is_part, shard_spec
 from slapo_training.batches.microbatches import Batch
 from slapo_training.engines.stage_parameters import copies
 from slapo_training.label_weights import LabelWeights
@@ -19,6 +18,7 @@ from slapo_training.losses.microbatch_loss import CountedLoss, check_has_gradien
 from slapo_training.losses.reductions import LossReduction
 
 from .boundary_packing import Layout, carrier_dtype, reached
+from .process_state import _megatron_private as private
 from .process_state.cpu_mode import without_mode
 from .process_state.process_groups import ParallelState
 
@@ -60,9 +60,7 @@ class RunningStage(nn.Module):
 
     def __init__(self, program: Program, index: int, loss_of: CountedLoss, config: Any, before: Sequence[RunningStage]) -> None:
         super().__init__()
-        from megatron.core.enums import ModelType
-
-        self.config, self.model_type = config, ModelType.encoder_or_decoder
+        self.config, self.model_type = config, private.model_type()
         self.pre_process, self.post_process = index == 0, index == len(program.stages) - 1
         self.stage = program.stages[index].module
         self._index, self._elsewhere = index, {id(p) for stage in before for p in stage.stage.parameters()}
@@ -166,8 +164,7 @@ class Ties:
             # Megatron has one of the ends already, whose ranks are the same on all
             group = state.groups.embd if places == ends else state.group(ranks)
             if dist.get_rank() in ranks:
-                parameter.shared_embedding = True  # type: ignore[attr-defined]  # its own bucket, so replicas cut all copies alike
-                parameter.shared = dist.get_rank() != ranks[0]  # type: ignore[attr-defined]  # in the norm once
+                private.mark_tie(parameter, is_first=dist.get_rank() == ranks[0])
                 self._groups.append((parameter, group))
 
     def close(self) -> None:
@@ -178,17 +175,7 @@ class Ties:
         """Sum the gradients of the copies."""
         for parameter, group in self._groups:
             if parameter.requires_grad:
-                dist.all_reduce(parameter.main_grad, group=group)  # type: ignore[attr-defined]
-
-
-def mark_shards(module: nn.Module) -> None:
-    """The attributes by which Megatron counts each shard in the norm, and what is whole once."""
-    for parameter in module.parameters():
-        spec = shard_spec(parameter)
-        is_shard = is_part(parameter)
-        parameter.tensor_model_parallel = is_shard  # type: ignore[attr-defined]
-        parameter.partition_dim = spec.dim if is_shard and spec is not None else -1  # type: ignore[attr-defined]
-        parameter.partition_stride = len(spec.blocks) if is_shard and spec is not None else 1  # type: ignore[attr-defined]
+                dist.all_reduce(private.main_grad(parameter), group=group)
 
 
 def numbered(parts: Sequence[Batch], labels: Sequence[Any]) -> Iterator[tuple[int, Batch, Any]]:

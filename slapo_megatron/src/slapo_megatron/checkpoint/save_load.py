@@ -29,6 +29,7 @@ from slapo_training.optimizers.whole_tensor_optimizer import WholeTensorOptimize
 
 from ..optimizer.local_tensors import Held
 from ..optimizer.optimizer_state import OptimizerState
+from ..process_state._megatron_private import main_param
 
 if TYPE_CHECKING:
     from ..engine import MegatronEngine
@@ -190,7 +191,7 @@ def _first(error: BaseException) -> str:
 
 def _stepped(held: Held) -> dict[str, torch.Tensor]:
     """Return the tensors that Megatron's optimizer steps on this rank: fp32 copies where there are some."""
-    return {key: getattr(tensor, "main_param", tensor) for key, tensor in held.tensors.items()}
+    return {key: main_param(tensor) for key, tensor in held.tensors.items()}
 
 
 def _inner(engine: MegatronEngine) -> Any:

@@ -15,8 +15,8 @@ from torch import nn
 
 from slapo_core.modules.parameters import ShardSpec
 from slapo_core.reporting.errors import ScheduleError
-from slapo_training.engines.warning_filter import without_warnings
 
+from ..process_state._megatron_private import fused_cross_entropy
 from .parallel_layers import once
 
 
@@ -30,9 +30,7 @@ class FusedLosses(nn.Module):
 
     def __init__(self, others: nn.Module, spec: ShardSpec) -> None:
         super().__init__()
-        with without_warnings():
-            from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
-        self.others, self.spec, self.fused = others, spec, fused_vocab_parallel_cross_entropy
+        self.others, self.spec, self.fused = others, spec, fused_cross_entropy()
 
     def forward(self, logits: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
         """``[tokens]`` in float32 of ``[tokens, columns]``; 0 for targets that are ignored."""
