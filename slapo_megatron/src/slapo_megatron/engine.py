@@ -27,6 +27,7 @@ from slapo_training.external_engine import ExternalEngine
 from slapo_training.losses.reductions import LossReduction
 from slapo_training.model.pieces import Piece, piece_of
 from slapo_training.optimizers.construction import made_on_all
+from slapo_training.stage_forward import numbered
 
 from .checkpoint import save_load
 from .checkpoint.file_writer import MegatronFiles
@@ -36,7 +37,7 @@ from .optimizer.local_tensors import Held
 from .optimizer.optimizer_state import OptimizerState
 from .optimizer.optimizer_wrappers import bind_masters, megatrons, optimizer_config, prepared, whole_layout
 from .optimizer.reduced_gradients import ReducedGradients
-from .pipeline import Borders, RunningStage, Ties, borders, numbered
+from .pipeline import Borders, RunningStage, Ties, borders
 from .process_state import _megatron_private as private
 from .process_state.cpu_mode import mode_of
 from .process_state.process_groups import ParallelState, config_of, device_of

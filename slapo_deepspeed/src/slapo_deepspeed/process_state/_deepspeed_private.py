@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_core.modules.parameters import is_part
+from slapo_training.engines.stage_parameters import Tie
 
 # ---- state of the process
 
@@ -198,9 +199,6 @@ def replaced_save(model: Any, save: Callable[..., Any]) -> Iterator[None]:
 
 
 # ---- pipeline
-
-Tie = tuple[nn.Parameter, dist.ProcessGroup, int]
-"""A tied parameter, the group of the ranks that have it, and the first of these."""
 
 
 def tied_pipeline(ties: Sequence[Tie]) -> Any:
