@@ -18,7 +18,7 @@ from slapo_training.batch_engine import MicroBatches
 from slapo_training.checkpoint.async_save import Buffers
 from slapo_training.distributed.ranks import Ranks
 from slapo_training.ema import MasterValue
-from slapo_training.ema.master_values import buffer_values
+from slapo_training.ema.master_values import master_values
 from slapo_training.engines.checkpoint_files import Position
 from slapo_training.engines.microbatch_plans import microbatch_plans
 from slapo_training.engines.stage_parameters import release_others
@@ -193,9 +193,7 @@ class MegatronEngine(ExternalEngine):
         """Iterate over this rank's parts of what Megatron's optimizer steps, and the buffers."""
         held = Held(self.program)
         places = {key: piece_of(tensor, shard_spec(tensor)) for key, tensor in held.tensors.items()}
-        for key, main, start in OptimizerState(self, held).mains():
-            yield MasterValue(key, main, places[key], None if main.shape == held.tensors[key].shape else start)
-        yield from buffer_values(held.buffers(), places)
+        return master_values(OptimizerState(self, held).mains(), held.buffers(), places)
 
     def use_masters(self) -> None:
         """Let the model run with the values in what Megatron's optimizer steps. Collective."""

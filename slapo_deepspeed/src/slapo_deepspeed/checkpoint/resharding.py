@@ -10,6 +10,7 @@ import torch
 from slapo_core.distributed.agreement import gather
 from slapo_core.interfaces.program import Program
 from slapo_core.reporting.errors import BuildError
+from slapo_training.engines.checkpoint_files import check_shapes
 
 from ..optimizer.local_tensors import Share, Shares
 from ..process_state._deepspeed_private import COUNTERS, loss_scaler, set_counters
@@ -45,7 +46,7 @@ class Taken:
         Raises:
             BuildError: it is of another model, or of an optimizer whose states do not fit.
         """
-        _check_shapes(saved.shapes(), self._shapes)
+        check_shapes(saved.shapes(), self._shapes)
         if self._shares.optimizer is not None:
             self._options = self._chosen(saved)
         self._common = self._chosen_common(saved)
@@ -147,12 +148,3 @@ class Taken:
             f"the learning rate's schedule was saved of other groups of parameters than the {len(wanted)} of this rank's "
             f"stage; {SAME_LAYOUT}"
         )
-
-
-def _check_shapes(saved: Mapping[str, tuple[int, ...]], own: Mapping[str, tuple[int, ...]]) -> None:
-    for name in sorted(saved.keys() ^ own.keys()):
-        where = "the checkpoint, not the model" if name in saved else "the model, not the checkpoint"
-        raise BuildError(f"{name!r} is in {where}; load it into the same model")
-    for name, shape in own.items():
-        if saved[name] != shape:
-            raise BuildError(f"{name!r} was saved with the shape {saved[name]}, and has {shape}; load it into the same model")

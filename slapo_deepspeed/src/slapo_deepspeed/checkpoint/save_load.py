@@ -24,8 +24,6 @@ from slapo_training.engines import checkpoint_files
 from slapo_training.engines.checkpoint_files import Beside, Position
 from slapo_training.model.named_tensors import buffers, parameters, unfold
 from slapo_training.optimizers import whole_tensor_checkpoint
-from slapo_training.optimizers.rank_optimizer import rate_kind
-from slapo_training.optimizers.whole_tensor_optimizer import WholeTensorOptimizer
 
 from ..configuration.options import DeepSpeedOptions
 from ..optimizer.local_tensors import Shares, why_not
@@ -36,11 +34,6 @@ from .tensor_index import Places, name_of
 from .tensor_reader import SAME_LAYOUT, Saved
 
 TARGET = DeepSpeedOptions.target
-_WORDS = {
-    "optimizer": "the optimizer",
-    "groups": "the number of the optimizer's groups",
-    "lr_scheduler": "the learning rate's schedule",
-}
 
 
 @dataclass
@@ -221,10 +214,8 @@ def _check_steps(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Refuse states of another optimizer or schedule; an engine that only evaluates reads none."""
     if own["optimizer"] is None:
         return
-    for key, word in _WORDS.items():
-        by_stage = key == "groups" and list in (type(saved[key]), type(own[key]))  # looked at by names
-        if (before := saved[key]) != own[key] and not by_stage:
-            raise BuildError(f"saved with {before!r} for {word}, but this engine has {own[key]!r}; build with the same")
+    by_stage = list in (type(saved["groups"]), type(own["groups"]))  # looked at by names
+    checkpoint_files.check_same(saved, own, ("optimizer", *(() if by_stage else ("groups",)), "lr_scheduler"))
 
 
 def _steps(model: Any, program: Program) -> dict[str, Any]:
@@ -233,10 +224,8 @@ def _steps(model: Any, program: Program) -> dict[str, Any]:
     groups = 0 if optimizer is None else len(optimizer.param_groups)
     by_stage = dict(gather((program.axis_rank("pp"), groups), program.mesh))
     return {
-        "optimizer": None if optimizer is None else type(getattr(optimizer, "inner", optimizer)).__name__,
-        "whole": isinstance(optimizer, WholeTensorOptimizer),
+        **whole_tensor_checkpoint.facts_of(optimizer, model.lr_scheduler),
         "groups": groups if len(by_stage) == 1 else [by_stage[stage] for stage in sorted(by_stage)],
-        "lr_scheduler": None if model.lr_scheduler is None else rate_kind(model.lr_scheduler),
     }
 
 

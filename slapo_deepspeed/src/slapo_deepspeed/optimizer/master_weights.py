@@ -12,7 +12,7 @@ from torch import nn
 from slapo_core.interfaces.program import Program
 from slapo_core.modules.parameters import shard_spec
 from slapo_training.ema import MasterValue
-from slapo_training.ema.master_values import buffer_values
+from slapo_training.ema.master_values import master_values
 from slapo_training.model.named_tensors import buffers, parameters
 from slapo_training.model.pieces import Piece, piece_of
 
@@ -38,12 +38,8 @@ def pieces(model: Any, module: nn.Module, program: Program, zero_stage: int) -> 
 def values(model: Any, module: nn.Module, program: Program) -> Iterator[MasterValue]:
     """Iterate over this rank's ranges of what DeepSpeed's optimizer steps, and the buffers."""
     shares = Shares(model, module, program)
-    for share in shares.held:
-        if share.stepped is not None:
-            place = shares.pieces[share.name]
-            start = None if share.value.shape == place.tensor.shape else share.start
-            yield MasterValue(share.name, share.value, place, start)
-    yield from buffer_values(buffers(module), shares.pieces)
+    stepped = ((share.name, share.value, share.start) for share in shares.held if share.stepped is not None)
+    return master_values(stepped, buffers(module), shares.pieces)
 
 
 def _value(parameter: torch.Tensor, share: Share | None, program: Program, zero_stage: int) -> torch.Tensor:

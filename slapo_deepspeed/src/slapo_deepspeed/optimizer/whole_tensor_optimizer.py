@@ -36,7 +36,7 @@ def steps_in_turns(optimizer: Any) -> bool:
         optimizer: As it was made, before DeepSpeed has it: stage 3 of ZeRO steps it once.
     """
     is_joint = isinstance(optimizer, WholeTensorOptimizer) and optimizer.steps_together
-    return not is_joint and is_same_in_turns(_inner(optimizer))
+    return not is_joint and is_same_in_turns(WholeTensorOptimizer.unwrap(optimizer))
 
 
 def bind(model: Any, program: Program, in_turns: bool) -> None:
@@ -82,7 +82,7 @@ class Turns:
         self._current: OneStep | None = None
         if optimizer is None or (num_optimizer_steps(model.optimizer) or 1) < 2:
             return
-        self._inner, step = _inner(optimizer), optimizer.step
+        self._inner, step = WholeTensorOptimizer.unwrap(optimizer), optimizer.step
 
         def turn(*given: Any, **named: Any) -> Any:
             if self._current is None:
@@ -98,10 +98,6 @@ class Turns:
         self._current = None
 
 
-def _inner(optimizer: Any) -> Any:
-    return optimizer.inner if isinstance(optimizer, WholeTensorOptimizer) else optimizer
-
-
 def _check_turns(model: Any, optimizer: Any, program: Program, in_turns: bool) -> None:
     """Refuse an optimizer whose step is another one where ZeRO takes it in turns. Collective with ZeRO."""
     number = num_optimizer_steps(model.optimizer)
@@ -111,7 +107,7 @@ def _check_turns(model: Any, optimizer: Any, program: Program, in_turns: bool) -
     found = torch.tensor([int(differs)], device=model.device)
     if all_reduce(found, program.mesh, dist.ReduceOp.MAX).item():
         model.destroy()
-        kind = "the optimizer" if optimizer is None else type(_inner(optimizer)).__name__
+        kind = "the optimizer" if optimizer is None else type(WholeTensorOptimizer.unwrap(optimizer)).__name__
         raise BuildError(
             f"{kind} makes the step of one parameter depend on the others, and ZeRO steps {number} groups of them one after "
             "the other; give one group, or use stage 0 of ZeRO"
