@@ -98,13 +98,12 @@ class DeepSpeedEngine(ExternalEngine):
             private.replace_receive_buffers(self.model, self._buffer)
         self._clipped_norm: float | None = None
         self._skipped = 0
-        private.replace_clipping(self.model, self._clip)
         self._counted: list[LossReduction] = []
         named = dict(self.module.named_parameters())
         self._begin_checks(named, private.full_shape)
         self._used = UsedParameters(program, named, options.zero_stage)
         self._hooks.bind(self.module, ReducedGradients(self.model, self._deepspeed, options.zero_stage))
-        self._take_step = private.replace_step(self.model, self._step)
+        self._take_step = private.take_over(self.model, self._step, self._clip)
 
     def _made(self, program: Program, options: DeepSpeedOptions) -> tuple[Any, Any]:
         """The optimizer and schedule given, or those of DeepSpeed's config that step whole tensors of parts."""

@@ -8,6 +8,7 @@ from os import PathLike
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from slapo_core.distributed.agreement import all_reduce
@@ -37,7 +38,7 @@ from .optimizer.local_tensors import Held
 from .optimizer.optimizer_state import OptimizerState
 from .optimizer.optimizer_wrappers import bind_masters, megatrons, optimizer_config, prepared, whole_layout
 from .optimizer.reduced_gradients import ReducedGradients
-from .pipeline import Borders, RunningStage, Ties, borders
+from .pipeline import Borders, RunningStage, borders, ties_of
 from .process_state import _megatron_private as private
 from .process_state.cpu_mode import mode_of
 from .process_state.process_groups import ParallelState, config_of, device_of
@@ -99,7 +100,7 @@ class MegatronEngine(ExternalEngine):
         optimizer_settings = optimizer_config(options)
         self.config = self._transformer_config(program, len(own))
         chunks._apply(self._cast)  # type: ignore[no-untyped-call]
-        self._ties = Ties(program, self._state)
+        self._ties = ties_of(program, self._state)
         if len(program.stages) > 1:
             release_others(program, chunks, self._cast)
         self._stages: list[RunningStage] = []
@@ -217,7 +218,7 @@ class MegatronEngine(ExternalEngine):
         # all that holds groups, which end their threads with the last reference
         self.model, self._stages, self.optimizer, self._sender, self._run = [], [], None, None, None
         self.config.finalize_model_grads_func = self.config.no_sync_func = None
-        self._ties.close()
+        self._ties.clear()
 
     # ---- one step
 
@@ -294,7 +295,9 @@ class MegatronEngine(ExternalEngine):
 
         with without_warnings():
             finalize_model_grads(model, num_tokens, **given)
-        self._ties.reduce()
+        for tie in self._ties:
+            if tie.parameter.requires_grad:
+                dist.all_reduce(private.main_grad(tie.parameter), group=tie.group)
         self._run_hooks()
 
 

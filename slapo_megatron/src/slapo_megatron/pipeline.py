@@ -11,7 +11,7 @@ from torch import nn
 
 from slapo_core.interfaces.program import Program
 from slapo_training.batches.microbatches import Batch
-from slapo_training.engines.stage_parameters import tied_groups
+from slapo_training.engines.stage_parameters import Tie, tied_groups
 from slapo_training.label_weights import LabelWeights
 from slapo_training.losses.microbatch_loss import CountedLoss
 from slapo_training.stage_forward import StageForward
@@ -55,7 +55,7 @@ class RunningStage(StageForward):
             and its gradient in one place.
     """
 
-    share_embeddings_and_output_weights = False  # ties are those of the program, see ``Ties``
+    share_embeddings_and_output_weights = False  # ties are those of the program, see ``ties_of``
 
     def __init__(self, program: Program, index: int, loss_of: CountedLoss, config: Any, before: Sequence[RunningStage]) -> None:
         super().__init__(program, index, loss_of)
@@ -118,27 +118,11 @@ class RunningStage(StageForward):
         return layout.pack(values, layout.size if self._is_alone else self._borders.size)
 
 
-class Ties:
-    """This rank's parameters that other stages' ranks have too, each with the group of these ranks. Collective.
-
-    Args:
-        program: In stages.
-        state: Megatron's groups, which ends those that are made here.
-    """
-
-    def __init__(self, program: Program, state: ParallelState) -> None:
-        ends = (0, program.axis_size("pp") - 1) if state.is_ours else ()  # a user's embedding group may have other ranks
-        # Megatron has a group of the ends already, whose ranks are the same on all
-        self._ties = tied_groups(program, lambda places, ranks: state.groups.embd if places == ends else state.group(ranks))
-        for tie in self._ties:
-            private.mark_tie(tie.parameter, is_first=dist.get_rank() == tie.first)
-
-    def close(self) -> None:
-        """Forget them."""
-        self._ties.clear()
-
-    def reduce(self) -> None:
-        """Sum the gradients of the copies."""
-        for tie in self._ties:
-            if tie.parameter.requires_grad:
-                dist.all_reduce(private.main_grad(tie.parameter), group=tie.group)
+def ties_of(program: Program, state: ParallelState) -> list[Tie]:
+    """Return this rank's parameters that other stages' ranks have too; ``state`` ends the groups that are made. Collective."""
+    ends = (0, program.axis_size("pp") - 1) if state.is_ours else ()  # a user's embedding group may have other ranks
+    # Megatron has a group of the ends already, whose ranks are the same on all
+    ties = tied_groups(program, lambda places, ranks: state.groups.embd if places == ends else state.group(ranks))
+    for tie in ties:
+        private.mark_tie(tie.parameter, is_first=dist.get_rank() == tie.first)
+    return ties

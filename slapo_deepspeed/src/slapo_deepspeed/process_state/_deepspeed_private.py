@@ -36,22 +36,14 @@ def forget_mpu() -> None:
     deepspeed.utils.groups.mpu = None
 
 
-def stage_3_numbers() -> tuple[int, int]:
-    """Return the numbers that the next parameter and the next module of stage 3 get."""
+def align_numbers(gather: Callable[[tuple[int, int]], Iterable[tuple[int, int]]]) -> None:
+    """Let stage 3 number parameters and modules from the largest next number of all ranks on, which ``gather`` returns."""
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.runtime.zero.partition_parameters import Init
 
     (modules,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
-    return Init.param_id, modules[0]
-
-
-def set_stage_3_numbers(parameter: int, module: int) -> None:
-    """Set the numbers that the next parameter and the next module of stage 3 get."""
-    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-    from deepspeed.runtime.zero.partition_parameters import Init
-
-    (modules,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
-    Init.param_id, modules[0] = parameter, module
+    found = gather((Init.param_id, modules[0]))
+    Init.param_id, modules[0] = (max(numbers) for numbers in zip(*found, strict=True))
 
 
 def forget_modules(model: nn.Module) -> None:
@@ -132,16 +124,11 @@ def zero_config(model: Any) -> Any:
     return model._config.zero_config
 
 
-def replace_step(model: Any, step: Callable[..., None]) -> Callable[..., None]:
-    """Let a function run in the place of DeepSpeed's step. Return DeepSpeed's."""
+def take_over(model: Any, step: Callable[..., None], clip: Callable[[], None]) -> Callable[..., None]:
+    """Let functions step, and clip where neither ZeRO nor half precision does. Return DeepSpeed's step."""
     original: Callable[..., None] = model._take_model_step
-    model._take_model_step = step
+    model._take_model_step, model.clip_fp32_gradients = step, clip
     return original
-
-
-def replace_clipping(model: Any, clip: Callable[[], None]) -> None:
-    """Let a function clip gradients where neither ZeRO nor half precision does."""
-    model.clip_fp32_gradients = clip
 
 
 def clip_gradients(model: Any, parameters: Iterable[nn.Parameter]) -> float:
@@ -156,14 +143,14 @@ def num_skipped_steps(model: Any) -> int:
     return int(model.skipped_steps)
 
 
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+"""The names of DeepSpeed's counters, also in its checkpoints."""
+
+
 def set_counters(model: Any, counters: Mapping[str, int]) -> None:
     """Set DeepSpeed's counters of steps and samples."""
     for name in COUNTERS:
         setattr(model, name, counters[name])
-
-
-COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-"""The names of DeepSpeed's counters, also in its checkpoints."""
 
 
 def loss_scale(model: Any) -> float:
@@ -245,9 +232,7 @@ def forget_activation_shape(model: Any) -> None:
 def mark_shards(module: nn.Module, pipeline_tp_rank: int | None) -> None:
     """Set the attributes by which DeepSpeed counts each shard in the norm, and replicated parameters once.
 
-    Args:
-        module: This rank's stage, or the model.
-        pipeline_tp_rank: Rank within the tensor-parallel group in a pipeline; None without one.
+    ``pipeline_tp_rank`` is the rank within the tensor-parallel group in a pipeline, and None without one.
     """
     for parameter in module.parameters():
         # without ZeRO the norm of a pipeline leaves out what is not marked on every stage but the first, and counts what is
@@ -280,14 +265,9 @@ class FlatRange(NamedTuple):
 
 
 def flat_ranges(outer: Any, replica: int, tensors: Iterable[torch.Tensor]) -> dict[int, FlatRange] | None:
-    """Return this rank's range of each parameter by its ``id``; None without ZeRO.
+    """Return the range of each parameter on this replica by its ``id``, with stage 3 of ``tensors`` alone; None without ZeRO.
 
     DeepSpeed's ``safe_get_full_fp32_param`` looks elsewhere where ``round_robin_gradients`` changes the order of parameters.
-
-    Args:
-        outer: DeepSpeed's optimizer.
-        replica: Rank within the data-parallel group.
-        tensors: Those of interest with stage 3.
     """
     if hasattr(outer, "fp32_partitioned_groups_flat"):
         return {id(each): _stage_3_range(outer, each) for each in tensors if hasattr(each, "ds_id")}
@@ -358,13 +338,7 @@ def copy_master_weights(outer: Any) -> None:
 
 @contextmanager
 def state_loading(outer: Any, inner: torch.optim.Optimizer, num_states: int) -> Iterator[None]:
-    """Let the inner optimizer hold the tensors that it steps inside, and link their loaded states behind.
-
-    Args:
-        outer: DeepSpeed's optimizer.
-        inner: The optimizer inside of it.
-        num_states: How many of its tensors get a state.
-    """
+    """Let the inner optimizer hold the tensors that it steps inside, and link their ``num_states`` loaded states behind."""
     is_stage_3 = hasattr(outer, "sub_group_to_group_id")
     if is_stage_3:
         outer._set_fp32_optimizer_param_groups()

@@ -84,5 +84,4 @@ def number_alike(program: Program) -> None:
     DeepSpeed compares these numbers between ranks in a forward. Where they differ, some ranks fail while others wait. A
     process that has had more engines than another one counts from higher numbers.
     """
-    found = gather(_deepspeed_private.stage_3_numbers(), program.mesh)
-    _deepspeed_private.set_stage_3_numbers(*(max(numbers) for numbers in zip(*found, strict=True)))
+    _deepspeed_private.align_numbers(lambda own: gather(own, program.mesh))

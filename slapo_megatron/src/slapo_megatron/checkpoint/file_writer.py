@@ -56,8 +56,8 @@ class MegatronFiles:
         def look() -> bool:
             found["sharded"], found["common"] = private.split_state(state)
             own = private.sharded_tensors(found["sharded"])
-            tensors.update({(each.key, each.global_offset): each.data for each in own if private.is_main_replica(each)})
-            found["facts"] = [(each.key, each.global_offset, each.local_shape, each.dtype, each.replica_id) for each in own]
+            tensors.update({(each.key, each.global_offset): each.data for each, is_saved in own if is_saved})
+            found["facts"] = [(each.key, each.global_offset, each.local_shape, each.dtype, each.replica_id) for each, _ in own]
             if ranks.place == 0:
                 files[private.common_file()] = bytes_of(found["common"])
             return bool(found["facts"] == self._facts)

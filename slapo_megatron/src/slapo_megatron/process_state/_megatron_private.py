@@ -180,22 +180,15 @@ def split_state(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the sharded tensors of a state dict, which is changed, and the rest, which is saved once."""
     from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
-    sharded, common = save_preprocess(state, validate_access_integrity=False)
-    return sharded, common
+    return save_preprocess(state, validate_access_integrity=False)  # type: ignore[no-any-return]
 
 
-def sharded_tensors(sharded: dict[str, Any]) -> list[Any]:
-    """Return the sharded tensors in nested dicts and lists."""
+def sharded_tensors(sharded: dict[str, Any]) -> list[tuple[Any, bool]]:
+    """Return the sharded tensors in nested dicts and lists, each with whether this rank's copy is the one that is saved."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import is_main_replica
 
-    return [*nested_values(sharded)]
-
-
-def is_main_replica(tensor: Any) -> bool:
-    """Return whether this rank's copy of a sharded tensor is the one that is saved."""
-    from megatron.core.dist_checkpointing import mapping
-
-    return bool(mapping.is_main_replica(tensor.replica_id))
+    return [(each, is_main_replica(each.replica_id)) for each in nested_values(sharded)]
 
 
 def common_file() -> str:

@@ -24,7 +24,6 @@ FOUR = {
 }
 QUICK = [("deepspeed", "gpt2", DP, "fp32"), ("deepspeed", "gpt2", PP, "fp32"), ("deepspeed", "gpt2", DP, "bf16")]
 QUICK += [("megatron", "gpt2", DP, "fp32"), ("megatron", "gpt2", DP, "bf16")]
-"""The fast test of four ranks is in DeepSpeed's ``test_engine.py``, with stages that have shards and stages that have none."""
 
 
 def _variants(target: str, layout: dict[str, int], precision: str) -> dict[str, Any]:
