@@ -13,12 +13,7 @@ import pytest
 from slapo_core.building.build import build, get_dialect_cls
 from slapo_testing import run_distributed
 from tests.engine_models import batches, my_part, small
-from tests.engines import (
-    NO_OPTIMIZER,
-    PLUGINS,
-    scheduled,
-    without_optimizer,
-)
+from tests.engines import NO_OPTIMIZER, PLUGINS, scheduled, without_optimizer
 from tests.slapo_torch.layouts import adamw, mesh_of
 
 pytestmark = pytest.mark.multiproc

@@ -10,15 +10,7 @@ import torch
 from slapo_core.building.build import build, get_dialect_cls
 from slapo_testing import run_distributed
 from tests.engine_models import batches, my_part, small
-from tests.engines import (
-    NO_OPTIMIZER,
-    PLUGINS,
-    alone,
-    own_losses,
-    scheduled,
-    trained,
-    without_optimizer,
-)
+from tests.engines import NO_OPTIMIZER, PLUGINS, alone, own_losses, scheduled, trained, without_optimizer
 from tests.slapo_torch.layouts import adamw, mesh_of, message_of
 
 pytestmark = pytest.mark.multiproc

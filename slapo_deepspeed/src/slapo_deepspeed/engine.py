@@ -212,9 +212,8 @@ class DeepSpeedEngine(ExternalEngine):
 
     def use_masters(self) -> None:
         """Let the model run with the values in what DeepSpeed's optimizer steps. Collective."""
-        shares = Shares(self.model, self.module, self.program)
-        shares.begin()
-        shares.put_back()
+        with Shares(self.model, self.module, self.program).writing():
+            pass
 
     def why_not_averaged(self) -> str:
         """Return what of this engine cannot be averaged."""

@@ -63,12 +63,11 @@ class Taken:
     @torch.no_grad()
     def put(self) -> None:
         """Let the engine have it. Collective."""
-        self._shares.begin()
-        for share, numbers in zip(self._shares.held, self._weights, strict=True):
-            share.value.copy_(numbers.view(share.value.shape))
-        if self._shares.optimizer is not None:
-            self._shares.put_states(self._states, self._options)
-        self._shares.put_back()
+        with self._shares.writing():
+            for share, numbers in zip(self._shares.held, self._weights, strict=True):
+                share.value.copy_(numbers.view(share.value.shape))
+            if self._shares.optimizer is not None:
+                self._shares.put_states(self._states, self._options)
         scaler = loss_scaler(self._model)
         if getattr(scaler, "dynamic", False) and self._scale is not None and self._scale[0] == type(scaler).__name__:
             vars(scaler).update(self._scale[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -13,17 +14,7 @@ from slapo_core.modules.parameters import shard_spec
 from slapo_training.model.named_tensors import buffers, parameters
 from slapo_training.model.pieces import Piece, piece_of
 
-from ..process_state._deepspeed_private import (
-    copy_master_weights,
-    flat_ranges,
-    full_shape,
-    inner_optimizer,
-    is_fp16_without_zero,
-    parameter_groups,
-    partition_parameters,
-    state_loading,
-    zero_config,
-)
+from ..process_state import _deepspeed_private as private
 
 
 class Share(NamedTuple):
@@ -66,11 +57,11 @@ class Shares:
     """
 
     def __init__(self, model: Any, module: nn.Module, program: Program) -> None:
-        self.optimizer = inner_optimizer(model)
+        self.optimizer = private.inner_optimizer(model)
         self._outer: Any = model.optimizer if self.optimizer is not None else None
         named = {**parameters(module), **buffers(module)}
         self.names = {id(tensor): name for name, tensor in named.items()}
-        self._ranges = flat_ranges(self._outer, program.axis_rank("dp"), named.values()) or {}
+        self._ranges = private.flat_ranges(self._outer, program.axis_rank("dp"), named.values()) or {}
         self.pieces = {name: _place(tensor) for name, tensor in named.items()}
         found = [(share, is_own) for name, tensor in named.items() for share, is_own in self._of(name, tensor)]
         is_first = program.axis_rank("dp") == 0
@@ -91,7 +82,7 @@ class Shares:
         """The optimizer's groups: the names of their parameters, on any replica, and their options."""
         if self.optimizer is None:
             return []
-        listed = parameter_groups(self._outer, self.optimizer)
+        listed = private.parameter_groups(self._outer, self.optimizer)
         return [
             {"names": [self.names[id(each)] for each in own], "options": {k: v for k, v in group.items() if k != "params"}}
             for own, group in zip(listed, self.optimizer.param_groups, strict=True)
@@ -112,13 +103,9 @@ class Shares:
         has_order = self.optimizer is None or (own["held"] == saved["held"] and names[0] == names[1])
         return has_order and own["pieces"] == saved["pieces"]
 
-    def begin(self) -> None:
-        """Let no parameter be whole that stage 3 of ZeRO has shared out, before numbers are put into what it has."""
-        partition_parameters(self._outer)
-
-    def put_back(self) -> None:
-        """Let the model have the numbers that were put into the fp32 ones. Collective."""
-        copy_master_weights(self._outer)
+    def writing(self) -> AbstractContextManager[None]:
+        """Return a context to write into the held numbers, behind which the model has them. Collective."""
+        return private.weight_writing(self._outer)
 
     def put_states(self, states: Mapping[int, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
         """Hand the optimizer what belongs to its tensors.
@@ -129,7 +116,7 @@ class Shares:
         """
         optimizer = self.optimizer
         assert optimizer is not None
-        with state_loading(self._outer, optimizer, len(states)):
+        with private.state_loading(self._outer, optimizer, len(states)):
             order = [each for group in optimizer.param_groups for each in group["params"]]
             numbers = {id(each): number for number, each in enumerate(order)}
             made = []
@@ -142,13 +129,13 @@ class Shares:
 
 def why_not(model: Any, module: nn.Module) -> str:
     """What of an engine only its own layout can load; nothing where all can."""
-    zero = zero_config(model)
+    zero = private.zero_config(model)
     for name, offload in (("optimizer", zero.offload_optimizer), ("parameter", zero.offload_param)):
         if offload is not None and offload.device == "nvme":
             return f"{name} states on NVMe"
     if zero.offload_optimizer is not None and zero.offload_optimizer.ratio < 1:
         return "an optimizer that is offloaded in part"
-    if inner_optimizer(model) is not None and is_fp16_without_zero(model.optimizer):
+    if private.inner_optimizer(model) is not None and private.is_fp16_without_zero(model.optimizer):
         return "fp16 without ZeRO"
     if zero.zero_quantized_nontrainable_weights:
         return "quantized frozen weights"
@@ -158,4 +145,4 @@ def why_not(model: Any, module: nn.Module) -> str:
 
 
 def _place(tensor: torch.Tensor) -> Piece:
-    return piece_of(torch.empty(full_shape(tensor), dtype=tensor.dtype, device="meta"), shard_spec(tensor))
+    return piece_of(torch.empty(private.full_shape(tensor), dtype=tensor.dtype, device="meta"), shard_spec(tensor))

@@ -320,15 +320,14 @@ def is_fp16_without_zero(outer: Any) -> bool:
     return hasattr(outer, "fp32_groups_flat") or hasattr(outer, "fp32_groups")
 
 
-def partition_parameters(outer: Any) -> None:
-    """Let no parameter of stage 3 be gathered, before values are put into its partitions."""
-    if hasattr(outer, "fp16_partitioned_groups_flat"):
+@contextmanager
+def weight_writing(outer: Any) -> Iterator[None]:
+    """Let values be written into partitions and fp32 weights inside; the model has them behind. Collective."""
+    is_stage_3 = hasattr(outer, "fp16_partitioned_groups_flat")
+    if is_stage_3:
         outer.checkpoint_event_prologue()
-
-
-def copy_master_weights(outer: Any) -> None:
-    """Let the model have the values that were put into the fp32 ones. Collective."""
-    if hasattr(outer, "fp16_partitioned_groups_flat"):
+    yield
+    if is_stage_3:
         for index in range(len(outer.fp16_groups)):
             outer._reassign_or_swap_out_partitioned_parameters(index)
         outer.checkpoint_event_epilogue()
