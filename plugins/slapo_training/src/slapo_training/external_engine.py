@@ -53,8 +53,6 @@ class ExternalEngine(BatchEngine):
         compare(options.agreed(), program.mesh)
         stale_engines.abandon_stale()
 
-    # ---- construction, in this order
-
     @contextmanager
     def _built(self) -> Iterator[None]:
         """Build the engine inside; on an error give back what it holds of the process."""
@@ -95,8 +93,6 @@ class ExternalEngine(BatchEngine):
         self._gradients = GradientComparison(self.program, named, shape_of)
         self._unused = UnusedParameters(self.program, named, self._common.target)
 
-    # ---- steps
-
     def _run_hooks(self) -> None:
         """Run the user's gradient hooks on the reduced gradients. Collective."""
         if self._hooks.is_active:
@@ -105,8 +101,6 @@ class ExternalEngine(BatchEngine):
     def _set_grad_norm(self, norm: Any) -> None:
         """Note the norm of the step, unless several ranks hold the same part of a parameter, which it counts several times."""
         self.grad_norm = None if norm is None or holds_copies(self.program) else float(norm)
-
-    # ---- checkpoints
 
     def save(self, path: str | PathLike[str], *, extra: Any = None, wait: bool = True) -> Saving:
         """Write a checkpoint in the engine's own format, and the random states, to a directory; one there is replaced.
@@ -149,8 +143,6 @@ class ExternalEngine(BatchEngine):
         """Return what of this engine cannot be averaged."""
         return "" if self._trains else "an engine without an optimizer"
 
-    # ---- the end
-
     def close(self) -> None:
         """Wait for a checkpoint, and give back what the engine holds of the model and the process; it trains no more."""
         if self._is_closed:
@@ -169,8 +161,6 @@ class ExternalEngine(BatchEngine):
             self._is_closed = True
             self._hooks.give_back()
             self._abandon()
-
-    # ---- what each engine does itself
 
     def _calling(self) -> AbstractContextManager[object]:
         """Return a context for calls of the other project's code."""

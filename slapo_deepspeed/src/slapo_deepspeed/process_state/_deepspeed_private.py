@@ -19,8 +19,6 @@ from torch import nn
 from slapo_core.modules.parameters import is_part
 from slapo_training.engines.stage_parameters import Tie
 
-# ---- state of the process
-
 
 def disable_shared_memory_collective() -> None:
     """Let DeepSpeed run without its collective for CPUs, which it would compile with g++."""
@@ -52,9 +50,6 @@ def forget_modules(model: nn.Module) -> None:
 
     own = {*model.modules()}
     parameter_offload.FWD_MODULE_STACK[:] = [each for each in parameter_offload.FWD_MODULE_STACK if each not in own]
-
-
-# ---- configuration
 
 
 def read_config(config: Mapping[str, Any], mpu: Any) -> None:
@@ -101,9 +96,6 @@ def schedule_classes() -> dict[str, Any]:
     from deepspeed.runtime import lr_schedules
 
     return {name: getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES}
-
-
-# ---- engine
 
 
 def basic_optimizer(model: Any) -> Any:
@@ -185,9 +177,6 @@ def replaced_save(model: Any, save: Callable[..., Any]) -> Iterator[None]:
         del writer.save
 
 
-# ---- pipeline
-
-
 def tied_pipeline(ties: Sequence[Tie]) -> Any:
     """Return DeepSpeed's ``PipelineModule`` with these tied parameters; its own ties are of whole layers."""
     from deepspeed.pipe import PipelineModule
@@ -241,9 +230,6 @@ def mark_shards(module: nn.Module, pipeline_tp_rank: int | None) -> None:
         if pipeline_tp_rank is not None:
             marks["model_parallel"] = is_first and pipeline_tp_rank == 0
         vars(parameter).update(marks)
-
-
-# ---- parameters and optimizers of ZeRO
 
 
 class FlatRange(NamedTuple):

@@ -16,8 +16,6 @@ from torch.distributed.checkpoint.planner import SavePlan
 from slapo_core.modules.parameters import is_part, shard_spec
 from slapo_training.engines.warning_filter import without_warnings
 
-# ---- engine and pipeline
-
 
 def complete_imports() -> None:
     """Import what Megatron would import within the first step, with warnings."""
@@ -61,9 +59,6 @@ def mark_shards(module: nn.Module) -> None:
         vars(parameter).update(allreduce=True, sequence_parallel=False, tensor_model_parallel=is_part(parameter))
         if is_part(parameter) and (spec := shard_spec(parameter)) is not None:
             vars(parameter).update(partition_dim=spec.dim, partition_stride=len(spec.blocks))
-
-
-# ---- gradients and optimizers
 
 
 def main_grad(parameter: nn.Parameter) -> torch.Tensor:
@@ -137,9 +132,6 @@ def wrapped(
     return made
 
 
-# ---- layers
-
-
 def has_fused_norms() -> bool:
     """Return whether Transformer Engine or Apex is installed."""
     with without_warnings():
@@ -171,9 +163,6 @@ def row_parallel_linear() -> Any:
             return super()._forward_impl(*args, **{**given, "tp_group": self.tp_group})
 
     return RowParallel
-
-
-# ---- files of a checkpoint
 
 
 def split_state(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
