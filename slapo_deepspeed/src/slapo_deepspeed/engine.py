@@ -59,11 +59,12 @@ class DeepSpeedEngine(ExternalEngine):
         module: This rank's stage, or the model; with stage 3 of ZeRO its parameters are empty between steps.
         optimizer: DeepSpeed's, around the one given; None where there is none.
         lr_scheduler: The schedule of its learning rate, or None.
+        options: What it was built with.
     """
 
     def __init__(self, program: Program, options: DeepSpeedOptions) -> None:
         super().__init__(program, options)
-        self._options = options
+        self.options = options
         self._device_type = program.mesh.device_type if program.mesh is not None else "cpu"
         self._deepspeed = imported(self._device_type)
         self._world, self._linear = start(self._deepspeed), TorchLinear()
@@ -150,7 +151,7 @@ class DeepSpeedEngine(ExternalEngine):
 
     def _check_trained(self, part: Batch) -> None:
         self._used.check_new()
-        size, rows = self._options.configured_rows(self.program.axis_size("dp")), self._options.batch_rows.number(part)
+        size, rows = self.options.configured_rows(self.program.axis_size("dp")), self.options.batch_rows.number(part)
         if size is not None and rows is not None and rows != size[1]:
             raise BuildError(
                 f"a micro-batch has {rows} rows, but by {size[0]} in DeepSpeed's config it has {size[1]}; leave it out of the "
@@ -167,7 +168,7 @@ class DeepSpeedEngine(ExternalEngine):
         held = [group for group in optimizer.param_groups if group["params"]]
         if not held:
             raise BuildError("optimizer= has no parameter of a rank's stage; give one of all of the model's parameters")
-        if len(held) < len(optimizer.param_groups) and is_rate(self._options.lr_scheduler):
+        if len(held) < len(optimizer.param_groups) and is_rate(self.options.lr_scheduler):
             raise BuildError(
                 "a rank's stage has no parameter of one of the optimizer's groups, which lr_scheduler= was made for; "
                 "give a factory, lambda optimizer: ..."
@@ -187,14 +188,12 @@ class DeepSpeedEngine(ExternalEngine):
     def _prepare_save(
         self, path: str | PathLike[str], position: Position, ranks: Ranks, copies: Buffers | None
     ) -> Callable[[Ranks], None]:
-        given = self.model, self.module, path, self.program, self._options.zero_stage, position
-        return save_load.prepared(*given, ranks, copies, self.averages)
+        return save_load.prepared(self, path, position, ranks, copies)
 
     def _load(self, path: str | PathLike[str]) -> Position:
-        given = self.model, self.module, path, self.program, self._options.zero_stage
-        found = save_load.checked(*given, self.averages)
+        found = save_load.checked(self, path)
         with self._reading():
-            save_load.load(self.model, self.module, found, self.program)
+            save_load.load(self, found)
         self.averages.put(found.averages)
         return found.beside.position
 
@@ -204,7 +203,7 @@ class DeepSpeedEngine(ExternalEngine):
         Each stands under its first original name.
         """
         self._check_weights()
-        return master_weights.pieces(self.model, self.module, self.program, self._options.zero_stage)
+        return master_weights.pieces(self.model, self.module, self.program, self.options.zero_stage)
 
     def masters(self) -> Iterator[MasterValue]:
         """Iterate over this rank's ranges of what DeepSpeed's optimizer steps, and the buffers."""
@@ -225,7 +224,7 @@ class DeepSpeedEngine(ExternalEngine):
 
         With stage 3 of ZeRO they are empty else; with the others nothing is done. Changes made inside are lost.
         """
-        if self._options.zero_stage < 3:
+        if self.options.zero_stage < 3:
             yield
             return
         with self._deepspeed.zero.GatheredParameters(list(self.module.parameters()), modifier_rank=None):
@@ -274,7 +273,7 @@ class DeepSpeedEngine(ExternalEngine):
 
     def _train(self, batch: MicroBatches) -> tuple[torch.Tensor, list[LossReduction]]:
         self._skipped = private.num_skipped_steps(self.model)
-        if not self._options.zero_stage:
+        if not self.options.zero_stage:
             self.model.zero_grad()  # another engine's backward may have made some
         self._counted.clear()
         if self._stage is not None:

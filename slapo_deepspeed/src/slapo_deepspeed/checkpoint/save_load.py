@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from slapo_core.distributed.agreement import gather
 from slapo_core.interfaces.program import Program
@@ -18,14 +17,12 @@ from slapo_training.batches.microbatches import fingerprint
 from slapo_training.checkpoint import folder as checkpoint_folder
 from slapo_training.checkpoint.async_save import Buffers
 from slapo_training.distributed.ranks import Ranks, on_all
-from slapo_training.ema.average_list import AverageList
 from slapo_training.ema.average_list import Taken as TakenAverages
 from slapo_training.engines import checkpoint_files
 from slapo_training.engines.checkpoint_files import Beside, Position
 from slapo_training.model.named_tensors import buffers, parameters, unfold
 from slapo_training.optimizers import whole_tensor_checkpoint
 
-from ..configuration.options import DeepSpeedOptions
 from ..optimizer.local_tensors import Shares, why_not
 from ..process_state._deepspeed_private import full_shape, inner_optimizer, reset_clipping
 from .file_writer import Files
@@ -33,7 +30,8 @@ from .resharding import Taken
 from .tensor_index import Places, name_of
 from .tensor_reader import SAME_LAYOUT, Saved
 
-TARGET = DeepSpeedOptions.target
+if TYPE_CHECKING:
+    from ..engine import DeepSpeedEngine
 
 
 @dataclass
@@ -56,15 +54,7 @@ class Checkpoint:
 
 
 def prepared(
-    model: Any,
-    module: nn.Module,
-    path: str | PathLike[str],
-    program: Program,
-    zero_stage: int,
-    position: Position,
-    ranks: Ranks,
-    copies: Buffers | None,
-    averages: AverageList,
+    engine: DeepSpeedEngine, path: str | PathLike[str], position: Position, ranks: Ranks, copies: Buffers | None
 ) -> Callable[[Ranks], None]:
     """What writes DeepSpeed's checkpoint and what belongs to it, given the ranks to meet. Collective.
 
@@ -73,9 +63,10 @@ def prepared(
     Raises:
         BuildError: on every rank: it cannot be written.
     """
+    model, module, program = engine.model, engine.module, engine.program
     if model.optimizer is not None and inner_optimizer(model) is None:
         raise BuildError("DeepSpeed does not save an engine that only evaluates in bf16 or fp16; save the one that trains")
-    about = {**_layout(program, zero_stage), "parameters": _parameters(program), **_steps(model, program)}
+    about = {**_layout(engine), "parameters": _parameters(program), **_steps(model, program)}
     places: list[Places] = []
     ranks.on_all(lambda: places.append(Places(model, module, program)))
 
@@ -99,26 +90,20 @@ def prepared(
         ranks.on_all(gather)
         return write
 
-    given = path, TARGET, program, about, position, collect, ranks, buffers(module)
-    return checkpoint_files.prepared(*given, averages, copies is not None)
+    given = path, engine.options.target, program, about, position, collect, ranks, buffers(module)
+    return checkpoint_files.prepared(*given, engine.averages, copies is not None)
 
 
-def checked(
-    model: Any,
-    module: nn.Module,
-    path: str | PathLike[str],
-    program: Program,
-    zero_stage: int,
-    averages: AverageList,
-) -> Checkpoint:
+def checked(engine: DeepSpeedEngine, path: str | PathLike[str]) -> Checkpoint:
     """Look whether a checkpoint can be loaded, and read it where it is of another layout. Collective; changes no engine.
 
     Raises:
         BuildError: on every rank: it is none, damaged, of another model, or of a layout that cannot be loaded into this one.
     """
+    model, program, held = engine.model, engine.program, buffers(engine.module)
     ranks = Ranks.of(program)
-    complete = checkpoint_folder.opened(path, TARGET, ranks)
-    for buffer in buffers(module).values():
+    complete = checkpoint_folder.opened(path, engine.options.target, ranks)
+    for buffer in held.values():
         unfold(buffer)
     saved, own = complete.about, _steps(model, program)
 
@@ -133,19 +118,20 @@ def checked(
     ranks.on_all(check)
     with checkpoint_folder.reading(complete):
         checkpoint_folder.verify(complete, ranks)
-        found = Checkpoint(complete.data, checkpoint_files.read_beside(complete, program, buffers(module)))
-        found.averages = averages.read(complete, ranks)
-        if not _is_same(complete, model, module, program, zero_stage):
-            found.taken = _taken(complete, model, module, program)
+        found = Checkpoint(complete.data, checkpoint_files.read_beside(complete, program, held))
+        found.averages = engine.averages.read(complete, ranks)
+        if not _is_same(complete, engine):
+            found.taken = _taken(complete, engine)
         if saved["whole"] and inner_optimizer(model) is not None:
             number = saved["pp"] * saved["dp"] * saved["tp"]
             ranks.on_all(lambda: found.states.extend(whole_tensor_checkpoint.read(complete.data, number)))
     return found
 
 
-def _is_same(complete: checkpoint_folder.Checkpoint, model: Any, module: nn.Module, program: Program, zero: int) -> bool:
+def _is_same(complete: checkpoint_folder.Checkpoint, engine: DeepSpeedEngine) -> bool:
     """Whether DeepSpeed can read it itself: each rank has what one at its place had, in the same order. Collective."""
-    own, saved = _layout(program, zero), complete.about
+    own, saved, program = _layout(engine), complete.about, engine.program
+    zero = own["zero"]
     if any(saved[key] != own[key] for key in own if key != "dp" or zero):
         return False
     replica = program.axis_rank("dp") if zero else 0
@@ -153,19 +139,19 @@ def _is_same(complete: checkpoint_folder.Checkpoint, model: Any, module: nn.Modu
 
     def look() -> bool:
         about = torch.load(complete.data / name_of(place), weights_only=True)
-        return bool(about["why_not"] or why_not(model, module)) or Shares(model, module, program).are_like(about)
+        return bool(about["why_not"] or why_not(engine.model, engine.module)) or _shares(engine).are_like(about)
 
     return all(Ranks.of(program).on_all(look))
 
 
-def _taken(complete: checkpoint_folder.Checkpoint, model: Any, module: nn.Module, program: Program) -> Taken:
+def _taken(complete: checkpoint_folder.Checkpoint, engine: DeepSpeedEngine) -> Taken:
     """What this engine takes of a checkpoint of another layout. Collective."""
     saved, shares = complete.about, list[Shares]()
 
     def check() -> None:
-        if reason := why_not(model, module):
+        if reason := why_not(engine.model, engine.module):
             raise BuildError(f"an engine of {reason} takes its own layout alone; {SAME_LAYOUT}")
-        shares.append(Shares(model, module, program))
+        shares.append(_shares(engine))
 
     def read() -> None:
         try:
@@ -178,18 +164,24 @@ def _taken(complete: checkpoint_folder.Checkpoint, model: Any, module: nn.Module
                 f"{str(complete.folder)!r} cannot be read: {type(err).__name__}: {err}; nothing has changed, load another one"
             ) from err
 
-    on_all(check, program)
-    taken = Taken(model, shares[0], program)
-    on_all(read, program)
+    on_all(check, engine.program)
+    taken = Taken(engine.model, shares[0], engine.program)
+    on_all(read, engine.program)
     return taken
 
 
-def load(model: Any, module: nn.Module, found: Checkpoint, program: Program) -> None:
+def _shares(engine: DeepSpeedEngine) -> Shares:
+    return Shares(engine.model, engine.module, engine.program)
+
+
+def load(engine: DeepSpeedEngine, found: Checkpoint) -> None:
     """Read it. Collective.
 
     Raises:
         BuildError: on every rank: DeepSpeed cannot read it to its end.
     """
+
+    model, module = engine.model, engine.module
 
     def read() -> None:
         try:
@@ -206,7 +198,7 @@ def load(model: Any, module: nn.Module, found: Checkpoint, program: Program) -> 
                 "changed, load another checkpoint before it trains"
             ) from err
 
-    on_all(read, program)
+    on_all(read, engine.program)
     found.beside.put(buffers(module))
 
 
@@ -229,8 +221,8 @@ def _steps(model: Any, program: Program) -> dict[str, Any]:
     }
 
 
-def _layout(program: Program, zero_stage: int) -> dict[str, int]:
-    return {**checkpoint_files.layout_of(program), "zero": zero_stage}
+def _layout(engine: DeepSpeedEngine) -> dict[str, int]:
+    return {**checkpoint_files.layout_of(engine.program), "zero": engine.options.zero_stage}
 
 
 def _parameters(program: Program) -> int:
