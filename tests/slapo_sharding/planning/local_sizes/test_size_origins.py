@@ -13,7 +13,7 @@ import slapo_training.plugin
 from slapo_core import Registry, create_schedule
 from slapo_sharding import plugin
 from slapo_sharding.planning.derivation import flat_graphs
-from slapo_sharding.planning.local_sizes.size_origins import Counted, forget, may_be, remembered
+from slapo_sharding.planning.local_sizes.size_origins import SizeWithOrigin, can_become, record_origins, strip_origins
 from slapo_testing import run_distributed
 from slapo_tracing import trace
 from tests.slapo_sharding.split_families import family
@@ -39,9 +39,9 @@ class Attention(nn.Module):
 
 
 def _nodes(model: nn.Module) -> list[fx.Node]:
-    with remembered(model, 2):
+    with record_origins(model, 2):
         graph = trace(model, flatten=True, example_inputs=(torch.randn(2, 3, 64),), symbolic=False).graph
-    forget(graph)
+    strip_origins(graph)
     return [node for node in graph.nodes if node.op.startswith("call")]
 
 
@@ -49,28 +49,28 @@ def test_a_size_is_what_its_attributes_make_it():
     model = Attention()
     first, second, _, view = _nodes(model)
     heads, width = {(id(model.config), "heads"): 2}, {(id(model), "width"): 4}
-    assert may_be(first, 32, 16, heads)
-    assert may_be(first, 32, 16, width)
-    assert not may_be(first, 32, 16, {})
-    assert not may_be(first, 32, 16, {**heads, **width})
-    assert may_be(second, 48, 24, width)
-    assert not may_be(second, 48, 20, heads)
-    assert may_be(second, 48, 24, heads), "the 2 in the code might be a length that is split too"
-    assert may_be(view, 12, 6, heads)
+    assert can_become(first, 32, 16, heads)
+    assert can_become(first, 32, 16, width)
+    assert not can_become(first, 32, 16, {})
+    assert not can_become(first, 32, 16, {**heads, **width})
+    assert can_become(second, 48, 24, width)
+    assert not can_become(second, 48, 20, heads)
+    assert can_become(second, 48, 24, heads), "the 2 in the code might be a length that is split too"
+    assert can_become(view, 12, 6, heads)
 
 
 def test_an_attribute_that_was_set_since_counts_as_it_is():
     model = Attention()
     first = _nodes(model)[0]
     model.width = 4
-    assert may_be(first, 32, 16, {})
-    assert not may_be(first, 32, 16, {(id(model.config), "heads"): 2})
+    assert can_become(first, 32, 16, {})
+    assert not can_become(first, 32, 16, {(id(model.config), "heads"): 2})
 
 
 def test_a_size_that_is_given_as_it_is_may_be_anything():
     model = Attention()
     view = _nodes(model)[-1]
-    assert may_be(view, 2, 1, {})
+    assert can_become(view, 2, 1, {})
 
 
 def test_graph_and_model_have_plain_numbers_again():
@@ -86,7 +86,7 @@ def test_graph_and_model_have_plain_numbers_again():
 
 def test_attributes_are_put_back_when_the_trace_fails():
     model = Attention()
-    with pytest.raises(ZeroDivisionError), remembered(model, 2):
+    with pytest.raises(ZeroDivisionError), record_origins(model, 2):
         assert model.width // 0
     assert type(model.width) is int
 
@@ -94,8 +94,8 @@ def test_attributes_are_put_back_when_the_trace_fails():
 OPERATIONS = [operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod]
 
 
-def _half(value: int) -> Counted:
-    return Counted(value, 2, lambda values: {value // 2 if values else value})
+def _half(value: int) -> SizeWithOrigin:
+    return SizeWithOrigin(value, 2, lambda values: {value // 2 if values else value})
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -105,7 +105,7 @@ def test_arithmetic_from_both_sides(operation):
         (operation(65, _half(12)), operation(65, 12), operation(65, 6)),
         (operation(_half(12), _half(4)), operation(12, 4), operation(6, 2)),
     ):
-        assert type(made) is Counted
+        assert type(made) is SizeWithOrigin
         assert made == whole
         assert made.where({(0, "one"): 1}) == {part}
 
@@ -132,7 +132,7 @@ class Sums(nn.Module):
 
 def test_long_sums_may_be_anything():
     (node,) = _nodes(Sums())
-    assert may_be(node, 32, 16, {})
+    assert can_become(node, 32, 16, {})
     assert not _half(32).where({}) & {16}
 
 

@@ -8,12 +8,12 @@ from functools import partial
 from slapo_core import Schedule, ScheduleError, TraceError, savepoint
 
 from .derivation.flat_graphs import layer_paths
-from .derivation.layer_search import Derived
-from .derivation.replicated_modules import LeftWhole, Misfit
-from .derived_plan import carry_out
+from .derivation.layer_search import DerivedPlan
+from .derivation.replicated_modules import PlanConflict, ReplicatedModules
+from .derived_plan import apply_plan
 
 
-def apply_given(schedule: Schedule, outputs: Mapping[str, str]) -> str | None:
+def apply_given_plan(schedule: Schedule, outputs: Mapping[str, str]) -> str | None:
     """Split the layers of a given plan as a derived plan splits them, if the model's own forward shows that plan right.
 
     Sizes that the code takes from whole values are then divided, fused projections are split block by block, and the gradients
@@ -26,19 +26,19 @@ def apply_given(schedule: Schedule, outputs: Mapping[str, str]) -> str | None:
     Returns:
         None where the steps are taken, else why the plan cannot be shown right; the module is then as before.
     """
-    whole = LeftWhole({path: "the plan leaves it out" for path in layer_paths(schedule) if path not in outputs})
+    whole = ReplicatedModules({path: "the plan leaves it out" for path in layer_paths(schedule) if path not in outputs})
     try:
         with savepoint(schedule):
             check = partial(_check_outputs, schedule, outputs)
-            carry_out(schedule, whole, sequence_parallel=False, splits_more=True, accept=check)
-    except Misfit as err:
+            apply_plan(schedule, whole, sequence_parallel=False, splits_more=True, accept=check)
+    except PlanConflict as err:
         return err.reason
     except (ScheduleError, TraceError) as err:
         return str(err)
     return None
 
 
-def _check_outputs(schedule: Schedule, outputs: Mapping[str, str], derived: Derived) -> None:
+def _check_outputs(schedule: Schedule, outputs: Mapping[str, str], derived: DerivedPlan) -> None:
     """Compare a derived plan with the layers of a given one.
 
     Raises:
@@ -48,4 +48,4 @@ def _check_outputs(schedule: Schedule, outputs: Mapping[str, str], derived: Deri
     for path, output in outputs.items():
         if found.get(path) != output:
             reason = derived.reasons.get(path, f"it is given {'whole' if output == 'reduced' else 'sharded'} values")
-            raise Misfit(schedule, f"{path!r} cannot be split like that: {reason}", [path])
+            raise PlanConflict(schedule, f"{path!r} cannot be split like that: {reason}", [path])

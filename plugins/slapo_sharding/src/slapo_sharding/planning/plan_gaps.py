@@ -6,13 +6,13 @@ from slapo_core import Schedule, ScheduleError, TraceError, is_sharded
 
 from ..splitting import attention_heads
 from ..splitting.module_paths import kind
-from .derivation.replicated_modules import tell_whole_attentions
-from .derived_plan import apply_derived
+from .derivation.replicated_modules import log_replicated_attentions
+from .derived_plan import apply_derived_plan
 
 _UNPLANNED = "the plan that is published with the model leaves it out"
 
 
-def split_unplanned(schedule: Schedule) -> None:
+def split_plan_gaps(schedule: Schedule) -> None:
     """Split each part with attention of which the published plan splits nothing, and warn of what stays whole.
 
     Args:
@@ -20,15 +20,15 @@ def split_unplanned(schedule: Schedule) -> None:
     """
     reasons = dict[str, str]()
     if schedule.example_inputs is not None:
-        for path in _unplanned(schedule):
+        for path in _attention_modules(schedule):
             try:
-                apply_derived(schedule[path])
+                apply_derived_plan(schedule[path])
             except (ScheduleError, TraceError) as err:
                 reasons[f"{path}."] = f"{_UNPLANNED}, and none can be derived: {err}"
-    tell_whole_attentions(schedule, reasons, _UNPLANNED)
+    log_replicated_attentions(schedule, reasons, _UNPLANNED)
 
 
-def _unplanned(schedule: Schedule) -> list[str]:
+def _attention_modules(schedule: Schedule) -> list[str]:
     """Return the outermost modules, none of them repeated, that have attention and nothing that is split."""
     found = dict[str, None]()
     for path in attention_heads.whole_attentions(schedule.mod):

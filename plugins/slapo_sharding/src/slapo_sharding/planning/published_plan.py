@@ -78,7 +78,7 @@ def undeclared_parameters(model: nn.Module, steps: Plan) -> list[str]:
     return found
 
 
-def left_whole(model: nn.Module, steps: Plan, rules: Rulebook) -> str | None:
+def first_unplanned_layer(model: nn.Module, steps: Plan, rules: Rulebook) -> str | None:
     """The first layer on which a plan that splits experts is silent: many leave their attention whole, or a shared expert."""
     heads = vocabulary_modules(model)
     layers = (path for path, module in model.named_modules() if rules.is_layer(module) and module not in heads)

@@ -29,7 +29,7 @@ def recorded_captures(model: nn.Module) -> Iterator[None]:
         for each in pretrained:
             sys.modules[_LIBRARY].maybe_install_capturing_hooks(each)
         for module in held:  # Transformers puts them on again, beside those of the first call
-            _take_off(module, before[module])
+            _remove_hooks(module, before[module])
         hooks += {hook for module in before for hook in module._forward_hooks.values() if _is_new(hook)}
         for hook in hooks:
             hook.traced = True
@@ -38,12 +38,12 @@ def recorded_captures(model: nn.Module) -> Iterator[None]:
         for hook in hooks:
             del hook.traced
         for module, kept in before.items():
-            _take_off(module, kept)
+            _remove_hooks(module, kept)
             if module not in marked:
                 vars(module).pop(_INSTALLED, None)
 
 
-def _take_off(module: nn.Module, kept: Collection[int]) -> None:
+def _remove_hooks(module: nn.Module, kept: Collection[int]) -> None:
     """Take off the hooks of a module whose keys are not among those kept."""
     for key in module._forward_hooks.keys() - kept:
         del module._forward_hooks[key]

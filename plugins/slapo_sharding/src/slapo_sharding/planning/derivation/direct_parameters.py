@@ -11,12 +11,12 @@ from torch import fx, nn
 from slapo_tracing.nodes import expect, function_name
 
 from ..dry_run.fused_sizes import fused_sizes
-from ..dry_run.layout_adaptation import dim_cut
+from ..dry_run.layout_adaptation import cut_dim
 from ..dry_run.layouts import Layouts
 from ..dry_run.split_specs import ParameterSplit
 
-_PRODUCTS = frozenset("matmul mm bmm linear einsum addmm baddbmm tensordot".split())
-_MOST_BETWEEN = 4
+_MATMULS = frozenset("matmul mm bmm linear einsum addmm baddbmm tensordot".split())
+_MAX_REARRANGEMENTS = 4
 """Operations that only rearrange a parameter before a product uses it."""
 
 
@@ -30,13 +30,18 @@ def direct_parameters(traced: fx.GraphModule, without: Collection[str]) -> dict[
         without: Names of parameters that are not split, and paths of modules whose own are split by rules or not at all.
     """
     found: dict[str, list[ParameterSplit]] = {}
-    for node, name, tensor in _alone(traced):
-        if name not in found and not {name, name.rpartition(".")[0]} & {*without} and tensor.dim() > 1 and _has_product(node):
+    for node, name, tensor in _untied_uses(traced):
+        if (
+            name not in found
+            and not {name, name.rpartition(".")[0]} & {*without}
+            and tensor.dim() > 1
+            and _reaches_matmul(node)
+        ):
             found[name] = [ParameterSplit(dim) for dim, size in enumerate(tensor.shape) if size > 1]
     return {name: splits for name, splits in found.items() if splits}
 
 
-def _alone(traced: fx.GraphModule) -> Iterator[tuple[fx.Node, str, nn.Parameter]]:
+def _untied_uses(traced: fx.GraphModule) -> Iterator[tuple[fx.Node, str, nn.Parameter]]:
     """Yield the uses of floating-point parameters that one module holds under one name."""
     held = [
         (module, name, each) for module in traced.modules() for name, each in module._parameters.items() if each is not None
@@ -49,11 +54,11 @@ def _alone(traced: fx.GraphModule) -> Iterator[tuple[fx.Node, str, nn.Parameter]
             yield node, str(node.target), tensor
 
 
-def _has_product(node: fx.Node) -> bool:
+def _reaches_matmul(node: fx.Node) -> bool:
     """Return whether a product uses a parameter, or what only rearranges it."""
-    for _ in range(_MOST_BETWEEN):
+    for _ in range(_MAX_REARRANGEMENTS):
         users = [user for user in node.users if user.target is not expect]
-        if any(function_name(user) in _PRODUCTS for user in users):
+        if any(function_name(user) in _MATMULS for user in users):
             return True
         alone = [user for user in users if user.op.startswith("call") and user.all_input_nodes == [node]]
         if not alone or not isinstance(alone[0].meta.get("val"), torch.Tensor):
@@ -112,9 +117,9 @@ def cut_parameters(layouts: Layouts, traced: fx.GraphModule) -> dict[str, Parame
         traced: The flat graph.
     """
     found: dict[str, set[int | None]] = {}
-    for node, name, _ in _alone(traced):
+    for node, name, _ in _untied_uses(traced):
         if name not in layouts.parameters and name.rpartition(".")[0] in layouts.holders:
-            dims = {dim_cut(layouts, user, node) for user in node.users if user.target is not expect}
+            dims = {cut_dim(layouts, user, node) for user in node.users if user.target is not expect}
             found[name] = found.get(name, set()) | dims
     only = {name: next(iter(dims)) for name, dims in found.items() if len(dims) == 1}
     return {name: ParameterSplit(dim) for name, dim in only.items() if dim is not None}

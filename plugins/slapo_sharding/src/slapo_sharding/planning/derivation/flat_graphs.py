@@ -15,12 +15,12 @@ from ...rules.parametrization_hooks import computing_hooks
 from ...rules.parametrizations import computed_by, registrations
 from ...rules.rulebook import rules_of
 from ..local_sizes.adapted_modules import is_inside
-from ..local_sizes.size_origins import forget, remembered
+from ..local_sizes.size_origins import record_origins, strip_origins
 from ..local_sizes.tensor_prototypes import without_prototypes
 from .capturing_hooks import recorded_captures
-from .replicated_modules import LeftWhole
+from .replicated_modules import ReplicatedModules
 
-_OF_LAYERS = (
+_TORCH_TRANSFORMERS = (
     nn.TransformerEncoderLayer,
     nn.TransformerDecoderLayer,
     nn.TransformerEncoder,
@@ -30,11 +30,11 @@ _OF_LAYERS = (
 """Modules of torch that call layers as other code does: with hooks on these they take no faster path."""
 
 
-class TakenName(ScheduleError):
+class ReservedNameError(ScheduleError):
     """Error of a part that has a name which a graph uses itself."""
 
 
-def trace_flat(schedule: Schedule, whole: LeftWhole) -> fx.GraphModule:
+def trace_flat(schedule: Schedule, whole: ReplicatedModules) -> fx.GraphModule:
     """Return the graph of the module, in which it is known what sizes are computed from attributes.
 
     Args:
@@ -46,10 +46,10 @@ def trace_flat(schedule: Schedule, whole: LeftWhole) -> fx.GraphModule:
         TraceError: the forward cannot be traced.
     """
     with recorded_captures(schedule.root_module):
-        return _checked(schedule, whole)
+        return _trace_checked(schedule, whole)
 
 
-def _checked(schedule: Schedule, whole: LeftWhole) -> fx.GraphModule:
+def _trace_checked(schedule: Schedule, whole: ReplicatedModules) -> fx.GraphModule:
     layers = [*layer_paths(schedule), *whole.opaque]
     _check_names(schedule)
     for path, module in schedule.mod.named_modules():
@@ -61,9 +61,9 @@ def _checked(schedule: Schedule, whole: LeftWhole) -> fx.GraphModule:
             raise _error(
                 schedule, f"{path!r} has hooks or a wrapped forward, which hide its layers; call tensor_parallel first"
             )
-    with remembered(schedule.mod, schedule.world_size), registrations() as parametrised:
+    with record_origins(schedule.mod, schedule.world_size), registrations() as parametrised:
         traced = flat_graph(schedule, layers)
-    forget(traced.graph)
+    strip_origins(traced.graph)
     paths = [path for path, module in schedule.mod.named_modules() if module in parametrised]
     paths = [path for path in paths if not any(is_inside(path, layer) for layer in layers if layer != path)]
     whole.layers.update(dict.fromkeys(paths, "a forward around it parametrises its tensors while it runs"))
@@ -76,7 +76,7 @@ def _check_names(schedule: Schedule) -> None:
     for name in (*module._modules, *module._parameters, *module._buffers):
         if name == "meta" or (hasattr(fx.GraphModule, name) and not hasattr(nn.Module, name)):
             what = f"the {type(module).__name__} calls a part of it {name!r}, as every traced module calls something of its own"
-            raise TakenName(f"{what}; rename it, or give plan=", path=schedule.path, primitive="tensor_parallel")
+            raise ReservedNameError(f"{what}; rename it, or give plan=", path=schedule.path, primitive="tensor_parallel")
 
 
 def layer_paths(schedule: Schedule) -> list[str]:
@@ -112,7 +112,7 @@ def flat_graph(schedule: Schedule, layers: list[str]) -> fx.GraphModule:
             target=schedule.path,
             example_inputs=inputs,
             symbolic=False,
-            open_modules=_OF_LAYERS,
+            open_modules=_TORCH_TRANSFORMERS,
             assigned="returned" if schedule.path else "noted",  # what is around a part may read what that leaves behind
         )
     without_prototypes(traced.graph)

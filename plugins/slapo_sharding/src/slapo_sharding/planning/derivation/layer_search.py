@@ -20,11 +20,11 @@ from slapo_tracing.nodes import function_name, is_opaque
 from ...rules.convolutions import channel_dim
 from ...splitting.module_paths import ancestors, kind
 from ...syncs.sharded_norms import norm_of
-from ..dry_run.fused_sizes import fused_sizes, other_split
+from ..dry_run.fused_sizes import fused_sizes, next_split
 from ..dry_run.layout_adaptation import may_cut, may_reduce, needs_statistics
 from ..dry_run.layouts import LayoutError, Layouts
 from ..dry_run.parallel_branches import Branches
-from ..dry_run.split_specs import ParameterSplit, Split
+from ..dry_run.split_specs import LayerSplit, ParameterSplit
 from ..local_sizes.adapted_modules import is_inside
 from .direct_parameters import cut_parameters, direct_parameters, fused_splits
 from .mixed_parameters import mixed_parameters
@@ -34,7 +34,7 @@ Adapts = Literal["", "parameters", "all"]
 
 
 @dataclass
-class Derived:
+class DerivedPlan:
     """A plan.
 
     Args:
@@ -48,7 +48,7 @@ class Derived:
     copied: list[nn.Module] = field(default_factory=list)
 
     @property
-    def splits(self) -> dict[str, Split]:
+    def splits(self) -> dict[str, LayerSplit]:
         """Path of a layer to how it is split."""
         return self.layouts.splits
 
@@ -65,7 +65,7 @@ class Derived:
         return len(self.splits) + len(self.parameters)
 
 
-def derive(
+def derive_plan(
     traced: fx.GraphModule,
     mesh: DeviceMesh,
     is_layer: Callable[..., bool],
@@ -76,7 +76,7 @@ def derive(
     unadapted: Collection[str] = (),
     whole_parameters: Collection[str] = (),
     dealt: Collection[Branches] = (),
-) -> Derived:
+) -> DerivedPlan:
     """The plan that splits as many layers as can be.
 
     Args:
@@ -121,7 +121,7 @@ class _Search:
         for node in traced.graph.find_nodes(op="call_module"):
             self.calls.setdefault(str(node.target), []).append(node)
         named = {path: module for path in self.calls if (module := traced.get_submodule(path)) not in left_whole}
-        self.candidates = {path: Split("sharded") for path, module in named.items() if is_layer(module, "sharded")}
+        self.candidates = {path: LayerSplit("sharded") for path, module in named.items() if is_layer(module, "sharded")}
         self.reasons: dict[str, str] = {}
         for path in residual_streams(traced, is_layer, self.candidates):
             del self.candidates[path]
@@ -134,10 +134,12 @@ class _Search:
         self.filled: dict[fx.Node, int] = {}
         self.tried: set[fx.Node] = set()
         self.adapted: set[fx.Node] = set()
-        self.gave_way: dict[frozenset[str], dict[str, Split]] = {}  # to layers at fault, those that were left whole instead
+        self.gave_way: dict[
+            frozenset[str], dict[str, LayerSplit]
+        ] = {}  # to layers at fault, those that were left whole instead
         self.as_one: dict[str, str] = {}  # why layers that are tried as fused do not fit unfused
 
-    def run(self) -> Derived:
+    def run(self) -> DerivedPlan:
         while True:
             parameters = {name: splits[0] for name, splits in self.options.items()}
             for each in self.dealt:
@@ -162,7 +164,7 @@ class _Search:
                     continue
                 more = cut_parameters(layouts, self.traced) if self.options else {}
                 if not (more := {name: split for name, split in more.items() if name not in self.reasons}):
-                    return Derived(layouts, self.reasons)
+                    return DerivedPlan(layouts, self.reasons)
                 self.options.update({name: [split] for name, split in more.items()})
 
     def retreat(self, err: LayoutError) -> None:
@@ -174,13 +176,13 @@ class _Search:
             self.filled.clear()
             return
         whole = [other for other in err.node.all_input_nodes if other not in err.layouts.sources]
-        behind = _behind(whole)
+        behind = _upstream(whole)
         tables = {str(node.target) for node in behind if node.op == "call_module"} & self.tables
         if tables and not err.sources & self.tables:
-            self.candidates.update(dict.fromkeys(sorted(tables), Split("sharded")))
+            self.candidates.update(dict.fromkeys(sorted(tables), LayerSplit("sharded")))
             self.tables -= tables
             return
-        filled = {node: dim for node in behind if node.target in _FILLS for dim in _dims(node, err.sharded_sizes())}
+        filled = {node: dim for node in behind if node.target in _FILLS for dim in _dims_of_size(node, err.sharded_sizes())}
         if filled.keys() - self.tried:
             self.filled.update(filled)
             self.tried |= filled.keys()
@@ -193,8 +195,8 @@ class _Search:
             self._try_next(weights, str(err))
             return
         if (err.sources not in self.gave_way) and (beside := self._lighter_beside(err, behind)):
-            places = {_place(path) for path in beside}
-            others = {path: split for path, split in self.candidates.items() if _place(path) in places}
+            places = {_position(path) for path in beside}
+            others = {path: split for path, split in self.candidates.items() if _position(path) in places}
             self.gave_way[err.sources] = others
             for path in others:
                 del self.candidates[path]
@@ -203,16 +205,16 @@ class _Search:
         if self._adapt(err.node, err.layouts, of_layers=True):
             return
         if lightest := self._lightest(err):
-            for path in [path for path in (*self.candidates, *self.options) if _place(path) in lightest]:
+            for path in [path for path in (*self.candidates, *self.options) if _position(path) in lightest]:
                 (self.candidates if path in self.candidates else self.options).pop(path)
                 self.reasons[path] = f"each rank uses all it gives on a part of the heads: {err}"
                 self.shared.add(path)
             return
         self._try_next(err.sources & self.options.keys(), str(err), err.layouts)
-        places = {_place(path) for path in err.sources}
-        for path in [path for path in self.candidates if _place(path) in places]:
+        places = {_position(path) for path in err.sources}
+        for path in [path for path in self.candidates if _position(path) in places]:
             dim = channel_dim(self.traced.get_submodule(path))
-            other = other_split(self.candidates[path], self.calls[path], dim) if self._are_alike(err.sources) else None
+            other = next_split(self.candidates[path], self.calls[path], dim) if self._are_alike(err.sources) else None
             if other is not None:
                 self.candidates[path] = other
                 self.as_one.setdefault(path, f"{err}; in {len(other.blocks)} parts: ")
@@ -256,8 +258,8 @@ class _Search:
             reason: Why they do not fit as they are.
             layouts: The dry run, where they may be fused.
         """
-        for place in {_place(name) for name in names}:
-            alike = [name for name in self.options if _place(name) == place]
+        for place in {_position(name) for name in names}:
+            alike = [name for name in self.options if _position(name) == place]
             (first, *others) = names
             if layouts is not None and not others and (fused := fused_splits(layouts, first)):
                 for path in [name.rpartition(".")[0] for name in alike]:
@@ -279,7 +281,9 @@ class _Search:
         one that is as large gives way as well: with it whole, the heads are split.
         """
         splits, sources = err.layouts.splits, err.layouts.sources
-        seconds = [node for node in behind if node.op == "call_module" and splits.get(str(node.target)) == Split("reduced")]
+        seconds = [
+            node for node in behind if node.op == "call_module" and splits.get(str(node.target)) == LayerSplit("reduced")
+        ]
         firsts = {path for node in seconds for other in node.all_input_nodes for path in sources.get(other, ())}
         firsts &= self.candidates.keys() - err.sources
         ours, theirs = self._numbers(firsts), self._numbers(err.sources)
@@ -295,10 +299,10 @@ class _Search:
             return set()
         if tables:  # of distances, say, which queries meet in a product: all heads use the whole of it
             is_met = function_name(err.node) in _ATTENTION and err.sources > tables
-            return set(map(_place, tables)) if is_met else set()
+            return set(map(_position, tables)) if is_met else set()
         numbers: dict[str, int] = {}
         for path in err.sources:
-            numbers[_place(path)] = numbers.get(_place(path), 0) + self._numbers([path])
+            numbers[_position(path)] = numbers.get(_position(path), 0) + self._numbers([path])
         return {place for place, number in numbers.items() if number == min(numbers.values()) < max(numbers.values())}
 
     def _numbers(self, paths: Collection[str]) -> int:
@@ -328,7 +332,7 @@ def _can_adapt(node: fx.Node, layouts: Layouts, of_layers: bool) -> bool:
     return all(may_cut(layouts, other, of_layers) for other in whole)
 
 
-def _behind(nodes: list[fx.Node]) -> list[fx.Node]:
+def _upstream(nodes: list[fx.Node]) -> list[fx.Node]:
     """Everything that values are made from without going through a module, and the modules where it ends."""
     found = list(nodes)
     for node in found:
@@ -342,11 +346,11 @@ _ATTENTION = ("scaled_dot_product_attention", "matmul", "bmm", "baddbmm", "einsu
 _FILLS = (torch.zeros, torch.ones, torch.full, "new_zeros", "new_ones", "new_full")
 
 
-def _dims(node: fx.Node, sizes: set[int]) -> list[int]:
+def _dims_of_size(node: fx.Node, sizes: set[int]) -> list[int]:
     return [dim for dim, size in enumerate(node.meta["val"].shape) if size in sizes]
 
 
-def _place(path: str) -> str:
+def _position(path: str) -> str:
     """The same for the layers at one place of the repeated blocks; layers in one list are at places of their own."""
     owner, _, name = path.rpartition(".")
     return f"{kind(owner)}.{name}" if owner else name

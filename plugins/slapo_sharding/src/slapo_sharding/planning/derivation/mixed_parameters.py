@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..dry_run.layouts import Layouts
-from ..dry_run.node_values import gives_gradient, has_gradient, parameters_of
+from ..dry_run.node_values import has_any_gradient, has_gradient, parameters_of
 
 
 def mixed_parameters(layouts: Layouts) -> set[str]:
@@ -31,7 +31,7 @@ def _used_whole(layouts: Layouts) -> Iterator[str]:
         if node.op == "call_module" and str(node.target) not in layouts.splits and (node, None) not in partial:
             module = layouts.traced.get_submodule(str(node.target))
             yield from (f"{node.target}.{name}" for name, each in module.named_parameters() if each.requires_grad)
-        if node.op == "output" or (gives_gradient(node) and not parameters_of(node)):
+        if node.op == "output" or (has_any_gradient(node) and not parameters_of(node)):
             for other in node.all_input_nodes:
                 if has_gradient(other) and (node, other) not in partial and other not in layouts.weights:
                     yield from parameters_of(other)

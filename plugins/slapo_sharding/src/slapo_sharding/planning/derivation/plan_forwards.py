@@ -8,27 +8,27 @@ from typing import Any
 from slapo_core import Schedule
 
 from ...splitting.module_paths import kind
-from ..local_sizes.adapted_modules import cuts_from_outside, is_inside, owners
-from ..local_sizes.local_forward import Calls, LocalForward, Plan
+from ..local_sizes.adapted_modules import adapted_modules, cuts_from_outside, is_inside
+from ..local_sizes.local_forward import GraphCache, LocalForward, LocalForwardPlan
 from .flat_graphs import layer_paths
-from .layer_search import Derived
+from .layer_search import DerivedPlan
 
 
-def local_forwards(schedule: Schedule, derived: Derived) -> dict[str, tuple[LocalForward, bool]]:
+def make_local_forwards(schedule: Schedule, derived: DerivedPlan) -> dict[str, tuple[LocalForward, bool]]:
     """Make forwards with sizes of parts for modules that count whole ones; none is put in place.
 
     Returns:
         By path the forward, and whether the module cannot do without it.
     """
-    made, calls, layers = {}, dict[Any, Calls](), layer_paths(schedule)
-    for path, must in owners(derived.layouts).items():
+    made, calls, layers = {}, dict[Any, GraphCache](), layer_paths(schedule)
+    for path, must in adapted_modules(derived.layouts).items():
         if not any(each in derived.copied for each in schedule.mod.get_submodule(path).modules()):
-            made[path] = local_forward(schedule, derived, path, layers, calls), must
+            made[path] = make_local_forward(schedule, derived, path, layers, calls), must
     return made
 
 
-def local_forward(
-    schedule: Schedule, derived: Derived, path: str, layers: Collection[str], calls: dict[Any, Calls] | None = None
+def make_local_forward(
+    schedule: Schedule, derived: DerivedPlan, path: str, layers: Collection[str], calls: dict[Any, GraphCache] | None = None
 ) -> LocalForward:
     """Make the forward of a module; identical ones share their graphs in ``calls``."""
     module = schedule.mod.get_submodule(path)
@@ -45,7 +45,7 @@ def local_forward(
     shared = frozenset(name[start:] for name in derived.layouts.shared if is_inside(name, path))
     by_use = frozenset(name[start:] for name in derived.layouts.summed_by_use if is_inside(name, path))
     cuts_inputs = cuts_from_outside(derived.layouts, path)
-    plan = Plan(path, splits, opened, schedule.world_size, schedule.group, parameters, shared, cuts_inputs, by_use)
+    plan = LocalForwardPlan(path, splits, opened, schedule.world_size, schedule.group, parameters, shared, cuts_inputs, by_use)
     alike = (
         type(module),
         kind(path),

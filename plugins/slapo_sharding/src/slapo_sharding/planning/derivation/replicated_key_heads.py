@@ -24,15 +24,26 @@ from ...rules.rulebook import Rulebook
 from ...rules.sharding_rule import Cut
 from ...splitting import attention_heads
 from ..dry_run.fused_sizes import fused_sizes
-from ..dry_run.split_specs import Split
+from ..dry_run.split_specs import LayerSplit
 from ..local_sizes.local_attributes import literals
-from .layer_search import Derived
+from .layer_search import DerivedPlan
 
-_MOVES = ("getitem", "unsqueeze", "expand", "reshape", "view", "flatten", "contiguous", "repeat_interleave", "split", "chunk")
+_DATA_MOVEMENT = (
+    "getitem",
+    "unsqueeze",
+    "expand",
+    "reshape",
+    "view",
+    "flatten",
+    "contiguous",
+    "repeat_interleave",
+    "split",
+    "chunk",
+)
 
 
 @dataclass(frozen=True)
-class KeyCopies:
+class ReplicatedKeyHeads:
     """An attention module of whose key heads ranks hold copies.
 
     Args:
@@ -51,12 +62,12 @@ class KeyCopies:
         """Widths of the blocks of a projection when each copy counts."""
         return attention_heads.with_keys(path.rpartition(".")[2], self.blocks[path], self.wide)
 
-    def split_by(self, splits: Mapping[str, Split]) -> bool:
+    def split_by(self, splits: Mapping[str, LayerSplit]) -> bool:
         """Return whether a plan splits all of the projections by heads."""
         return all(path in splits and splits[path].output == "sharded" for path in self.blocks)
 
 
-def key_copies(root: nn.Module, traced: fx.GraphModule, num_shards: int) -> list[KeyCopies]:
+def find_replicated_key_heads(root: nn.Module, traced: fx.GraphModule, num_shards: int) -> list[ReplicatedKeyHeads]:
     """The attention modules of a model and its graph that want copies of keys."""
     calls: dict[str, list[fx.Node]] = {}
     for node in traced.graph.find_nodes(op="call_module"):
@@ -67,34 +78,34 @@ def key_copies(root: nn.Module, traced: fx.GraphModule, num_shards: int) -> list
         if owner and attention_heads.makes_heads(root.get_submodule(owner), child):
             blocks = fused_sizes(nodes) if attention_heads.may_be_fused(child) else ()
             groups.setdefault(owner, {})[path] = blocks or (int(nodes[0].meta["val"].shape[-1]),)
-    found = (_key_copies(root.get_submodule(owner), blocks, num_shards) for owner, blocks in groups.items())
+    found = (_replicated_key_heads(root.get_submodule(owner), blocks, num_shards) for owner, blocks in groups.items())
     return [each for each in found if each is not None]
 
 
-def _key_copies(owner: nn.Module, blocks: dict[str, tuple[int, ...]], num_shards: int) -> KeyCopies | None:
+def _replicated_key_heads(owner: nn.Module, blocks: dict[str, tuple[int, ...]], num_shards: int) -> ReplicatedKeyHeads | None:
     each = [attention_heads.copied_heads(owner, path.rpartition(".")[2], sizes, num_shards) for path, sizes in blocks.items()]
     heads = each[0]
     if heads is None or any(other != heads for other in each):
         return None
-    return KeyCopies(owner, heads, heads._replace(keys=heads.local(num_shards).keys * num_shards), blocks)
+    return ReplicatedKeyHeads(owner, heads, heads._replace(keys=heads.local(num_shards).keys * num_shards), blocks)
 
 
 @contextmanager
-def widened(root: nn.Module, copies: Iterable[KeyCopies], rules: Rulebook) -> Iterator[None]:
+def with_replicated_heads(root: nn.Module, copies: Iterable[ReplicatedKeyHeads], rules: Rulebook) -> Iterator[None]:
     """Let the attention modules be those in which each copy counts; what is added to their weights has no memory."""
     with ExitStack() as stack:
         for each in copies:
-            stack.enter_context(_with(each.owner, attention_heads.key_counts(each.owner, each.heads, each.wide)))
+            stack.enter_context(_with_attributes(each.owner, attention_heads.key_counts(each.owner, each.heads, each.wide)))
             for path in each.blocks:
                 module = root.get_submodule(path)
                 cut = rules.layer_cut(module, "sharded")
                 assert cut is not None
-                stack.enter_context(_resized(module, cut, sum(each.blocks[path]), sum(each.wide_blocks(path))))
+                stack.enter_context(_with_width(module, cut, sum(each.blocks[path]), sum(each.wide_blocks(path))))
         yield
 
 
 @contextmanager
-def _with(module: nn.Module, values: Mapping[str, int]) -> Iterator[None]:
+def _with_attributes(module: nn.Module, values: Mapping[str, int]) -> Iterator[None]:
     kept = {name: module.__dict__[name] for name in values}
     module.__dict__.update(values)
     try:
@@ -104,10 +115,10 @@ def _with(module: nn.Module, values: Mapping[str, int]) -> Iterator[None]:
 
 
 @contextmanager
-def _resized(module: nn.Module, cut: Cut, old: int, new: int) -> Iterator[None]:
+def _with_width(module: nn.Module, cut: Cut, old: int, new: int) -> Iterator[None]:
     """Let a layer have another width, its parameters one number that stands everywhere."""
     kept = dict(module._parameters)
-    with _with(module, {name: new for name in cut.attributes if module.__dict__.get(name) == old}):
+    with _with_attributes(module, {name: new for name in cut.attributes if module.__dict__.get(name) == old}):
         for name, dim in cut.dims.items():
             if (given := kept.get(name)) is not None and old != new:
                 shape = [*given.shape[:dim], new, *given.shape[dim + 1 :]]
@@ -119,15 +130,19 @@ def _resized(module: nn.Module, cut: Cut, old: int, new: int) -> Iterator[None]:
             module._parameters.update(kept)
 
 
-def unshown(
-    copies: list[KeyCopies], traced: fx.GraphModule, wide: fx.GraphModule, derived: Derived, rederive: Callable[..., Derived]
-) -> list[KeyCopies]:
+def unverified(
+    copies: list[ReplicatedKeyHeads],
+    traced: fx.GraphModule,
+    wide: fx.GraphModule,
+    derived: DerivedPlan,
+    rederive: Callable[..., DerivedPlan],
+) -> list[ReplicatedKeyHeads]:
     """Those that a plan for the wide model does not split, or of which it is not shown that the model computes the same.
 
     Args:
         copies: The attention modules.
         traced: The model as it is.
-        wide: The model traced inside ``widened``; still there.
+        wide: The model traced inside ``with_replicated_heads``; still there.
         derived: The plan for it.
         rederive: Makes the plan of a graph for a mesh.
     """
@@ -141,7 +156,7 @@ def unshown(
     return failed
 
 
-def narrow(derived: Derived, copies: Iterable[KeyCopies]) -> None:
+def restore_key_heads(derived: DerivedPlan, copies: Iterable[ReplicatedKeyHeads]) -> None:
     """Let a plan for the wide model be one for the model as it is."""
     for each in copies:
         for path, blocks in each.blocks.items():
@@ -152,6 +167,6 @@ def narrow(derived: Derived, copies: Iterable[KeyCopies]) -> None:
 def _steps(graph: fx.Graph) -> Iterator[tuple[str, str, list[object]]]:
     """Iterate over the steps of a graph, without those that only move data."""
     for node in graph.nodes:
-        if node.op.startswith("call") and node.target is not expect and function_name(node) not in _MOVES:
+        if node.op.startswith("call") and node.target is not expect and function_name(node) not in _DATA_MOVEMENT:
             kwargs = {name: value for name, value in node.kwargs.items() if name != "enable_gqa"}  # it repeats keys itself
             yield node.op, str(node.target), literals(node.args, kwargs)

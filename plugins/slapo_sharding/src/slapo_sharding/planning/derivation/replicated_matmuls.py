@@ -16,13 +16,13 @@ from ...splitting.module_paths import ancestors, kind
 from ..dry_run.layouts import Layouts
 from ..dry_run.node_values import parameters_of
 
-PRODUCTS = frozenset("linear bilinear matmul mm bmm addmm baddbmm einsum tensordot conv1d conv2d conv3d".split())
+MATMULS = frozenset("linear bilinear matmul mm bmm addmm baddbmm einsum tensordot conv1d conv2d conv3d".split())
 """Names of functions that multiply matrices."""
-_LEAST = 1 / 8
+_MIN_SHARE = 1 / 8
 """Share of the work of the heaviest product from which those of a module count: not routers, and adapters of a low rank."""
 
 
-def whole_products(model: nn.Module, layouts: Layouts, split: Collection[str]) -> dict[str, str]:
+def replicated_matmuls(model: nn.Module, layouts: Layouts, split: Collection[str]) -> dict[str, str]:
     """Return the modules whose heavy products are of whole values, one for all alike, and the line of the first of each.
 
     Where a repeated module has several such products and nothing in it is split, it stands for all.
@@ -33,8 +33,8 @@ def whole_products(model: nn.Module, layouts: Layouts, split: Collection[str]) -
         split: Paths of the modules in which something is split.
     """
     work = {node: _work(node, model) for node in layouts.graph.nodes}
-    places = {node: path for node, amount in work.items() if amount and (path := _place(node, model)) is not None}
-    least = _LEAST * max(work.values(), default=0.0)
+    places = {node: path for node, amount in work.items() if amount and (path := _matmul_owner(node, model)) is not None}
+    least = _MIN_SHARE * max(work.values(), default=0.0)
     found: dict[str, list[fx.Node]] = {}
     for node, path in places.items():
         if not _is_sharded(node, layouts):
@@ -58,7 +58,7 @@ def _work(node: fx.Node, model: nn.Module) -> float:
         weights = sum(math.prod(_whole_shape(each)[0 if is_conv else -2 :]) for each in own if each.dim() > 1)
         return 0.0 if isinstance(module, nn.Embedding) else weights * value.numel() / value.shape[-1]
     given = [other for other in node.all_input_nodes if isinstance(other.meta.get("val"), torch.Tensor)]
-    is_product = function_name(node) in PRODUCTS or (function_name(node) == "apply" and any(map(_is_matrix, given)))
+    is_product = function_name(node) in MATMULS or (function_name(node) == "apply" and any(map(_is_matrix, given)))
     if not is_product or len(given) < 2:
         return 0.0
     sizes = sorted(other.meta["val"].numel() for other in given)
@@ -79,7 +79,7 @@ def _is_sharded(node: fx.Node, layouts: Layouts) -> bool:
     return any(value in layouts.sources or value in layouts.local for value in (node, *node.all_input_nodes))
 
 
-def _place(node: fx.Node, model: nn.Module) -> str | None:
+def _matmul_owner(node: fx.Node, model: nn.Module) -> str | None:
     """Return the path of the layer or module that multiplies, or the name of its own parameter if it is split in part."""
     path = str(node.target if node.op == "call_module" else node.meta.get("module", ""))
     if not any(map(is_sharded, model.get_submodule(path).parameters())):

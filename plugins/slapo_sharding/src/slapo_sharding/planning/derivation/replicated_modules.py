@@ -18,10 +18,10 @@ from ...rules.rulebook import rules_of
 from ...rules.sharding_rule import split_of
 from ...splitting import attention_heads
 from ...splitting.module_paths import ancestors, kind
-from ..dry_run.layouts import UNEVEN, Layouts
+from ..dry_run.layouts import NOT_DIVISIBLE, Layouts
 from ..local_sizes.adapted_modules import is_inside
-from .layer_search import Derived
-from .replicated_matmuls import whole_products
+from .layer_search import DerivedPlan
+from .replicated_matmuls import replicated_matmuls
 
 REMEDY = (
     "layers are split where one makes values of which each rank can have a part until another one takes these in, as in an MLP "
@@ -29,15 +29,15 @@ REMEDY = (
 )
 
 
-_NONE, _LINE = "none of its layers can be split", re.compile(r"\(\S+:\d+\)")
+_NO_LAYER, _SOURCE_LINE = "none of its layers can be split", re.compile(r"\(\S+:\d+\)")
 
 
-def without_advice(err: Exception) -> str:
+def without_trace_advice(err: Exception) -> str:
     """Return the sentence of an error of a trace without what ``leaf_modules`` of ``trace()`` would do."""
     return re.sub(r"(;|, or) (trace again|keep)\b[^(]*leaf_modules(, or avoid the question)?", "", str(err))
 
 
-class Misfit(ScheduleError):
+class PlanConflict(ScheduleError):
     """A plan that cannot be carried out with these layers split.
 
     Args:
@@ -52,7 +52,7 @@ class Misfit(ScheduleError):
 
 
 @dataclass
-class LeftWhole:
+class ReplicatedModules:
     """Modules that stay whole because a plan that splits them cannot be carried out.
 
     Args:
@@ -65,7 +65,7 @@ class LeftWhole:
     opaque: dict[str, str] = field(default_factory=dict)
     adapts: bool = True
 
-    def add_layers(self, model: nn.Module, err: Misfit) -> bool:
+    def add_layers(self, model: nn.Module, err: PlanConflict) -> bool:
         """Add the layers at fault with those at the same place in other blocks; return whether there was one to add."""
         kinds = {kind(path) for path in err.layers}
         paths = (path for path, _ in [*model.named_modules(), *model.named_parameters()])
@@ -81,10 +81,10 @@ class LeftWhole:
             return False
         model, rules = schedule.mod, rules_of(schedule)
         alike = [other for other, _ in model.named_modules() if kind(other) == kind(inside) and other not in self.opaque]
-        self.opaque.update(dict.fromkeys(alike, without_advice(err)))
+        self.opaque.update(dict.fromkeys(alike, without_trace_advice(err)))
         inner = [(other, model.get_submodule(other)) for other in alike]
         held = [f"{other}.{name}" for other, module in inner for name, _ in module.named_modules() if name]
-        self.layers.update({name: without_advice(err) for name in held if rules.is_layer(model.get_submodule(name))})
+        self.layers.update({name: without_trace_advice(err) for name in held if rules.is_layer(model.get_submodule(name))})
         return bool(alike)
 
     def modules(self, model: nn.Module) -> set[nn.Module]:
@@ -93,7 +93,7 @@ class LeftWhole:
         return {named[path] for path in self.layers if path in named}
 
 
-def tell_of_opaque(schedule: Schedule, whole: LeftWhole) -> set[str]:
+def log_opaque(schedule: Schedule, whole: ReplicatedModules) -> set[str]:
     """Say that all layers stay whole in modules that cannot be traced and are in no list, and return their paths."""
     told = set[str]()
     for path, reason in whole.opaque.items():
@@ -101,7 +101,7 @@ def tell_of_opaque(schedule: Schedule, whole: LeftWhole) -> set[str]:
         full = paths.join(schedule.path, path)
         if kind(full) == full and inside and not any(map(split_of, inside)):
             told.add(path)
-            _say(schedule, path, reason)
+            _log(schedule, path, reason)
     return told
 
 
@@ -124,7 +124,7 @@ def _block(path: str) -> str:
     return next((outer for outer in reversed([*ancestors(path)]) if kind(outer) != outer), path)
 
 
-def tell(schedule: Schedule, derived: Derived, misfits: Collection[str] = (), done: Collection[str] = ()) -> None:
+def log_replicated(schedule: Schedule, derived: DerivedPlan, misfits: Collection[str] = (), done: Collection[str] = ()) -> None:
     """Say what stays whole: loudly attentions, sizes that do not divide and modules without a split, once for all alike.
 
     Args:
@@ -134,56 +134,56 @@ def tell(schedule: Schedule, derived: Derived, misfits: Collection[str] = (), do
         done: Paths of modules of which it is said already, or that are split by other means.
     """
     told: set[str] = {*done}
-    whole, modules = _whole_modules(derived), dict(schedule.mod.named_modules())
+    whole, modules = _outermost_replicated(derived), dict(schedule.mod.named_modules())
     for path, reason in derived.reasons.items():
         if path in derived.splits or path in derived.parameters or path not in modules:
             continue
         owner, _, child = path.rpartition(".")
         heads = attention_heads.makes_heads(schedule.mod.get_submodule(owner), child)
-        uneven = UNEVEN in reason
+        uneven = NOT_DIVISIBLE in reason
         where = path if uneven or path not in whole else whole[path]
         what = kind(owner if heads else where)
         loud = (heads or where != path or (what != path and (uneven or path in misfits))) and what not in told
-        _say(schedule, where if loud else path, reason, loud)
+        _log(schedule, where if loud else path, reason, loud)
         told.update([what, kind(where)] if loud else [])
-    for path, line in _of_parameters(schedule, derived).items():
-        if not _is_told(path, told):
+    for path, line in _modules_with_matrices(schedule, derived).items():
+        if not _is_logged(path, told):
             told.add(kind(path))
             why = next((f": {reason}" for name, reason in derived.reasons.items() if name.startswith(f"{path}.")), f" ({line})")
             why = f"it multiplies by parameters of its own, in no layer{why}"
-            _say(schedule, path, why)
-    for path, line in _of_convolutions(schedule, derived).items():
-        if not _is_told(path, told):
+            _log(schedule, path, why)
+    for path, line in _convolutional_mlps(schedule, derived).items():
+        if not _is_logged(path, told):
             told.add(kind(path))
-            _say(schedule, path, f"its MLP is made of convolutions ({line})")
-    told |= tell_whole_attentions(schedule, {**_lines_of_calls(derived), **derived.reasons}, _NONE, told)
+            _log(schedule, path, f"its MLP is made of convolutions ({line})")
+    told |= log_replicated_attentions(schedule, {**_lines_of_calls(derived), **derived.reasons}, _NO_LAYER, told)
     computed = {
         kind(path): path for path, module in schedule.mod.named_modules() if computed_by(module) and not split_of(module)
     }
     for path in computed.values():
-        _say(schedule, path, f"its {computed_by(schedule.mod.get_submodule(path))}")
-    for path in _whole_projections(schedule):
-        if kind(path) not in computed and not _is_told(path, told):
+        _log(schedule, path, f"its {computed_by(schedule.mod.get_submodule(path))}")
+    for path in _replicated_projections(schedule):
+        if kind(path) not in computed and not _is_logged(path, told):
             told.add(kind(path))
             name = type(schedule.mod.get_submodule(path)).__name__
             why = f"a part of what the {name} returns does not follow from parts of its tensors"
-            _say(schedule, path, why)
-    for path in _read_weights(schedule, derived):
+            _log(schedule, path, why)
+    for path in _uncalled_layers(schedule, derived):
         rewritten = _is_in_graph(schedule, path)
-        if (rewritten or kind(path) != path) and not _is_told(path, told):
+        if (rewritten or kind(path) != path) and not _is_logged(path, told):
             why = "the code around it uses its weights and does not call it"
             if rewritten:
                 why = "the rewritten graph around it uses its weights; call tensor_parallel() before what rewrites it"
-            _say(schedule, path, why)
+            _log(schedule, path, why)
     split = {outer for path in (*derived.splits, *derived.parameters) for outer in (path, *ancestors(path))}
-    for path, line in whole_products(schedule.mod, derived.layouts, split).items():
-        if not path or not (_is_told(path, told) or any(is_inside(what, kind(path)) for what in told)):
+    for path, line in replicated_matmuls(schedule.mod, derived.layouts, split).items():
+        if not path or not (_is_logged(path, told) or any(is_inside(what, kind(path)) for what in told)):
             told |= {kind(path)} - {""}
             why = derived.reasons.get(path) or next(_reasons_in(path, derived.reasons), "no rule splits its products")
-            _say(schedule, path, why if _LINE.search(why) else f"{why} ({line})")
+            _log(schedule, path, why if _SOURCE_LINE.search(why) else f"{why} ({line})")
 
 
-def tell_of_attributes(schedule: Schedule, layouts: Layouts) -> None:
+def log_sharded_attributes(schedule: Schedule, layouts: Layouts) -> None:
     """Say which attributes hold a rank's part after a forward, once for all alike."""
     parts = (node for node in layouts.graph.nodes if node in layouts.local)
     names = {kind(name): name for node in reversed([*parts]) for name in node.meta.get("assigned", ())}
@@ -192,11 +192,11 @@ def tell_of_attributes(schedule: Schedule, layouts: Layouts) -> None:
         get_logger().warning(what, name, paths.join(schedule.path, path), extra=first_rank_only(schedule))
 
 
-def _is_told(path: str, told: Collection[str]) -> bool:
+def _is_logged(path: str, told: Collection[str]) -> bool:
     return any(is_inside(kind(path), what) for what in told)
 
 
-def _say(schedule: Schedule, path: str, why: str, loud: bool = True) -> None:
+def _log(schedule: Schedule, path: str, why: str, loud: bool = True) -> None:
     name = paths.join(schedule.path, path) or type(schedule.mod).__name__
     level = logging.WARNING if loud else logging.DEBUG
     get_logger().log(level, "tensor_parallel: %s stays whole on every rank: %s", name, why, extra=first_rank_only(schedule))
@@ -208,7 +208,7 @@ def first_rank_only(schedule: Schedule) -> dict[str, bool]:
     return {"another_rank": not is_first}
 
 
-def _whole_projections(schedule: Schedule) -> Iterable[str]:
+def _replicated_projections(schedule: Schedule) -> Iterable[str]:
     """Return layers with tensors of their own that no rule splits, such as quantised ones, one for all alike."""
     rules, named = rules_of(schedule), dict(schedule.mod.named_modules())
     inside = {other for module in named.values() if split_of(module) for other in module.modules()}
@@ -216,14 +216,14 @@ def _whole_projections(schedule: Schedule) -> Iterable[str]:
     return {kind(path): path for path in reversed(found) if rules.find(named[path]) is None}.values()
 
 
-def _lines_of_calls(derived: Derived) -> dict[str, str]:
+def _lines_of_calls(derived: DerivedPlan) -> dict[str, str]:
     """Return reasons for attentions that are one call in the graph, as those of torch, with the line that calls them."""
     graph = derived.layouts.graph
     calls = {str(node.target): node for node in graph.find_nodes(op="call_module")}
-    return {f"{path}.": f"{_NONE} ({node.meta.get('source')})" for path, node in calls.items()}
+    return {f"{path}.": f"{_NO_LAYER} ({node.meta.get('source')})" for path, node in calls.items()}
 
 
-def _of_parameters(schedule: Schedule, derived: Derived) -> dict[str, str]:
+def _modules_with_matrices(schedule: Schedule, derived: DerivedPlan) -> dict[str, str]:
     """Return modules in which nothing is split, and that use several matrices of their own, to the line that uses the first.
 
     Repeated ones are meant, and one of a kind; with one matrix it is a table or a router.
@@ -241,7 +241,7 @@ def _of_parameters(schedule: Schedule, derived: Derived) -> dict[str, str]:
     return dict(found.values())
 
 
-def _of_convolutions(schedule: Schedule, derived: Derived) -> dict[str, str]:
+def _convolutional_mlps(schedule: Schedule, derived: DerivedPlan) -> dict[str, str]:
     """Return repeated modules in which a convolution widens and one takes the width back, to the line that calls it."""
     kinds, found = (nn.Conv1d, nn.Conv2d), dict[str, tuple[str, str]]()
     wide: dict[str, set[tuple[int, int]]] = {}
@@ -256,7 +256,7 @@ def _of_convolutions(schedule: Schedule, derived: Derived) -> dict[str, str]:
     return dict(found.values())
 
 
-def _read_weights(schedule: Schedule, derived: Derived) -> Iterable[str]:
+def _uncalled_layers(schedule: Schedule, derived: DerivedPlan) -> Iterable[str]:
     """Return the layers that are not called, but whose weights are used, one for all alike."""
     graph, rules = derived.layouts.graph, rules_of(schedule)
     called = {str(node.target) for node in graph.find_nodes(op="call_module")}
@@ -270,7 +270,7 @@ def _is_in_graph(schedule: Schedule, path: str) -> bool:
     return any(isinstance(schedule.mod.get_submodule(outer), fx.GraphModule) for outer in ancestors(path))
 
 
-def _whole_modules(derived: Derived) -> dict[str, str]:
+def _outermost_replicated(derived: DerivedPlan) -> dict[str, str]:
     """Return, of layers in repeated modules, the outermost one around each in which nothing is split, if it has several."""
     split = {outer for path in (*derived.splits, *derived.parameters) for outer in ancestors(path)}
     found: dict[str, str] = {}
@@ -283,7 +283,7 @@ def _whole_modules(derived: Derived) -> dict[str, str]:
     return {path: owner for path, owner in found.items() if number[owner] > 1}
 
 
-def tell_whole_attentions(
+def log_replicated_attentions(
     schedule: Schedule, reasons: Mapping[str, str], otherwise: str, told: Collection[str] = ()
 ) -> set[str]:
     """Say of attentions in repeated layers that they stay whole, once for all of a kind; return these kinds.
@@ -298,7 +298,7 @@ def tell_whole_attentions(
     new = {what: path for what, path in kinds.items() if what != path and not any(is_inside(what, other) for other in told)}
     for path in new.values():
         why = next(_reasons_in(path, reasons), otherwise)
-        _say(schedule, path, why)
+        _log(schedule, path, why)
     return set(new)
 
 

@@ -13,10 +13,10 @@ from slapo_tracing.nodes import function_name
 from ...communication.shard_ranges import share
 from ...rules.rulebook import Rulebook
 from ..dry_run.layouts import Layouts
-from .replicated_matmuls import PRODUCTS
+from .replicated_matmuls import MATMULS
 
 
-def vocabulary(model: nn.Module, num_shards: int, rules: Rulebook) -> list[tuple[str, str]]:
+def vocabulary_steps(model: nn.Module, num_shards: int, rules: Rulebook) -> list[tuple[str, str]]:
     """Return paths and styles of the embedding and the head, where the vocabulary can be split: no rule is against it.
 
     What is tied to them is split along, or all of it stays whole. Without a head the embedding stays whole: its weight may
@@ -29,12 +29,12 @@ def vocabulary(model: nn.Module, num_shards: int, rules: Rulebook) -> list[tuple
     steps: dict[str, str] = {}
     for module in found:
         tied = _tied(named, module)
-        if all(_splits(other, num_shards, rules) for other in tied.values()):
+        if all(_is_divisible(other, num_shards, rules) for other in tied.values()):
             steps.update((path, _style(other)) for path, other in tied.items())
     return list(steps.items())
 
 
-def vocabulary_in(layouts: Layouts, model: nn.Module, num_shards: int, rules: Rulebook) -> dict[str, str]:
+def vocabulary_steps_from_graph(layouts: Layouts, model: nn.Module, num_shards: int, rules: Rulebook) -> dict[str, str]:
     """Return paths and styles of embeddings and heads that a model names by no method: they are known by their graph.
 
     An embedding of ids and a layer with a row for each of them, from whose result no other weight computes anything, are those
@@ -58,14 +58,14 @@ def vocabulary_in(layouts: Layouts, model: nn.Module, num_shards: int, rules: Ru
     heads = [
         path
         for path in whole
-        if rules.is_layer(named[path], "sharded") and not any(_feeds_product(each, model) for each in calls[path])
+        if rules.is_layer(named[path], "sharded") and not any(_feeds_matmul(each, model) for each in calls[path])
     ]
     sizes = set.intersection(*({len(named[path].weight) for path in paths} for paths in (tables, heads)))
     steps: dict[str, str] = {}
     for path in (path for path in (*tables, *heads) if len(named[path].weight) in sizes):
         tied = _tied(named, named[path])
         used_by_calls = calls.keys() >= tied.keys() and read.isdisjoint(tied)
-        if used_by_calls and all(_splits(each, num_shards, rules) for each in tied.values()):
+        if used_by_calls and all(_is_divisible(each, num_shards, rules) for each in tied.values()):
             steps.update((other, _style(module)) for other, module in tied.items())
     return steps
 
@@ -86,14 +86,14 @@ def _is_whole(node: fx.Node, layouts: Layouts) -> bool:
     return node not in layouts.local and node not in layouts.parts and node not in layouts.copies
 
 
-def _feeds_product(node: fx.Node, model: nn.Module) -> bool:
+def _feeds_matmul(node: fx.Node, model: nn.Module) -> bool:
     """Return whether a layer or a product of matrices computes something from a value."""
     seen, new = set[fx.Node](), [node]
     while new:
         users = {user for user in new.pop().users if user not in seen}
         for user in users:
             is_layer = user.op == "call_module" and any(True for _ in model.get_submodule(str(user.target)).parameters())
-            if is_layer or function_name(user) in PRODUCTS:
+            if is_layer or function_name(user) in MATMULS:
                 return True
         seen |= users
         new += users
@@ -103,29 +103,29 @@ def _feeds_product(node: fx.Node, model: nn.Module) -> bool:
 def tied_or_vocabulary(model: nn.Module, num_shards: int, rules: Rulebook) -> set[nn.Module]:
     """Return the modules that a derived plan leaves alone.
 
-    A layer that holds a parameter of another module cannot be split alone, and the vocabulary is split by ``vocabulary``.
+    A layer that holds a parameter of another module cannot be split alone, and the vocabulary is split by ``vocabulary_steps``.
     """
     named = dict(model.named_modules())
-    holders = Counter(held for module in named.values() for held in _held(module))
-    tied = {module for module in named.values() if any(holders[held] > 1 for held in _held(module))}
-    return tied | {named[path] for path, _ in vocabulary(model, num_shards, rules)}
+    holders = Counter(held for module in named.values() for held in _parameter_ids(module))
+    tied = {module for module in named.values() if any(holders[held] > 1 for held in _parameter_ids(module))}
+    return tied | {named[path] for path, _ in vocabulary_steps(model, num_shards, rules)}
 
 
 def _tied(named: Mapping[str, nn.Module], module: nn.Module) -> dict[str, nn.Module]:
     """The modules that hold a parameter of this one, or one of theirs, by path."""
     tied: dict[str, nn.Module] = {}
-    held = _held(module)
-    while more := {path: other for path, other in named.items() if path not in tied and _held(other) & held}:
+    held = _parameter_ids(module)
+    while more := {path: other for path, other in named.items() if path not in tied and _parameter_ids(other) & held}:
         tied |= more
-        held = held.union(*map(_held, more.values()))
+        held = held.union(*map(_parameter_ids, more.values()))
     return tied
 
 
-def _held(module: nn.Module) -> set[int]:
+def _parameter_ids(module: nn.Module) -> set[int]:
     return {id(tensor) for tensor in module._parameters.values() if tensor is not None}
 
 
-def _splits(module: nn.Module, num_shards: int, rules: Rulebook) -> bool:
+def _is_divisible(module: nn.Module, num_shards: int, rules: Rulebook) -> bool:
     try:
         cut = rules.cut(module, "weight", 0)
     except LookupError:

@@ -16,25 +16,25 @@ from slapo_tracing.nodes import autocast_state, function_name
 
 from ...communication._torch_private import StridedShard
 from ...syncs.sharded_norms import norm_in, norm_of, spread_in
-from .node_values import as_meta, gives_tensors, has_gradient, parameters_of
+from .node_values import as_meta, has_gradient, parameters_of, returns_several_tensors
 from .size_arguments import leaves, with_leaves
 
 if TYPE_CHECKING:
     from .layouts import Layouts
 
-_MOST_CHOICES = 256
+_MAX_CHOICES = 256
 _SUMS = ("sum", "mean")
-_HALF = (torch.bfloat16, torch.float16)
+_HALF_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def in_full_precision(values: Any) -> Any:
     """Return values with tensors of half precision in float32 where autocast is on, which does not cast what has no data."""
     if not autocast_state():
         return values
-    return pytree.tree_map_only(torch.Tensor, lambda value: value.float() if value.dtype in _HALF else value, values)
+    return pytree.tree_map_only(torch.Tensor, lambda value: value.float() if value.dtype in _HALF_PRECISION else value, values)
 
 
-def with_parts(layouts: Layouts, n: fx.Node, args: Any, kwargs: Any) -> Any:
+def run_on_cut_values(layouts: Layouts, n: fx.Node, args: Any, kwargs: Any) -> Any:
     """Run a node on parts of the whole tensors that are as long as what is sharded.
 
     Raises:
@@ -54,9 +54,9 @@ def with_parts(layouts: Layouts, n: fx.Node, args: Any, kwargs: Any) -> Any:
         for place, each in whole.items()
     ]
     blocks = _blocks(shards)
-    for chosen in islice(product(*options), 1, _MOST_CHOICES):
+    for chosen in islice(product(*options), 1, _MAX_CHOICES):
         cut = {place: dim for place, dim in chosen if dim is not None}
-        parts = {place: _cut(layouts, whole[place], dim, blocks) for place, dim in cut.items()}
+        parts = {place: _shard_of(layouts, whole[place], dim, blocks) for place, dim in cut.items()}
         args, kwargs = with_leaves((args, kwargs), parts)
         try:
             value = getattr(layouts, n.op)(n.target, args, kwargs)
@@ -77,7 +77,7 @@ def with_parts(layouts: Layouts, n: fx.Node, args: Any, kwargs: Any) -> Any:
             if isinstance(value, DTensor) and value.placements[0].is_partial("sum"):
                 layouts.once[n] = place
                 return value
-    return _with_statistics(layouts, n, args, kwargs)
+    return _run_with_reduced_statistics(layouts, n, args, kwargs)
 
 
 def _blocks(shards: list[DTensor]) -> tuple[int, ...]:
@@ -90,7 +90,7 @@ def _blocks(shards: list[DTensor]) -> tuple[int, ...]:
     return ()
 
 
-def _cut(layouts: Layouts, whole: torch.Tensor, dim: int, blocks: tuple[int, ...]) -> DTensor:
+def _shard_of(layouts: Layouts, whole: torch.Tensor, dim: int, blocks: tuple[int, ...]) -> DTensor:
     if sum(blocks) != whole.shape[dim] or any(block % layouts.mesh.size() for block in blocks):
         return layouts._shard(whole, dim)
     local = torch.empty_like(whole.chunk(layouts.mesh.size(), dim)[0])
@@ -98,7 +98,7 @@ def _cut(layouts: Layouts, whole: torch.Tensor, dim: int, blocks: tuple[int, ...
     return DTensor.from_local(local, layouts.mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
 
 
-def _with_statistics(layouts: Layouts, n: fx.Node, args: Any, kwargs: Any) -> Any:
+def _run_with_reduced_statistics(layouts: Layouts, n: fx.Node, args: Any, kwargs: Any) -> Any:
     """Take a norm or a variance along the sharded dimension for one whose statistics are summed over the ranks.
 
     Raises:
@@ -150,20 +150,20 @@ def may_cut(layouts: Layouts, node: fx.Node, of_layers: bool = True) -> bool:
         node: Gives the value.
         of_layers: Count the results that row layers add up among the latter.
     """
-    is_given = layouts.cuts_inputs and _is_of_argument(node)
+    is_given = layouts.cuts_inputs and _derives_from_argument(node)
     if is_given or not has_gradient(node) or parameters_of(node) or node in layouts.copies:
         return True
-    return not layouts.cuts_only and _is_for_parts(layouts, node, of_layers)
+    return not layouts.cuts_only and _derives_from_reductions(layouts, node, of_layers)
 
 
-def _is_of_argument(node: fx.Node) -> bool:
+def _derives_from_argument(node: fx.Node) -> bool:
     """Return whether a value is an argument of the graph, or made from one alone, as a bias with one dimension more."""
     while node.op in ("call_function", "call_method") and len(given := [*filter(has_gradient, node.all_input_nodes)]) == 1:
         (node,) = given
     return node.op == "placeholder"
 
 
-def _is_for_parts(layouts: Layouts, node: fx.Node, of_layers: bool) -> bool:
+def _derives_from_reductions(layouts: Layouts, node: fx.Node, of_layers: bool) -> bool:
     """Return whether a whole value has its gradient from added-up values and shared layers alone, and parameters beside."""
     if node in layouts.reduced or node in layouts.norms or str(node.target) in layouts.shared:
         return True
@@ -174,16 +174,16 @@ def _is_for_parts(layouts: Layouts, node: fx.Node, of_layers: bool) -> bool:
         return False
     if any(other.op == "get_attr" and str(other.target) in layouts.shared for other in node.all_input_nodes):
         return True
-    tuples = [other for other in node.all_input_nodes if other.op.startswith("call") and gives_tensors(other)]
+    tuples = [other for other in node.all_input_nodes if other.op.startswith("call") and returns_several_tensors(other)]
     found = [*tuples, *(other for other in node.all_input_nodes if has_gradient(other) and not parameters_of(other))]
-    return bool(found) and all(_is_for_parts(layouts, other, of_layers) for other in found)
+    return bool(found) and all(_derives_from_reductions(layouts, other, of_layers) for other in found)
 
 
 def _is_opaque(layouts: Layouts, path: str) -> bool:
     return path in layouts.opaque or bool(layouts.is_layer(layouts.fetch_attr(path)))
 
 
-def dim_cut(layouts: Layouts, node: fx.Node, other: fx.Node) -> int | None:
+def cut_dim(layouts: Layouts, node: fx.Node, other: fx.Node) -> int | None:
     """Return along which dimension a node's argument is cut; None where it is used whole, or cut block by block."""
     if layouts.blocks_of(node) or node in layouts.cut_blocks:
         return None

@@ -25,21 +25,30 @@ from ...communication._torch_private import layouts_kept
 from ...rules.convolutions import channel_dim
 from ...rules.norms import counts_channels_only, has_batch
 from ...syncs.sharded_norms import norm_of
-from .divided_sizes import note_divided, note_sizes
-from .function_probe import by_trial, check_parts, is_autograd_function
-from .fused_outputs import Fused, of_parts
-from .layout_adaptation import in_full_precision, may_reduce, with_parts
-from .node_values import Unknown, as_meta, by_heads, gives_numbers, gives_tensors, has_gradient, has_tensors, parameters_of
+from .divided_sizes import record_divided_arguments, record_sizes_to_divide
+from .function_probe import check_on_random_shards, is_autograd_function, probe_operator
+from .fused_outputs import FusedOutput, propagate_fused
+from .layout_adaptation import in_full_precision, may_reduce, run_on_cut_values
+from .node_values import (
+    UnknownObject,
+    as_meta,
+    has_gradient,
+    holds_tensors,
+    parameters_of,
+    returns_float_tensors,
+    returns_several_tensors,
+    run_by_heads,
+)
 from .parallel_branches import Branches
 from .size_arguments import leaves
-from .split_specs import ParameterSplit, Split
+from .split_specs import LayerSplit, ParameterSplit
 
-UNEVEN = "not divisible by"
+NOT_DIVISIBLE = "not divisible by"
 """Words in the reason for which a size or number of heads stays whole."""
 
-_BOTH = "the layer is called with a sharded input and with a whole one"
-_SPLITTING = ("view", "reshape", "unflatten")
-_OF_GRADIENTS = ("is_grad_enabled", "requires_grad", "is_leaf")
+_CALLED_BOTH_WAYS = "the layer is called with a sharded input and with a whole one"
+_VIEWS = ("view", "reshape", "unflatten")
+_GRADIENT_PROPERTIES = ("is_grad_enabled", "requires_grad", "is_leaf")
 
 
 class LayoutError(Exception):
@@ -118,7 +127,7 @@ class Layouts(fx.Interpreter):
         self,
         graph_module: nn.Module,
         mesh: DeviceMesh,
-        candidates: Mapping[str, Split],
+        candidates: Mapping[str, LayerSplit],
         filled: Mapping[fx.Node, int],
         is_layer: Any,
         left_whole: Collection[nn.Module] = (),
@@ -141,7 +150,7 @@ class Layouts(fx.Interpreter):
         self.extra_traceback = False  # errors are read by the search
         self.traced, self.mesh, self.is_layer = graph_module, mesh, is_layer
         self.candidates, self.filled, self.left_whole = candidates, filled, left_whole
-        self.splits: dict[str, Split] = {}
+        self.splits: dict[str, LayerSplit] = {}
         self.local: dict[fx.Node, tuple[int, ...]] = {}
         self.sources: dict[fx.Node, frozenset[str]] = {}
         self.partial: dict[str, fx.Node] = {}
@@ -180,7 +189,7 @@ class Layouts(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         if n.target is set_state:
             return None  # no node reads what lies in an object
-        if n.target is expect and (n.args[1] in _OF_GRADIENTS or (n.args[1] == "shape" and not self.gives_parts)):
+        if n.target is expect and (n.args[1] in _GRADIENT_PROPERTIES or (n.args[1] == "shape" and not self.gives_parts)):
             return None  # of a run with gradients, or of the unmodified model, neither of which runs here
         if n.target is torch.autograd.grad:
             raise TraceError(
@@ -192,7 +201,7 @@ class Layouts(fx.Interpreter):
         args, kwargs = self.fetch_args_kwargs_from_env(n) if n.op not in ("placeholder", "get_attr") else ((), {})
         if n in self.branch_of or n in self.dealt:
             return self._dealt(n, args, kwargs)
-        is_sharded = any(True for _ in _sharded((args, kwargs)))
+        is_sharded = any(True for _ in _sharded_leaves((args, kwargs)))
         if not is_sharded and self.copies.isdisjoint(n.all_input_nodes):
             return self._replicated(n, args, kwargs)
         self.sources[n] = frozenset[str]().union(*(self.sources.get(other, frozenset()) for other in n.all_input_nodes))
@@ -204,7 +213,7 @@ class Layouts(fx.Interpreter):
             raise LayoutError(self, n, self._unfit(n)) from err
         value = self._note(n, self._with_blocks(n, value))
         if isinstance(value, DTensor) and n.op != "call_module":
-            note_sizes(self, n, value, args, kwargs)
+            record_sizes_to_divide(self, n, value, args, kwargs)
         return value
 
     def _with_blocks(self, n: fx.Node, value: Any) -> Any:
@@ -220,7 +229,7 @@ class Layouts(fx.Interpreter):
         (placement,) = value.placements
         if not isinstance(placement, Shard) or value.shape[placement.dim] != sum(blocks):
             raise LayoutError(self, n, "the parts of a fused projection are used together")
-        return self._fused(n, Fused(as_meta(n.meta["val"]), blocks, placement.dim))
+        return self._fused(n, FusedOutput(as_meta(n.meta["val"]), blocks, placement.dim))
 
     def blocks_of(self, n: fx.Node) -> tuple[int, ...]:
         """Return the sizes of the parts of a fused parameter, or of what is made from it, that a node is given."""
@@ -228,15 +237,15 @@ class Layouts(fx.Interpreter):
 
     def _unfit(self, n: fx.Node) -> str:
         value, given = n.meta.get("val"), n.all_input_nodes[0].meta.get("val")
-        if function_name(n) in _SPLITTING and isinstance(value, torch.Tensor) and isinstance(given, torch.Tensor):
+        if function_name(n) in _VIEWS and isinstance(value, torch.Tensor) and isinstance(given, torch.Tensor):
             number, size = value.shape[-2:] if value.dim() > 1 else (0, 0)
             if value.dim() == given.dim() + 1 and number * size == given.shape[-1] and number % self.mesh.size():
-                return f"{number} heads, or whatever has size {size} here, are {UNEVEN} {self.mesh.size()} ranks"
+                return f"{number} heads, or whatever has size {size} here, are {NOT_DIVISIBLE} {self.mesh.size()} ranks"
         return "the operation needs all of a value that is sharded"
 
     def _dealt(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
         """Run a node of a branch on whole values; what joins the branches has a part of them on each rank."""
-        if any(True for _ in _sharded((args, kwargs))):
+        if any(True for _ in _sharded_leaves((args, kwargs))):
             given = (self.sources.get(other, frozenset()) for other in n.all_input_nodes)
             self.sources[n] = frozenset[str]().union(*given)
             raise LayoutError(self, n, "a branch is given a sharded value")
@@ -245,7 +254,7 @@ class Layouts(fx.Interpreter):
             self.sources[n] = frozenset(branches.splits(self.mesh.size()))
             return self._note(n, self._shard(as_meta(n.meta["val"]), branches.dim))
         branches = self.branch_of[n]
-        if n in branches.entries or gives_numbers(n):
+        if n in branches.entries or returns_float_tensors(n):
             self._note_uses(n, branches.given(n))
         if n in branches.shared:
             self._note_partial(n, None, branches.shared[n])
@@ -263,7 +272,7 @@ class Layouts(fx.Interpreter):
             dim = channel_dim(self.fetch_attr(str(n.target))) % whole.dim()
             try:
                 if split.blocks:
-                    return self._fused(n, Fused(whole, split.blocks, dim, split.copied))
+                    return self._fused(n, FusedOutput(whole, split.blocks, dim, split.copied))
                 return self._note(n, self._shard(whole, dim))
             except ValueError as err:
                 raise LayoutError(self, n, str(err)) from err
@@ -275,20 +284,20 @@ class Layouts(fx.Interpreter):
                 self.sources[n] = frozenset()
                 self.sized[n] = (known.shape[self.filled[n]],)
                 value = self._shard(as_meta(known), self.filled[n])
-                note_divided(self, n, (args, kwargs), value.to_local().shape)
+                record_divided_arguments(self, n, (args, kwargs), value.to_local().shape)
                 return self._note(n, value)
             return as_meta(known)
         if n.op == "placeholder":
             return n.meta.get("val")
         if n.target in (getattr, operator.getitem) and args[0] is None:  # of an object that the forward is given
-            return Unknown()
+            return UnknownObject()
         if n.op == "call_module" and str(n.target) in self.opaque:
-            return Unknown()
+            return UnknownObject()
         try:
             value = self._whole(n, args, kwargs) if n.op == "call_module" else getattr(self, n.op)(n.target, args, kwargs)
         except NotImplementedError:
             self.decided_by_values.append(n)
-            return Unknown()
+            return UnknownObject()
         return pytree.tree_map_only(torch.Tensor, as_meta, value)
 
     def _parameter(self, n: fx.Node, split: ParameterSplit) -> DTensor:
@@ -298,13 +307,13 @@ class Layouts(fx.Interpreter):
             self.blocks[n] = split.blocks
         try:
             if any(block % self.mesh.size() for block in split.blocks):
-                raise ValueError(f"blocks {split.blocks} are {UNEVEN} {self.mesh.size()} ranks")
+                raise ValueError(f"blocks {split.blocks} are {NOT_DIVISIBLE} {self.mesh.size()} ranks")
             value: DTensor = self._note(n, self._shard(as_meta(n.meta["val"]), split.dim))
         except ValueError as err:
             raise LayoutError(self, n, str(err)) from err
         return value
 
-    def _fused(self, n: fx.Node, fused: Fused) -> Fused:
+    def _fused(self, n: fx.Node, fused: FusedOutput) -> FusedOutput:
         self.local[n] = tuple(fused.local(self.mesh.size()).shape)
         return fused
 
@@ -312,7 +321,7 @@ class Layouts(fx.Interpreter):
         """Return one of the parts of a value: sharded, whole on every rank, or of parts itself."""
         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and has_gradient(n):
             self.copies.add(n)
-        return self._fused(n, value) if isinstance(value, Fused) else value
+        return self._fused(n, value) if isinstance(value, FusedOutput) else value
 
     def _copied_node(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
         """Run a node on values that every rank has whole, with a part of their gradient."""
@@ -323,7 +332,7 @@ class Layouts(fx.Interpreter):
             self._note_partial(n, None, [f"{n.target}.{name}" for name, _ in module.named_parameters()])
         self._note_mixed(n)
         value, given = self._replicated(n, args, kwargs), self.sources.pop(n)
-        if has_gradient(n) or gives_tensors(n):
+        if has_gradient(n) or returns_several_tensors(n):
             self.copies.add(n)
             self.sources[n] = given
         return value
@@ -336,9 +345,9 @@ class Layouts(fx.Interpreter):
             raise ValueError("a sharded value is a result of the model")
         if n.target is operator.getitem and isinstance(args[0], list):
             return self._taken(n, args[0][args[1]])
-        fused = next((value for value in _sharded((args, kwargs)) if isinstance(value, Fused)), None)
+        fused = next((value for value in _sharded_leaves((args, kwargs)) if isinstance(value, FusedOutput)), None)
         if fused is not None:
-            return self._taken(n, of_parts(self, n, fused, args, kwargs))
+            return self._taken(n, propagate_fused(self, n, fused, args, kwargs))
         if n.meta.get("mutates") and not isinstance(args[0], DTensor):
             raise ValueError("a replicated value is changed with a sharded one")
         if n in self.adapted and (n.op != "call_module" or norm_of(self.fetch_attr(str(n.target))) is not None):
@@ -357,18 +366,18 @@ class Layouts(fx.Interpreter):
         try:
             value = getattr(self, n.op)(n.target, args, kwargs)
             if is_autograd_function(n.target):
-                check_parts(n.target, args, kwargs, value, self.mesh.size())
+                check_on_random_shards(n.target, args, kwargs, value, self.mesh.size())
             return value
         except NotImplementedError:
-            return by_trial(n, args, kwargs, self.mesh)
+            return probe_operator(n, args, kwargs, self.mesh)
         except RuntimeError:
-            return by_heads(function_name(n), args, kwargs)
+            return run_by_heads(function_name(n), args, kwargs)
 
     def _adapted_node(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
         try:
             return self._call(n, args, kwargs) if n.op != "call_module" else self._whole(n, args, kwargs)
         except RuntimeError:
-            return with_parts(self, n, args, kwargs)
+            return run_on_cut_values(self, n, args, kwargs)
 
     def _module(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
         path = str(n.target)
@@ -386,7 +395,7 @@ class Layouts(fx.Interpreter):
                 )
             self._note_partial(n, None, names)
             return self._whole(n, args, kwargs)
-        keeps = self.is_layer(module, "kept") and has_tensors(module)
+        keeps = self.is_layer(module, "kept") and holds_tensors(module)
         if not keeps and not self.is_layer(module, "partial"):
             raise ValueError(f"the layer {path!r}, which cannot be split along its input, needs all of a value that is sharded")
         x = args[0] if args else next(iter(kwargs.values()))
@@ -397,9 +406,9 @@ class Layouts(fx.Interpreter):
             raise ValueError(f"{given} and not, as it would have to be, whole or split along its last one,")
         self.given_parts[n] = self.sources[n]
         if keeps:
-            self._found(path, Split("kept"))
+            self._found(path, LayerSplit("kept"))
             return self._shard(as_meta(n.meta["val"]), dim)
-        self._found(path, Split("reduced"))
+        self._found(path, LayerSplit("reduced"))
         self.sources.pop(n)
         return as_meta(n.meta["val"])
 
@@ -414,15 +423,15 @@ class Layouts(fx.Interpreter):
         if path in self.splits:
             of = next(other for other in self.graph.find_nodes(op="call_module", target=path) if other in self.given_parts)
             self.sources[n] = self.given_parts[of]
-            raise LayoutError(self, n, _BOTH)
+            raise LayoutError(self, n, _CALLED_BOTH_WAYS)
 
-    def _found(self, path: str, split: Split) -> None:
+    def _found(self, path: str, split: LayerSplit) -> None:
         if self.splits.setdefault(path, split) != split or path in self.called_whole:
-            raise ValueError(_BOTH)
+            raise ValueError(_CALLED_BOTH_WAYS)
 
     def _note_mixed(self, n: fx.Node) -> None:
         """Ranks that use a replicated value each on their own shard have each a part of its gradient."""
-        if gives_numbers(n):
+        if returns_float_tensors(n):
             self._note_uses(n, n.all_input_nodes)
 
     def _note_uses(self, n: fx.Node, given: Iterable[fx.Node]) -> None:
@@ -467,13 +476,13 @@ class Layouts(fx.Interpreter):
     def _shard(self, whole: torch.Tensor, dim: int) -> DTensor:
         size = self.mesh.size()
         if whole.shape[dim] % size:
-            raise ValueError(f"size {whole.shape[dim]} is {UNEVEN} {size} ranks")
+            raise ValueError(f"size {whole.shape[dim]} is {NOT_DIVISIBLE} {size} ranks")
         placements: list[Placement] = [Shard(dim)]
         local = torch.empty_like(whole.chunk(size, dim)[0])  # dense, as what a layer gives
         return DTensor.from_local(local, self.mesh, placements, run_check=False)
 
     def _note(self, n: fx.Node, value: Any) -> Any:
-        for part in _sharded(value):
+        for part in _sharded_leaves(value):
             if isinstance(part, DTensor) and isinstance(placement := part.placements[0], Partial):
                 is_sum = type(placement) is Partial and placement.reduce_op in ("sum", "avg")
                 if part is value and is_sum and n in self.adapted and not self.cuts_only and may_reduce(self, n):
@@ -495,5 +504,5 @@ class Layouts(fx.Interpreter):
         return as_meta(value) if isinstance(value, torch.Tensor) else value
 
 
-def _sharded(value: Any) -> Iterator[Any]:
-    return (part for part in pytree.tree_leaves(value) if isinstance(part, (DTensor, Fused)))
+def _sharded_leaves(value: Any) -> Iterator[Any]:
+    return (part for part in pytree.tree_leaves(value) if isinstance(part, (DTensor, FusedOutput)))

@@ -14,15 +14,15 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 
-class Unknown:
+class UnknownObject:
     """Object that is not known, as the result of a call that cannot be run without data; tensors taken out of it are."""
 
-    def __getattr__(self, name: str) -> Unknown:
+    def __getattr__(self, name: str) -> UnknownObject:
         if name.startswith("__"):
             raise AttributeError(name)
         return self
 
-    def __getitem__(self, index: Any) -> Unknown:
+    def __getitem__(self, index: Any) -> UnknownObject:
         return self
 
 
@@ -38,7 +38,7 @@ def has_gradient(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-def gives_gradient(node: fx.Node) -> bool:
+def has_any_gradient(node: fx.Node) -> bool:
     """Return whether a value has a gradient, or one of several, as those of a split."""
     return has_gradient(node) or any(
         user.target is operator.getitem and user.args[0] is node and has_gradient(user) for user in node.users
@@ -51,11 +51,11 @@ def parameters_of(node: fx.Node) -> list[str]:
         return [str(node.target)]
     if node.op in ("placeholder", "call_module"):
         return []
-    found = [parameters_of(other) for other in node.all_input_nodes if gives_gradient(other)]
+    found = [parameters_of(other) for other in node.all_input_nodes if has_any_gradient(other)]
     return [name for names in found for name in names] if all(found) else []
 
 
-def by_heads(name: str, args: Any, kwargs: Any) -> DTensor | torch.Tensor:
+def run_by_heads(name: str, args: Any, kwargs: Any) -> DTensor | torch.Tensor:
     """Return the result of a product or an attention for which DTensor has no rule, though ranks need no more than they have.
 
     Products of matrices in batches that are repeated have one as an einsum; of an attention, one whole head of keys and values
@@ -97,18 +97,18 @@ def view_in_two_steps(name: str, x: DTensor, *sizes: Any) -> DTensor:
     return view
 
 
-def gives_numbers(node: fx.Node) -> bool:
+def returns_float_tensors(node: fx.Node) -> bool:
     """Return whether a node gives tensors that may have gradients."""
     given = (part for part in pytree.tree_leaves(node.meta.get("val")) if isinstance(part, torch.Tensor))
     return any(part.is_floating_point() or part.is_complex() for part in given)
 
 
-def has_tensors(module: nn.Module) -> bool:
+def holds_tensors(module: nn.Module) -> bool:
     """Return whether a module holds parameters or buffers itself."""
     return any(each is not None for each in (*module._parameters.values(), *module._buffers.values()))
 
 
-def gives_tensors(node: fx.Node) -> bool:
+def returns_several_tensors(node: fx.Node) -> bool:
     """Return whether a node gives several tensors, as a split does."""
     taken = (user.meta.get("val") for user in node.users if user.target is operator.getitem and user.args[0] is node)
     return node.meta.get("val") is None and any(isinstance(value, torch.Tensor) for value in taken)

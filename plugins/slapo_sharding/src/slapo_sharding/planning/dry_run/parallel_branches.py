@@ -17,7 +17,7 @@ from torch import fx, nn
 from slapo_tracing.nodes import function_name
 
 from ...splitting.module_paths import kind
-from .node_values import gives_tensors, has_gradient
+from .node_values import has_gradient, returns_several_tensors
 from .split_specs import ParameterSplit
 
 _JOINTS = ("cat", "concat", "concatenate", "stack")
@@ -98,7 +98,7 @@ class _Finder:
 
     def branches(self, joint: fx.Node, ranks: int) -> Branches | None:
         """Return the branches of a node that puts values together; None where it has none that can be dealt out."""
-        given, dim = _arguments(joint)
+        given, dim = _joined_values(joint)
         if len(given) < ranks or len(given) % ranks or len({*given}) < len(given):
             return None
         if any(list(other.users) != [joint] for other in given) or len({other.meta["val"].shape for other in given}) > 1:
@@ -130,7 +130,9 @@ class _Finder:
 
     def _entries(self, nodes: tuple[frozenset[fx.Node], ...]) -> frozenset[fx.Node]:
         inside = frozenset[fx.Node]().union(*nodes)
-        lists = {other for node in inside for other in node.all_input_nodes if other not in inside and gives_tensors(other)}
+        lists = {
+            other for node in inside for other in node.all_input_nodes if other not in inside and returns_several_tensors(other)
+        }
         return frozenset(node for node in lists if inside.issuperset(node.users))
 
     def _tensors(
@@ -167,7 +169,7 @@ class _Finder:
                 written = self._memories[node.all_input_nodes[place].meta.get("memory")]
                 if any(other not in branches.inside or other.op == "get_attr" for other in written):
                     return False
-            if any(gives_tensors(other) for other in branches.given(node)):
+            if any(returns_several_tensors(other) for other in branches.given(node)):
                 return False
         uses = [{other for node in each for other in self._outside(node, branches)} for each in branches.nodes]
         return all(other in each for other in set[fx.Node]().union(*uses) for each in uses)
@@ -181,7 +183,7 @@ class _Finder:
                 yield other
 
 
-def _arguments(joint: fx.Node) -> tuple[list[fx.Node], int]:
+def _joined_values(joint: fx.Node) -> tuple[list[fx.Node], int]:
     """Return the values that a node puts together, and along which dimension of its result; none where it is no such node."""
     values: Any = joint.args[0] if joint.args else joint.kwargs.get("tensors", ())
     dim = joint.args[1] if len(joint.args) > 1 else joint.kwargs.get("dim", joint.kwargs.get("axis", 0))

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.fx.node import map_aggregate
 
-_MOST = 2_000
+_MAX_CHOICES = 2_000
 """Choices that are tried."""
 
 
@@ -46,12 +46,14 @@ def local_size(size: int, ranks: int, held: int = 0) -> int:
     return -local_size(-size, ranks, held) if size < 0 else (size - held) // ranks + held
 
 
-def places_of(given: Any, sizes: Collection[int]) -> tuple[int, ...]:
+def leaf_indices_of(given: Any, sizes: Collection[int]) -> tuple[int, ...]:
     """Return the places of integers that are one of some sizes, among the leaves."""
     return tuple(place for place, value in enumerate(leaves(given)) if is_size(value) and value in sizes)
 
 
-def to_divide(given: Any, whole: Collection[int], ranks: int, fits: Callable[[Any], bool]) -> tuple[int, ...] | None:
+def leaf_indices_to_divide(
+    given: Any, whole: Collection[int], ranks: int, fits: Callable[[Any], bool]
+) -> tuple[int, ...] | None:
     """Return the places of the sizes that have to be divided, among the leaves; None where no choice fits.
 
     The shapes decide, which say enough for operations that cut or arrange a tensor by the sizes of their result, and not for
@@ -64,8 +66,8 @@ def to_divide(given: Any, whole: Collection[int], ranks: int, fits: Callable[[An
         fits: Whether the call gives the right shapes with such arguments.
     """
     values = leaves(given)
-    places = [place for place in places_of(given, whole) if values[place] % ranks == 0]
-    for chosen in islice(_choices(places, values), _MOST):
+    places = [place for place in leaf_indices_of(given, whole) if values[place] % ranks == 0]
+    for chosen in islice(_choices(places, values), _MAX_CHOICES):
         if fits(with_leaves(given, {place: values[place] // ranks for place in chosen})):
             return chosen
     return None

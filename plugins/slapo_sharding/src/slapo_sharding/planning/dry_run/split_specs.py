@@ -9,7 +9,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Split:
+class LayerSplit:
     """Split of a layer.
 
     Args:

@@ -9,17 +9,17 @@ from torch import fx
 from slapo_core import Schedule
 
 
-def sum_gradients(schedule: Schedule, paths: Sequence[str]) -> None:
+def reduce_shared_gradients(schedule: Schedule, paths: Sequence[str]) -> None:
     """Sum the gradients of the inputs of column-parallel layers that are given one tensor, mostly."""
     if len(paths) == 1:
         (schedule[paths[0]] if paths[0] else schedule).sync("bwd_post", "all_reduce")
         return
-    owner = _around(paths)
+    owner = _common_parent(paths)
     start = len(owner) + 1 if owner else 0
     (schedule[owner] if owner else schedule).sync("bwd_post", "all_reduce", of=[path[start:] for path in paths])
 
 
-def by_parent(paths: Iterable[str]) -> list[list[str]]:
+def group_by_parent(paths: Iterable[str]) -> list[list[str]]:
     """Layers of one module in one group each, where only the names are known."""
     groups: dict[str, list[str]] = {}
     for path in paths:
@@ -27,7 +27,7 @@ def by_parent(paths: Iterable[str]) -> list[list[str]]:
     return list(groups.values())
 
 
-def by_input(graph: fx.Graph, paths: Iterable[str]) -> list[list[str]]:
+def group_by_input(graph: fx.Graph, paths: Iterable[str]) -> list[list[str]]:
     """Layers that are given the same value of a graph in one group each."""
     wanted, groups = set(paths), dict[fx.Node, list[str]]()
     for node in graph.nodes:
@@ -37,7 +37,7 @@ def by_input(graph: fx.Graph, paths: Iterable[str]) -> list[list[str]]:
     return list(groups.values())
 
 
-def _around(paths: Sequence[str]) -> str:
+def _common_parent(paths: Sequence[str]) -> str:
     """Path of the innermost module around all."""
     common: list[str] = []
     for names in zip(*(path.split(".")[:-1] for path in paths), strict=False):

@@ -55,15 +55,15 @@ class LayerBackend(Protocol):
         """
 
 
-class DoneInside(Sync):
+class BackendSync(Sync):
     """A sync that the module itself carries out, kept where it was for the checks."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None) -> Any:
         """Change no value; the gradient of a new tensor is that of this one use, which the first run tells by the tensor."""
-        return map_input(_anew, args, kwargs) if self.mode == "bwd_post" else None
+        return map_input(_new_tensor, args, kwargs) if self.mode == "bwd_post" else None
 
 
-def _anew(x: torch.Tensor) -> torch.Tensor:
+def _new_tensor(x: torch.Tensor) -> torch.Tensor:
     return x.view_as(x) if x.requires_grad and torch.is_grad_enabled() else x
 
 
@@ -119,20 +119,20 @@ def replace_layers(
         applied = split_of(module)
         if applied is None or module in before or applied.cut.output == "whole":
             continue
-        made = _made(name, backend, module, applied)
+        made = _make_layer(name, backend, module, applied)
         if isinstance(made, str):
             reasons[path] = made
         else:
-            _put(schedule[path] if path else schedule, applied, made)
+            _replace_layer(schedule[path] if path else schedule, applied, made)
             replaced = True
     if loss is not None:
-        made = _asked(name, backend, loss.losses, "loss", loss.spec)
+        made = _call_backend(name, backend, loss.losses, "loss", loss.spec)
         if isinstance(made, str):
             reasons["loss_function"] = made
         else:
             loss.losses = made.train(loss.training)
     if schedule.world_size > 1 and not replaced:
-        what = _told(reasons) or "nothing is split"
+        what = _grouped_reasons(reasons) or "nothing is split"
         raise ScheduleError(
             f"backend {name!r} has no layer for any that is split: {what}; leave out backend",
             path=schedule.path,
@@ -140,10 +140,10 @@ def replace_layers(
         )
     if reasons:
         what = "tensor_parallel(%r): not replaced by layers of %r: %s"
-        get_logger().warning(what, schedule.path, name, _told(reasons), extra=first_rank_only(schedule))
+        get_logger().warning(what, schedule.path, name, _grouped_reasons(reasons), extra=first_rank_only(schedule))
 
 
-def _told(reasons: Mapping[str, str]) -> str:
+def _grouped_reasons(reasons: Mapping[str, str]) -> str:
     """Paths by reason, those of repeated layers once."""
     paths: dict[str, dict[str, list[str]]] = {}
     for path, why in reasons.items():
@@ -152,7 +152,7 @@ def _told(reasons: Mapping[str, str]) -> str:
     return "; ".join(f"{', '.join(names)}: {why}" for why, names in named.items())
 
 
-def _made(name: str, backend: LayerBackend, module: nn.Module, applied: AppliedCut) -> nn.Module | str:
+def _make_layer(name: str, backend: LayerBackend, module: nn.Module, applied: AppliedCut) -> nn.Module | str:
     what = _KINDS.get((applied.cut.input, applied.cut.output))
     if what is None:
         return f"engines have no {type(module).__name__} that is split so"
@@ -161,10 +161,10 @@ def _made(name: str, backend: LayerBackend, module: nn.Module, applied: AppliedC
     moved = list(syncs_of(module, "fwd_post"))
     if what != "columns" and [(sync.op, sync.fn) for sync in moved] != [("all_reduce", None)]:
         return f"its output is not made whole by one all_reduce of its own, but by {[sync.op for sync in moved] or 'others'}"
-    return _asked(name, backend, module, what, applied.spec, sums_gradient=_own_sum(module) is not None)
+    return _call_backend(name, backend, module, what, applied.spec, sums_gradient=_own_reduction(module) is not None)
 
 
-def _asked(
+def _call_backend(
     name: str, backend: LayerBackend, module: nn.Module, what: Kind, spec: ShardSpec, *, sums_gradient: bool = False
 ) -> nn.Module | str:
     try:
@@ -173,7 +173,7 @@ def _asked(
         raise PluginError(
             f"backend {name!r} failed on a {type(module).__name__}: {failure_reason(error)}", owner=name
         ) from error
-    if isinstance(made, nn.Module) and _held(made) != _held(module):
+    if isinstance(made, nn.Module) and _own_tensors(made) != _own_tensors(module):
         kind = type(made).__name__
         raise PluginError(
             f"backend {name!r} made a {kind} that does not hold the parameters of the layer it is for", owner=name
@@ -181,11 +181,11 @@ def _asked(
     return made
 
 
-def _held(module: nn.Module) -> dict[str, int]:
+def _own_tensors(module: nn.Module) -> dict[str, int]:
     return {key: id(tensor) for key, tensor in module.named_parameters() if tensor is not None}
 
 
-def _own_sum(module: nn.Module) -> Sync | None:
+def _own_reduction(module: nn.Module) -> Sync | None:
     """The sync that sums the gradient of this one layer's input, if the engine's layer can do that."""
     for sync in syncs_of(module, "bwd_post"):
         if sync.fn is None and sync.shared is not None and sync.shared.members == 1:
@@ -193,17 +193,17 @@ def _own_sum(module: nn.Module) -> Sync | None:
     return None
 
 
-def _put(handle: Schedule, applied: AppliedCut, new: nn.Module) -> None:
+def _replace_layer(handle: Schedule, applied: AppliedCut, new: nn.Module) -> None:
     """Put a layer in the place of another, with what is known of that and what is hooked onto it."""
     old = handle.mod
     known = handle.metadata.primitives
-    done = [_own_sum(old)] if applied.cut.output == "sharded" else list(syncs_of(old, "fwd_post"))
+    done = [_own_reduction(old)] if applied.cut.output == "sharded" else list(syncs_of(old, "fwd_post"))
     handle.replace_module(new)
     handle.metadata.primitives.update(known)
     for name, table in vars(old).items():
         if "_hooks" in name and isinstance(table, dict):
             vars(new)[name].update(table)
     for table in (new._forward_pre_hooks, new._forward_hooks):
-        table.update({key: DoneInside(**vars(hook)) for key, hook in table.items() if any(hook is each for each in done)})
+        table.update({key: BackendSync(**vars(hook)) for key, hook in table.items() if any(hook is each for each in done)})
     record_cut(new, replace(applied, late_bias=False))
     new.train(old.training)

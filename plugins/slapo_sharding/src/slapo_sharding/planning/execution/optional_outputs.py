@@ -14,7 +14,7 @@ from slapo_core import ScheduleError
 
 
 @dataclass(frozen=True)
-class Extra:
+class OptionalOutput:
     """What a model returns where it is asked to.
 
     Args:
@@ -30,13 +30,13 @@ class Extra:
     remedy: str
 
 
-HIDDEN_STATES = Extra(
+HIDDEN_STATES = OptionalOutput(
     "output_hidden_states",
     ("hidden_states", "encoder_hidden_states", "decoder_hidden_states"),
     "parts of the sequence",
     "sequence_parallel",
 )
-ATTENTIONS = Extra(
+ATTENTIONS = OptionalOutput(
     "output_attentions",
     ("attentions", "encoder_attentions", "decoder_attentions", "cross_attentions"),
     "heads",
@@ -44,7 +44,7 @@ ATTENTIONS = Extra(
 )
 
 
-class WholeOutputs:
+class OptionalOutputGuard:
     """A forward hook of a model that is split: it refuses to return what would be a part.
 
     Args:
@@ -54,7 +54,7 @@ class WholeOutputs:
 
     traced = True  # it changes no value
 
-    def __init__(self, path: str, extras: tuple[Extra, ...]) -> None:
+    def __init__(self, path: str, extras: tuple[OptionalOutput, ...]) -> None:
         self.path, self.extras = path, extras
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -63,11 +63,11 @@ class WholeOutputs:
         Raises:
             ScheduleError: an extra is among it.
         """
-        named = {name for name, value in _named(output) if _holds_tensors(value)}
+        named = {name for name, value in _named_values(output) if _holds_tensors(value)}
         nameless = isinstance(output, (tuple, list)) and any(map(_holds_tensors, output))
         for extra in self.extras:
             found = [name for name in extra.names if name in named]
-            if nameless and not found and _is_asked(module, args, kwargs, extra.option):
+            if nameless and not found and _is_requested(module, args, kwargs, extra.option):
                 found = [extra.names[0]]
             if found:
                 raise ScheduleError(
@@ -78,18 +78,18 @@ class WholeOutputs:
                 )
 
 
-def _named(output: Any) -> list[tuple[str, Any]]:
+def _named_values(output: Any) -> list[tuple[str, Any]]:
     """What an output holds under names, also that of the outputs in it."""
     own = list(output.items()) if isinstance(output, Mapping) else []
     inner = output if isinstance(output, (tuple, list)) else [value for _, value in own]
-    return [*own, *(pair for value in inner for pair in _named(value))]
+    return [*own, *(pair for value in inner for pair in _named_values(value))]
 
 
 def _holds_tensors(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and any(isinstance(part, torch.Tensor) or _holds_tensors(part) for part in value)
 
 
-def _is_asked(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], option: str) -> bool:
+def _is_requested(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], option: str) -> bool:
     """Whether the call asks, or, where it does not say, the model's config or one inside of it."""
     asked = kwargs.get(option)
     if asked is None and args:

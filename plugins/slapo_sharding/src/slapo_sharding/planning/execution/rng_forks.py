@@ -19,7 +19,7 @@ from ..dry_run.node_values import as_meta
 from ..local_sizes.adapted_modules import is_inside
 
 
-class MixedDraws(ValueError):
+class MixedRandomOps(ValueError):
     """Error of a module whose forward draws random numbers for sharded and for whole values.
 
     Args:
@@ -32,7 +32,7 @@ class MixedDraws(ValueError):
         self.node = node
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _RandomOpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes whether anything that runs inside draws."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def draws(module: nn.Module, node: fx.Node) -> bool:
+def is_random(module: nn.Module, node: fx.Node) -> bool:
     """Return whether a node draws random numbers, tried on tensors without data."""
     if not node.op.startswith("call") or is_mode_node(node):
         return False
@@ -55,7 +55,7 @@ def draws(module: nn.Module, node: fx.Node) -> bool:
     args: Any = map_arg(node.args, values.__getitem__)
     kwargs: Any = map_arg(node.kwargs, values.__getitem__)
     # an operation that cannot run without data has drawn before it failed, or does not draw
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), _Watch() as watch, suppress(Exception):
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), _RandomOpRecorder() as watch, suppress(Exception):
         _run(module, node, args, kwargs)
     return bool(watch.drew)
 
@@ -71,7 +71,7 @@ def _run(module: nn.Module, node: fx.Node, args: Any, kwargs: Any) -> None:
         node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def forks(layouts: Layouts, graphs: Collection[str] = ()) -> Iterator[tuple[str, bool]]:
+def find_rng_forks(layouts: Layouts, graphs: Collection[str] = ()) -> Iterator[tuple[str, bool]]:
     """Paths of the modules whose random numbers have to be forked, and of those inside them that have to stay outside.
 
     Args:
@@ -85,17 +85,17 @@ def forks(layouts: Layouts, graphs: Collection[str] = ()) -> Iterator[tuple[str,
         MixedDraws: the forward of one module draws for sharded and for whole values; says where.
     """
     # the tracer marks all that may draw, attention with a rate of 0 too; only these are tried
-    drawing = [node for node in layouts.graph.nodes if node.meta.get("draws", True) and draws(layouts.traced, node)]
-    inside = {_place(node, graphs): node for node in drawing if _is_sharded(layouts, node)}
-    outside = {_place(node, graphs): node for node in drawing if not _is_sharded(layouts, node)}
+    drawing = [node for node in layouts.graph.nodes if node.meta.get("draws", True) and is_random(layouts.traced, node)]
+    inside = {_module_to_fork(node, graphs): node for node in drawing if _is_sharded(layouts, node)}
+    outside = {_module_to_fork(node, graphs): node for node in drawing if not _is_sharded(layouts, node)}
     if both := sorted(inside.keys() & outside.keys()):
         where = outside[both[0]].meta.get("source")
-        raise MixedDraws(f"{both[0]!r} draws random numbers for sharded and for whole values ({where})", inside[both[0]])
+        raise MixedRandomOps(f"{both[0]!r} draws random numbers for sharded and for whole values ({where})", inside[both[0]])
     yield from ((path, False) for path in inside)
     yield from ((path, True) for path in outside if any(path.startswith(f"{fork}.") or not fork for fork in inside))
 
 
-def _place(node: fx.Node, graphs: Collection[str]) -> str:
+def _module_to_fork(node: fx.Node, graphs: Collection[str]) -> str:
     if node.op == "call_module":
         return str(node.target)
     path = str(node.meta.get("module", ""))

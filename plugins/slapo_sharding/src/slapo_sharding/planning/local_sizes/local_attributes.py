@@ -21,9 +21,9 @@ from slapo_tracing.nodes import expect, is_mode_node, rebuild, set_state
 from ..dry_run.layouts import Layouts
 from ..dry_run.size_arguments import leaves
 from .adapted_modules import is_inside
-from .size_origins import Place, may_be, numbers
+from .size_origins import AttributeKey, can_become, integer_attributes
 
-_MOST = 4  # attributes that turn local together
+_MAX_ATTRIBUTES = 4  # attributes that turn local together
 
 
 class Difference(NamedTuple):
@@ -39,7 +39,7 @@ class Difference(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Count:
+class SizeAttribute:
     """An attribute that may count something that is split.
 
     Args:
@@ -53,7 +53,7 @@ class Count:
     module: nn.Module
     name: str
     value: int
-    place: Place
+    place: AttributeKey
     in_config: bool = False
 
     @property
@@ -71,24 +71,26 @@ class Count:
         self.module.config = config
 
 
-def counts(layouts: Layouts, root: nn.Module, size: int) -> list[Count]:
+def candidate_attributes(layouts: Layouts, root: nn.Module, size: int) -> list[SizeAttribute]:
     """The attributes that a size which has to be divided may come from; the likelier ones first."""
-    found: dict[tuple[int, Place], Count] = {}
+    found: dict[tuple[int, AttributeKey], SizeAttribute] = {}
     for node, sizes in layouts.sized.items():
         module = root.get_submodule(node.meta["module"])
-        for holder, name, value in numbers(module):
+        for holder, name, value in integer_attributes(module):
             if value > 1 and value % size == 0 and any(whole % value == 0 for whole in sizes):
                 place = id(holder), name
-                found[id(module), place] = Count(module, name, value, place, holder is not module)
+                found[id(module), place] = SizeAttribute(module, name, value, place, holder is not module)
     return sorted(found.values(), key=lambda count: count.in_config)
 
 
-def localise(layouts: Layouts, found: list[Count], size: int, problem: Callable[[], Difference | None]) -> Difference | None:
+def make_attributes_local(
+    layouts: Layouts, found: list[SizeAttribute], size: int, problem: Callable[[], Difference | None]
+) -> Difference | None:
     """Let as few of the attributes as will do count one rank's part; None, or what is wrong with the unmodified ones.
 
     Args:
         layouts: The dry run.
-        found: What ``counts`` gave.
+        found: What ``candidate_attributes`` gave.
         size: Number of ranks.
         problem: Traces this rank's model and says what is wrong with it.
     """
@@ -96,7 +98,7 @@ def localise(layouts: Layouts, found: list[Count], size: int, problem: Callable[
     if first is None:
         return None
     for local in _choices([count for count in found if not count.is_local]):
-        if not _may_do(layouts, {count.place: count.value // size for count in local}, size):
+        if not _can_explain(layouts, {count.place: count.value // size for count in local}, size):
             continue
         for count in local:
             count.set(count.value // size)
@@ -107,16 +109,16 @@ def localise(layouts: Layouts, found: list[Count], size: int, problem: Callable[
     return first
 
 
-def _choices(found: list[Count]) -> Iterator[list[Count]]:
+def _choices(found: list[SizeAttribute]) -> Iterator[list[SizeAttribute]]:
     """Give attributes that may turn local together, the fewest first: those of one name do in all modules."""
     names = list(dict.fromkeys((count.name, count.in_config) for count in found))
-    for chosen in chain.from_iterable(combinations(names, number) for number in range(1, _MOST + 1)):
+    for chosen in chain.from_iterable(combinations(names, number) for number in range(1, _MAX_ATTRIBUTES + 1)):
         yield [count for count in found if (count.name, count.in_config) in chosen]
 
 
-def _may_do(layouts: Layouts, values: Mapping[Place, int], size: int) -> bool:
+def _can_explain(layouts: Layouts, values: Mapping[AttributeKey, int], size: int) -> bool:
     """Return False where a size that has to be divided is known not to come from these attributes; a trace costs more."""
-    return all(may_be(node, whole, whole // size, values) for node, sizes in layouts.sized.items() for whole in sizes)
+    return all(can_become(node, whole, whole // size, values) for node, sizes in layouts.sized.items() for whole in sizes)
 
 
 def difference(layouts: Layouts, local: fx.GraphModule, apart: Collection[str] = ()) -> Difference | None:
@@ -127,14 +129,14 @@ def difference(layouts: Layouts, local: fx.GraphModule, apart: Collection[str] =
         local: The model's flat graph on this rank.
         apart: Paths of modules that are one call in it.
     """
-    ours, theirs = ([node for node in graph.nodes if _does_something(node)] for graph in (layouts.graph, local.graph))
+    ours, theirs = ([node for node in graph.nodes if _is_call(node)] for graph in (layouts.graph, local.graph))
     theirs = [node for node in theirs if not _is_part_of_call(node, apart)]
     ours = [node for node in ours if not any(is_inside(node.meta.get("module", ""), path) for path in apart)]
     for whole, part in zip(ours, theirs, strict=False):
         if (whole.op, str(whole.target)) != (part.op, str(part.target)):
-            return _at(whole, f"{part.target} runs where the unmodified model runs {whole.target}")
+            return _difference_at(whole, f"{part.target} runs where the unmodified model runs {whole.target}")
         if (mode := part.meta.get("regions", ())) != (meant := whole.meta.get("regions", ())):
-            return _at(
+            return _difference_at(
                 whole, f"{whole.name} runs with {mode or 'no mode'} instead of {meant or 'none'} of gradients and autocast"
             )
         if whole.target is expect:
@@ -143,25 +145,25 @@ def difference(layouts: Layouts, local: fx.GraphModule, apart: Collection[str] =
         if whole in layouts.expected:
             expected = literals(layouts.expected[whole])
         if (whole not in layouts.sized or whole in layouts.expected) and expected != given:
-            return _at(whole, f"{whole.name} is given {given} instead of {expected}")
+            return _difference_at(whole, f"{whole.name} is given {given} instead of {expected}")
         value, found = whole.meta.get("val"), part.meta.get("val")
         if value is None:
             continue
         local_shape = layouts.local.get(whole, tuple(value.shape))
         if found is None or tuple(found.shape) != local_shape:
             shape = None if found is None else list(found.shape)
-            return _at(whole, f"{whole.name} has shape {shape} instead of {list(local_shape)}")
+            return _difference_at(whole, f"{whole.name} has shape {shape} instead of {list(local_shape)}")
     if len(ours) == len(theirs):
         return None
     return Difference(f"the forward takes {len(theirs)} steps instead of {len(ours)}", "")
 
 
-def _does_something(node: fx.Node) -> bool:
+def _is_call(node: fx.Node) -> bool:
     """Return whether a node calls something, and does not only change a mode, which each node has with it."""
     return node.op.startswith("call") and not is_mode_node(node)
 
 
-def _at(node: fx.Node, reason: str) -> Difference:
+def _difference_at(node: fx.Node, reason: str) -> Difference:
     return Difference(f"{reason} ({node.meta.get('source')})", node.meta.get("module", ""))
 
 

@@ -27,21 +27,21 @@ from ...rules.parametrizations import registrations
 from ..dry_run.layouts import LayoutError, Layouts
 from ..dry_run.parallel_branches import Branches, find_branches
 from ..dry_run.size_arguments import leaves
-from ..dry_run.split_specs import ParameterSplit, Split
-from .graph_division import make_local
-from .size_origins import forget
+from ..dry_run.split_specs import LayerSplit, ParameterSplit
+from .graph_division import divide_graph
+from .size_origins import strip_origins
 from .tensor_prototypes import without_prototypes
 
-_MOST_CALLS, _MOST_GRAPHS = 256, 8
-_KEPT = {*vars(nn.Module()), *WRAPPER_ATTRIBUTES} - {"training"}
+_MAX_CALLS, _MAX_GRAPHS = 256, 8
+_KEPT_ATTRIBUTES = {*vars(nn.Module()), *WRAPPER_ATTRIBUTES} - {"training"}
 """Attributes of the whole modules that those of the ones which run do not replace."""
 
 
-Calls = dict[Any, list[tuple[Guard, Variant]]]
+GraphCache = dict[Any, list[tuple[Guard, Variant]]]
 """Graphs by which arguments of a call have gradients, and its key."""
 
 
-class Plan(NamedTuple):
+class LocalForwardPlan(NamedTuple):
     """Split of a module's layers.
 
     Args:
@@ -57,7 +57,7 @@ class Plan(NamedTuple):
     """
 
     path: str
-    splits: Mapping[str, Split | None]
+    splits: Mapping[str, LayerSplit | None]
     opened: frozenset[str]
     ranks: int
     group: Group
@@ -86,7 +86,7 @@ class LocalForward(Hidden):
     num_summed = 0
     partial: frozenset[str] | None = None
 
-    def __init__(self, module: nn.Module, plan: Plan, shared: Calls | None = None) -> None:
+    def __init__(self, module: nn.Module, plan: LocalForwardPlan, shared: GraphCache | None = None) -> None:
         self._module, self._plan, self._whole = module, plan, meta_copy(module)
         for each in self._whole.modules():  # what is hooked to the modules later is not hooked to these
             each.__dict__.update({name: copy.copy(each.__dict__[name]) for name in HOOK_ATTRIBUTES if name in each.__dict__})
@@ -112,7 +112,7 @@ class LocalForward(Hidden):
         """
         args, kwargs = split_inputs(example_inputs, root)
         kinds: Callable[[str, nn.Module], LeafKind] = lambda path, child: "inline" if self._opens(path, target) else "leaf"  # noqa: E731
-        with _unparametrised(root.get_submodule(target)):
+        with _no_parametrization(root.get_submodule(target)):
             traced = trace_value(root, args, kwargs, kinds, target, symbolic=True, assigned="returned")
         try:
             self._layouts(traced.graph, traced)
@@ -125,12 +125,12 @@ class LocalForward(Hidden):
 
     def install(self) -> None:
         """Take the place of the module's forward, which then counts whole sizes: a shard step may have let it count parts."""
-        _update(self._module, self._whole, ("", *self._plan.opened))
+        _update_attributes(self._module, self._whole, ("", *self._plan.opened))
         self._module.forward = self
 
-    def _reset(self, shared: Calls) -> None:
+    def _reset(self, shared: GraphCache) -> None:
         self.__signature__ = self._parameters = plain_signature(self._whole)
-        self._shared, self._calls = shared, Calls()
+        self._shared, self._calls = shared, GraphCache()
         self._recent: tuple[Any, Guard, Variant] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalForward:
@@ -173,7 +173,7 @@ class LocalForward(Hidden):
         return torch.compiler.disable(self._make)  # type: ignore[no-any-return, no-untyped-call]
 
     def _find(self, call: Call) -> tuple[Guard, Variant] | None:
-        recent, graded = self._recent, _graded(call)
+        recent, graded = self._recent, _gradient_key(call)
         if recent is not None and recent[0] == graded and recent[1].problem(self._module, call) is None:
             return recent[1:]
         key = graded, call.key
@@ -185,40 +185,40 @@ class LocalForward(Hidden):
 
     def _make(self, call: Call, args: Any, kwargs: Any) -> tuple[Guard, Variant]:
         """Take the graph that an identical module has for the call, or trace it."""
-        for guard, variant in self._shared.get((_graded(call), call.key), ()):
+        for guard, variant in self._shared.get((_gradient_key(call), call.key), ()):
             if guard.problem(self._module, call) is None:
                 with unobserved():
                     self._check_parts()
-                return self._keep(call, _copied(guard), variant)
+                return self._keep(call, _copied_guard(guard), variant)
         return self._trace(call, args, kwargs)
 
     def _trace(self, call: Call, args: Any, kwargs: Any) -> tuple[Guard, Variant]:
         plan, whole = self._plan, self._whole
-        _update(whole, self._module, ("", *plan.opened))
+        _update_attributes(whole, self._module, ("", *plan.opened))
         _copy_dtypes(whole, self._module)
         try:
-            with unobserved(), _unparametrised(whole):
+            with unobserved(), _no_parametrization(whole):
                 self._check_parts()
                 graph, guard, constants = trace_again(whole, args, kwargs, plan.opened, assigned="returned")
                 whole._buffers.update(constants)
-                forget(graph)
+                strip_origins(graph)
                 layouts = self._layouts(graph)
-                make_local(layouts, plan.group)
+                divide_graph(layouts, plan.group)
         except (TraceError, LayoutError, ValueError) as err:
             raise TraceError(
                 f"the {type(self._module).__name__} at {plan.path!r} counts whole sizes, of which this rank has a part, and "
                 f"cannot be traced for a call like this: {err}",
                 failing_module=plan.path,
             ) from err
-        _embed(graph, constants)
+        _inline_constants(graph, constants)
         variant = Variant(graph, f"Local{type(self._module).__name__}")
         if not constants:  # else tensors of this very module, perhaps
-            _add(self._shared, call, _copied(guard), variant)
+            _cache_graph(self._shared, call, _copied_guard(guard), variant)
         return self._keep(call, guard, variant)
 
     def _keep(self, call: Call, guard: Guard, variant: Variant) -> tuple[Guard, Variant]:
-        self._recent = _graded(call), guard, variant
-        _add(self._calls, call, guard, variant)
+        self._recent = _gradient_key(call), guard, variant
+        _cache_graph(self._calls, call, guard, variant)
         return guard, variant
 
     def _check_parts(self) -> None:
@@ -233,14 +233,14 @@ class LocalForward(Hidden):
             for name, value in module._parameters.items():
                 if value is not None and is_sharded(value) and f"{path}.{name}" not in plan.parameters:
                     expected = whole._parameters[name]
-                    if split is None or expected is None or _number(value) != split.local_number(expected, plan.ranks):
+                    if split is None or expected is None or _local_numel(value) != split.local_number(expected, plan.ranks):
                         raise TraceError(f"{name!r} of the layer {path!r} has the shape {tuple(value.shape)} on this rank")
 
         for path, own in plan.parameters.items():
             expected, value = (each.get_parameter(path) for each in (self._whole, self._module))
             ranks = plan.ranks if own.owner is None else 1
-            is_empty = own.owner is not None and not _number(value)
-            if not is_sharded(value) or (_number(value) * ranks != expected.numel() and not is_empty):
+            is_empty = own.owner is not None and not _local_numel(value)
+            if not is_sharded(value) or (_local_numel(value) * ranks != expected.numel() and not is_empty):
                 raise TraceError(f"the parameter {path!r} has the shape {tuple(value.shape)} on this rank")
 
     def _layouts(self, graph: fx.Graph, whole: nn.Module | None = None) -> Layouts:
@@ -310,7 +310,7 @@ class LocalForward(Hidden):
 
 
 @contextmanager
-def _unparametrised(module: nn.Module) -> Iterator[None]:
+def _no_parametrization(module: nn.Module) -> Iterator[None]:
     """Refuse a forward that parametrises a layer's tensors while it runs: a graph would call the layer without that.
 
     Raises:
@@ -322,52 +322,52 @@ def _unparametrised(module: nn.Module) -> Iterator[None]:
         raise TraceError(f"its forward parametrises the tensors of its {type(found[0]).__name__} while it runs")
 
 
-def _copied(guard: Guard) -> Guard:
+def _copied_guard(guard: Guard) -> Guard:
     """Return a guard for another module: it is fast where it compares the objects of one."""
     return replace(guard, attributes=copy.copy(guard.attributes))
 
 
-def _graded(call: Call) -> Any:
+def _gradient_key(call: Call) -> Any:
     """Return which arguments of a call have gradients: a graph sums those of the values that have any."""
     if not torch.is_grad_enabled():
         return False
     return tuple(each.requires_grad for each in tree_leaves(list(call.values.values())) if isinstance(each, torch.Tensor))
 
 
-def _add(calls: Calls, call: Call, guard: Guard, variant: Variant) -> None:
-    key = _graded(call), call.key
-    if len(calls) >= _MOST_CALLS:
+def _cache_graph(calls: GraphCache, call: Call, guard: Guard, variant: Variant) -> None:
+    key = _gradient_key(call), call.key
+    if len(calls) >= _MAX_CALLS:
         calls.clear()
     calls.setdefault(key, []).insert(0, (guard, variant))
-    del calls[key][_MOST_GRAPHS:]
+    del calls[key][_MAX_GRAPHS:]
 
 
-def _embed(graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> None:
+def _inline_constants(graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> None:
     """Let tensors that the forward used, and no module holds, be part of the graph."""
     for node in graph.find_nodes(op="get_attr"):
         if str(node.target) in constants:
             with graph.inserting_before(node):
-                held = graph.call_function(_giving(constants[str(node.target)]))
+                held = graph.call_function(_constant_getter(constants[str(node.target)]))
             node.replace_all_uses_with(held)
             graph.erase_node(node)
 
 
-def _number(tensor: torch.Tensor) -> int:
+def _local_numel(tensor: torch.Tensor) -> int:
     """Return the number of elements that this rank's part has while the module runs: an engine may have cut it further."""
     return math.prod(whole_shape(tensor) or tensor.shape)
 
 
-def _giving(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+def _constant_getter(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     def constant() -> torch.Tensor:
         return tensor
 
     return constant
 
 
-def _update(target: nn.Module, source: nn.Module, paths: Iterable[str]) -> None:
+def _update_attributes(target: nn.Module, source: nn.Module, paths: Iterable[str]) -> None:
     """Give modules the attributes that those at the same paths of another one have now."""
     for path in paths:
-        new = {name: value for name, value in vars(source.get_submodule(path)).items() if name not in _KEPT}
+        new = {name: value for name, value in vars(source.get_submodule(path)).items() if name not in _KEPT_ATTRIBUTES}
         target.get_submodule(path).__dict__.update(new)
 
 

@@ -14,15 +14,15 @@ from typing import Any
 from torch import fx, nn
 from torch.fx.node import map_aggregate
 
-Place = tuple[int, str]
+AttributeKey = tuple[int, str]
 """Id of what holds an attribute, a module or a config, and the attribute's name."""
 
 _GIVEN = "sizes given"
-_MOST = 12  # terms
+_MAX_TERMS = 12  # terms
 _OPERATIONS = [f"__{side}{name}__" for name in ("add", "sub", "mul", "floordiv", "mod") for side in ("", "r")]
 
 
-class Counted(int):
+class SizeWithOrigin(int):
     """A number computed from attributes.
 
     Args:
@@ -34,60 +34,64 @@ class Counted(int):
     """
 
     size: int
-    where: Callable[[Mapping[Place, int]], set[int]]
+    where: Callable[[Mapping[AttributeKey, int]], set[int]]
     terms: int
 
-    def __new__(cls, value: int, size: int, where: Callable[[Mapping[Place, int]], set[int]], terms: int = 1) -> Counted:
+    def __new__(
+        cls, value: int, size: int, where: Callable[[Mapping[AttributeKey, int]], set[int]], terms: int = 1
+    ) -> SizeWithOrigin:
         made = super().__new__(cls, value)
         made.size, made.where, made.terms = size, where, terms
         return made
 
-    def __deepcopy__(self, memo: Any) -> Counted:
+    def __deepcopy__(self, memo: Any) -> SizeWithOrigin:
         return self  # a model may copy its config while it runs
 
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
         return int, (int(self),)
 
 
-def _remembering(operation: Callable[[int, Any], Any]) -> Callable[[Counted, Any], Any]:
-    def remembering(self: Counted, other: Any) -> Any:
+def _with_origin(operation: Callable[[int, Any], Any]) -> Callable[[SizeWithOrigin, Any], Any]:
+    def remembering(self: SizeWithOrigin, other: Any) -> Any:
         value = operation(self, other)
-        terms = self.terms + (other.terms if isinstance(other, Counted) else 1)
+        terms = self.terms + (other.terms if isinstance(other, SizeWithOrigin) else 1)
         if value is NotImplemented:
             return value
 
-        def where(values: Mapping[Place, int]) -> set[int]:
+        def where(values: Mapping[AttributeKey, int]) -> set[int]:
             found = set()
-            for pair in product(self.where(values), _where(other, values, self.size)):
+            for pair in product(self.where(values), _possible_values(other, values, self.size)):
                 with suppress(ZeroDivisionError):
                     found.add(operation(*pair))
             return found
 
-        return Counted(value, self.size, where if terms <= _MOST else self.where, terms)
+        return SizeWithOrigin(value, self.size, where if terms <= _MAX_TERMS else self.where, terms)
 
     return remembering
 
 
-def _where(number: int, values: Mapping[Place, int], size: int) -> set[int]:
-    if isinstance(number, Counted):
+def _possible_values(number: int, values: Mapping[AttributeKey, int], size: int) -> set[int]:
+    if isinstance(number, SizeWithOrigin):
         return number.where(values)
     return {number} if number % size else {number, number // size}
 
 
 for _name in _OPERATIONS:
-    setattr(Counted, _name, _remembering(getattr(int, _name)))
+    setattr(SizeWithOrigin, _name, _with_origin(getattr(int, _name)))
 
 
-def numbers(module: nn.Module) -> Iterator[tuple[Any, str, int]]:
+def integer_attributes(module: nn.Module) -> Iterator[tuple[Any, str, int]]:
     """Holder, name and value of what a module, or its config, keeps in attributes and may count with."""
     for holder in (module, module.__dict__.get("config")):
         yield from ((holder, name, value) for name, value in getattr(holder, "__dict__", {}).items() if type(value) is int)
 
 
 @contextmanager
-def remembered(root: nn.Module, size: int) -> Iterator[None]:
+def record_origins(root: nn.Module, size: int) -> Iterator[None]:
     """Let what is computed from attributes remember them."""
-    places = {(id(holder), name): (holder, value) for module in root.modules() for holder, name, value in numbers(module)}
+    places = {
+        (id(holder), name): (holder, value) for module in root.modules() for holder, name, value in integer_attributes(module)
+    }
     try:
         for place, (holder, value) in places.items():
             vars(holder)[place[1]] = _attribute(holder, place, value, size)
@@ -97,12 +101,12 @@ def remembered(root: nn.Module, size: int) -> Iterator[None]:
             vars(holder)[name] = value
 
 
-def _attribute(holder: Any, place: Place, value: int, size: int) -> Counted:
-    return Counted(value, size, lambda values: {values.get(place, vars(holder)[place[1]])})
+def _attribute(holder: Any, place: AttributeKey, value: int, size: int) -> SizeWithOrigin:
+    return SizeWithOrigin(value, size, lambda values: {values.get(place, vars(holder)[place[1]])})
 
 
-def forget(graph: fx.Graph) -> None:
-    """Let the nodes of a graph have plain numbers; ``may_be`` still knows."""
+def strip_origins(graph: fx.Graph) -> None:
+    """Let the nodes of a graph have plain numbers; ``can_become`` still knows."""
     for node in graph.nodes:
         given: list[int] = []
 
@@ -113,11 +117,11 @@ def forget(graph: fx.Graph) -> None:
             return int(value)
 
         args, kwargs = map_aggregate(node.args, plain), map_aggregate(node.kwargs, plain)
-        if any(isinstance(value, Counted) for value in given):
+        if any(isinstance(value, SizeWithOrigin) for value in given):
             node.args, node.kwargs, node.meta[_GIVEN] = args, kwargs, given
 
 
-def may_be(node: fx.Node, whole: int, part: int, values: Mapping[Place, int]) -> bool:
+def can_become(node: fx.Node, whole: int, part: int, values: Mapping[AttributeKey, int]) -> bool:
     """Whether a size that a node is given may be ``part`` instead of ``whole`` if attributes at some places are others.
 
     Args:
@@ -127,6 +131,6 @@ def may_be(node: fx.Node, whole: int, part: int, values: Mapping[Place, int]) ->
         values: Of the attributes that are to be set; the others stay as they are by now.
     """
     given = [value for value in node.meta.get(_GIVEN, ()) if value == whole]
-    if not given or not all(isinstance(value, Counted) and value.terms <= _MOST for value in given):
+    if not given or not all(isinstance(value, SizeWithOrigin) and value.terms <= _MAX_TERMS for value in given):
         return True  # nothing is known of where it comes from
     return any(part in value.where(values) for value in given)

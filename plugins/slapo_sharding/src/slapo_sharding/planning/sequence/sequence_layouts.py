@@ -18,34 +18,34 @@ from slapo_tracing.nodes import function_name
 from ...syncs.sync_hooks import map_input
 from ..dry_run.layouts import LayoutError, Layouts
 from ..dry_run.node_values import has_gradient, parameters_of
-from .module_boundaries import Place, border
-from .sequence_plan import Crossing, Plan
-from .token_order import minds_order
+from .module_boundaries import Boundary, boundary
+from .sequence_plan import BoundaryCollective, SequencePlan
+from .token_order import depends_on_token_order
 
-_GIVEN_SIZES = ("view", "reshape", "expand", "unflatten")
+_SIZE_ARGUMENTS = ("view", "reshape", "expand", "unflatten")
 _MERGES = ("view", "reshape", "flatten", "squeeze")
 
 SEQUENCE = "the sequence"
 """Among the sources of a value: it is sharded along dimension 1."""
 
 
-class PartError(LayoutError):
+class PartialGradientError(LayoutError):
     """Ranks have a part each of a gradient that has to be whole; ``places`` are the gathers it goes back to."""
 
-    def __init__(self, layouts: Layouts, node: fx.Node, places: frozenset[Place]) -> None:
+    def __init__(self, layouts: Layouts, node: fx.Node, places: frozenset[Boundary]) -> None:
         super().__init__(layouts, node, "ranks have a part of a gradient each")
         self.places = places
 
 
-class BorderError(LayoutError):
+class BoundaryError(LayoutError):
     """A value cannot be gathered or scattered at ``place``."""
 
-    def __init__(self, layouts: Layouts, node: fx.Node, place: Place, reason: str) -> None:
+    def __init__(self, layouts: Layouts, node: fx.Node, place: Boundary, reason: str) -> None:
         super().__init__(layouts, node, reason)
         self.place = place
 
 
-class MixedUse(LayoutError):
+class MixedUseError(LayoutError):
     """A parameter is used on a part of the sequence and on all of it."""
 
 
@@ -75,11 +75,11 @@ class SequenceLayouts(Layouts):
         scattered: Row-parallel layers whose result is split along the sequence, to the axis.
     """
 
-    def __init__(self, layouts: Layouts, plan: Plan) -> None:
+    def __init__(self, layouts: Layouts, plan: SequencePlan) -> None:
         given = (layouts.traced, layouts.mesh, layouts.candidates, layouts.filled, layouts.is_layer, layouts.left_whole)
         super().__init__(*given, adapted=layouts.adapted, opaque=layouts.opaque, cuts_only=layouts.cuts_only)
         self.plan, self.crossings = plan, plan.crossings
-        self.gathered: dict[fx.Node, frozenset[Place]] = {}
+        self.gathered: dict[fx.Node, frozenset[Boundary]] = {}
         self.flattened: set[fx.Node] = set()
         self.reordered: set[fx.Node] = set()
         self.alone: dict[fx.Node, str] = {}
@@ -93,7 +93,7 @@ class SequenceLayouts(Layouts):
         for node in self.graph.nodes:
             for name in self._used_whole(node):
                 if node_of := partial.get(id(named[name])):
-                    raise MixedUse(self, node_of, f"{name!r} is used on a part of the sequence and on all of it")
+                    raise MixedUseError(self, node_of, f"{name!r} is used on a part of the sequence and on all of it")
 
     def _used_whole(self, node: fx.Node) -> list[str]:
         if node in self.local or node in self.parts or node in self.copies or str(node.target) in self.splits:
@@ -106,7 +106,7 @@ class SequenceLayouts(Layouts):
         return [name for other in node.all_input_nodes if has_gradient(other) for name in parameters_of(other)]
 
     def run_node(self, n: fx.Node) -> Any:
-        if n.target is border:
+        if n.target is boundary:
             value = self._pass(n)
         else:
             value = super().run_node(n)
@@ -119,7 +119,7 @@ class SequenceLayouts(Layouts):
         ):
             raise LayoutError(self, self._failed(n), "it draws random numbers for a part of a value and for a whole one")
         self._follow(n, value)
-        place = (str(n.args[1]), str(n.args[2])) if n.target is border else (str(n.target), "fwd_post")
+        place = (str(n.args[1]), str(n.args[2])) if n.target is boundary else (str(n.target), "fwd_post")
         crossing = self.plan.crossings.get(place) if n.op.startswith("call") else None
         return value if crossing is None else self._cross(n, place, crossing, value)
 
@@ -152,19 +152,19 @@ class SequenceLayouts(Layouts):
                 table[n] = table[x]  # type: ignore[assignment]
         return self.env[x]
 
-    def _cross(self, n: fx.Node, place: Place, crossing: Crossing, value: Any) -> torch.Tensor:
+    def _cross(self, n: fx.Node, place: Boundary, crossing: BoundaryCollective, value: Any) -> torch.Tensor:
         if crossing.op == "all_gather":
             if not self.is_split(n) or not isinstance(value, DTensor) or n in self.flattened:
-                raise BorderError(self, self._failed(n), place, "a value that is gathered is whole")
+                raise BoundaryError(self, self._failed(n), place, "a value that is gathered is whole")
             del self.sources[n], self.local[n]
             self.gathered[n] = frozenset((place,))
             if crossing.backward == "reduce_scatter":
                 self.parts[n] = self.gathered[n]
             return torch.empty(value.shape, dtype=value.dtype)
         if n in self.sources or not isinstance(value, torch.Tensor) or value.dim() != 3:
-            raise BorderError(self, self._failed(n), place, "a value that is scattered is split already")
+            raise BoundaryError(self, self._failed(n), place, "a value that is scattered is split already")
         if n in self.parts:
-            raise PartError(self, self._failed(n), self.parts[n])
+            raise PartialGradientError(self, self._failed(n), self.parts[n])
         self.gathered.pop(n, None)
         self.sources[n] = frozenset((SEQUENCE,))
         self.local[n] = (value.shape[0], value.shape[1] // self.mesh.size(), value.shape[2])
@@ -182,7 +182,7 @@ class SequenceLayouts(Layouts):
 
         def gather(x: torch.Tensor) -> torch.Tensor:
             if not isinstance(x, DTensor) or self.plan.crossings[place].op != "all_gather":
-                raise BorderError(self, self._failed(n), place, "a value that is gathered is whole")
+                raise BoundaryError(self, self._failed(n), place, "a value that is gathered is whole")
             if not self.flattened.isdisjoint(n.all_input_nodes):
                 self.reordered.add(n)
             return torch.empty(x.shape, dtype=x.dtype)
@@ -210,11 +210,11 @@ class SequenceLayouts(Layouts):
         """Keep track of whole values that come from a gather."""
         place = (str(n.target), "fwd_pre")
         crossing = self.plan.crossings.get(place) if n.op == "call_module" else None
-        own = frozenset[Place]() if crossing is None else frozenset((place,))
+        own = frozenset[Boundary]() if crossing is None else frozenset((place,))
         self._follow_order(n)
         self._follow_alone(n, bool(own))
         places = own.union(*(self.gathered.get(other, ()) for other in n.all_input_nodes))
-        partly = own if crossing is not None and crossing.backward == "reduce_scatter" else frozenset[Place]()
+        partly = own if crossing is not None and crossing.backward == "reduce_scatter" else frozenset[Boundary]()
         parts = partly.union(*(self.parts.get(other, ()) for other in n.all_input_nodes))
         self._note_column(n, parts)
         if n in self.sources or not places:
@@ -223,18 +223,18 @@ class SequenceLayouts(Layouts):
         if parts and (has_gradient(n) or not isinstance(value, torch.Tensor)):
             self._part_of_gradient(n, parts)
 
-    def _note_column(self, n: fx.Node, parts: frozenset[Place]) -> None:
+    def _note_column(self, n: fx.Node, parts: frozenset[Boundary]) -> None:
         split = self.splits.get(str(n.target)) if n.op == "call_module" else None
         if split is None or split.output != "sharded":
             return
         if self.summed.setdefault(str(n.target), bool(parts)) != bool(parts):
-            raise PartError(self, n, parts)
+            raise PartialGradientError(self, n, parts)
 
     def _follow_order(self, n: fx.Node) -> None:
         if not any(other in self.reordered for other in n.all_input_nodes) or self.is_split(n):
             return
         module = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
-        if (module is None or not self.is_layer(module)) and minds_order(n, module, self.reordered):
+        if (module is None or not self.is_layer(module)) and depends_on_token_order(n, module, self.reordered):
             raise LayoutError(self, self._failed(n), "it is given tokens in another order")
         self.reordered.add(n)
 
@@ -249,17 +249,17 @@ class SequenceLayouts(Layouts):
             return
         self.alone[n] = callers[0]
         length = self.plan.blocks[block][1]
-        if not gathers and function_name(n) in _GIVEN_SIZES and length in pytree.tree_leaves((n.args, n.kwargs)):
+        if not gathers and function_name(n) in _SIZE_ARGUMENTS and length in pytree.tree_leaves((n.args, n.kwargs)):
             raise LengthError(self, n, callers[0])
 
-    def _part_of_gradient(self, n: fx.Node, parts: frozenset[Place]) -> None:
+    def _part_of_gradient(self, n: fx.Node, parts: frozenset[Boundary]) -> None:
         if n.op == "output":
-            raise PartError(self, self._failed(n), parts)
+            raise PartialGradientError(self, self._failed(n), parts)
         for other in n.all_input_nodes:
             if other not in self.parts and other not in self.sources and has_gradient(other):
                 names = parameters_of(other)
                 if not names:
-                    raise PartError(self, self._failed(n), parts)
+                    raise PartialGradientError(self, self._failed(n), parts)
                 self._note_partial(n, other, names)
         if n.op == "call_module":
             self._note_partial(n, None, [f"{n.target}.{name}" for name, _ in self.fetch_attr(str(n.target)).named_parameters()])

@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 from torch import fx
 
-from .module_boundaries import Place
+from .module_boundaries import Boundary
 
 Backward = Literal["split", "reduce_scatter"]
 
 
 @dataclass(frozen=True)
-class Crossing:
+class BoundaryCollective:
     """What happens to a value at a border.
 
     Args:
@@ -33,7 +33,7 @@ class Crossing:
 
 
 @dataclass
-class Plan:
+class SequencePlan:
     """Where the sequence is split.
 
     Args:
@@ -43,7 +43,7 @@ class Plan:
         flattens: Whether split values may be flattened to ``[tokens, width]``, and their layers see tokens in another order.
     """
 
-    crossings: dict[Place, Crossing] = field(default_factory=dict)
+    crossings: dict[Boundary, BoundaryCollective] = field(default_factory=dict)
     blocks: dict[str, tuple[int, ...]] = field(default_factory=dict)
     whole: set[str] = field(default_factory=set)
     flattens: bool = False

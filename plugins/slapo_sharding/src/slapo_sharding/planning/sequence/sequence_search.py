@@ -15,14 +15,14 @@ from torch import fx, nn
 
 from ...splitting.module_paths import kind
 from ..dry_run.layouts import LayoutError, Layouts
-from .module_boundaries import Place, border
-from .sequence_layouts import BorderError, LengthError, MixedUse, PartError, SequenceLayouts
-from .sequence_plan import Backward, Crossing, Plan
+from .module_boundaries import Boundary, boundary
+from .sequence_layouts import BoundaryError, LengthError, MixedUseError, PartialGradientError, SequenceLayouts
+from .sequence_plan import Backward, BoundaryCollective, SequencePlan
 
-_MOST = 200  # dry runs; every one adds to the plan
+_MAX_DRY_RUNS = 200  # dry runs; every one adds to the plan
 
 
-class CannotSplit(Exception):
+class SequenceSplitError(Exception):
     """The sequence cannot be split between the layers of this model."""
 
 
@@ -37,30 +37,30 @@ def split_sequence(layouts: Layouts) -> SequenceLayouts:
     """
     try:
         return _Search(layouts, flattens=False).run()
-    except CannotSplit as first:
+    except SequenceSplitError as first:
         try:
             return _Search(layouts, flattens=True).run()
-        except CannotSplit:
+        except SequenceSplitError:
             raise first from first.__cause__
 
 
 class _Search:
     def __init__(self, layouts: Layouts, flattens: bool) -> None:
-        self.layouts, self.plan = layouts, Plan(flattens=flattens)
+        self.layouts, self.plan = layouts, SequencePlan(flattens=flattens)
         self.modules = dict(layouts.traced.named_modules())
-        self.banned: set[Place] = set()
-        self.starts: dict[Place, list[Place]] = {}
+        self.banned: set[Boundary] = set()
+        self.starts: dict[Boundary, list[Boundary]] = {}
         for is_list in (lambda module: isinstance(module, nn.ModuleList), _is_sequence_of_blocks):
             for blocks in () if self.starts else _block_lists(layouts.traced, is_list):
                 self._start(blocks)
         if not self.starts:
-            raise CannotSplit(
+            raise SequenceSplitError(
                 "no list of layers (nn.ModuleList, or nn.Sequential of one class) is given values of [batch, sequence, width]"
             )
 
     def _start(self, blocks: list[str]) -> None:
         """Scatter what enters the first of the layers in a list."""
-        nodes = self.layouts.graph.find_nodes(op="call_function", target=border)
+        nodes = self.layouts.graph.find_nodes(op="call_function", target=boundary)
         node = next((node for node in nodes if node.args[1] in blocks and node.args[2] == "fwd_pre"), None)
         if node is None or not any(path.startswith(f"{block}.") for path in self.layouts.splits for block in blocks):
             return
@@ -68,16 +68,16 @@ class _Search:
         if len(shape) != 3:
             return
         if shape[0] not in {length for value in _inputs(self.layouts) for length in value.shape[:1]}:
-            raise CannotSplit(f"{node.args[1]!r} is given values of shape {list(shape)}, not [batch, sequence, width]")
+            raise SequenceSplitError(f"{node.args[1]!r} is given values of shape {list(shape)}, not [batch, sequence, width]")
         if shape[1] % size:
-            raise CannotSplit(f"the sequence in {node.args[1]!r} has length {shape[1]}, not divisible by {size} ranks")
+            raise SequenceSplitError(f"the sequence in {node.args[1]!r} has length {shape[1]}, not divisible by {size} ranks")
         self.plan.blocks.update(dict.fromkeys(blocks, shape))
         first, *others = self._upstream(node)
         self.starts[first] = others
-        self.plan.crossings[first] = Crossing("scatter")
+        self.plan.crossings[first] = BoundaryCollective("scatter")
 
     def run(self) -> SequenceLayouts:
-        for _ in range(_MOST):
+        for _ in range(_MAX_DRY_RUNS):
             layouts = SequenceLayouts(self.layouts, self.plan)
             try:
                 layouts.check()
@@ -86,28 +86,28 @@ class _Search:
             else:
                 if not self._summed_twice(layouts):
                     return layouts
-        raise CannotSplit("no way to split it was found")
+        raise SequenceSplitError("no way to split it was found")
 
     def _mend(self, layouts: SequenceLayouts, err: LayoutError) -> None:
         """Change the plan where the dry run failed."""
-        if isinstance(err, MixedUse):
+        if isinstance(err, MixedUseError):
             done = False
-        elif isinstance(err, PartError):
+        elif isinstance(err, PartialGradientError):
             done = self._keep_whole(err.places)
         elif isinstance(err, LengthError):
             done = self._enclose(err.module)
-        elif isinstance(err, BorderError):
+        elif isinstance(err, BoundaryError):
             done = self._other_place(err)
         else:
             done = self._scatter_again(layouts, err.node) or self._gather(layouts, err.node)
         if not done:
-            raise CannotSplit(str(err)) from err
+            raise SequenceSplitError(str(err)) from err
 
-    def _keep_whole(self, places: Iterable[Place]) -> bool:
+    def _keep_whole(self, places: Iterable[Boundary]) -> bool:
         """Run all between these gathers and the end of their modules on the whole sequence, on every rank."""
         new = [place for place in places if place[0] not in self.plan.whole]
         for place in new:
-            self._add(place, Crossing("all_gather", "split"))
+            self._add(place, BoundaryCollective("all_gather", "split"))
             self.plan.whole.update(path for path, _ in self._alike(place))
         return bool(new)
 
@@ -119,10 +119,10 @@ class _Search:
             for place in [place for place in self.plan.crossings if place[0].startswith(f"{outer}.")]:
                 del self.plan.crossings[place]
         self._keep_whole([(path, "fwd_pre")])
-        self._add((path, "fwd_post"), Crossing("scatter"))
+        self._add((path, "fwd_post"), BoundaryCollective("scatter"))
         return True
 
-    def _other_place(self, err: BorderError) -> bool:
+    def _other_place(self, err: BoundaryError) -> bool:
         """Scatter or gather somewhere else."""
         if err.place not in self.starts:
             self._ban(err.place)
@@ -130,7 +130,7 @@ class _Search:
         others = self.starts.pop(err.place)
         del self.plan.crossings[err.place]
         if others:
-            self.plan.crossings[others[0]] = Crossing("scatter")
+            self.plan.crossings[others[0]] = BoundaryCollective("scatter")
             self.starts[others[0]] = others[1:]
         return bool(others)
 
@@ -147,11 +147,11 @@ class _Search:
             end = self._end(layouts, other)
             if end is not None and end not in self.plan.crossings:
                 self._keep_whole(places)
-                self._add(end, Crossing("scatter"))
+                self._add(end, BoundaryCollective("scatter"))
                 return True
         return False
 
-    def _end(self, layouts: SequenceLayouts, n: fx.Node) -> Place | None:
+    def _end(self, layouts: SequenceLayouts, n: fx.Node) -> Boundary | None:
         """Return the place where a whole value left the module that was given a gathered one, or the last module on its way."""
         nearest = None
         while True:
@@ -170,11 +170,11 @@ class _Search:
             for place in self._candidates(n, other) if layouts.is_split(other) else ():
                 if place not in self.banned and place not in self.plan.crossings:
                     backward: Backward = "split" if self.plan.block_of(place[0]) is None else "reduce_scatter"
-                    self._add(place, Crossing("all_gather", backward, other.meta["val"].dim() - 2))
+                    self._add(place, BoundaryCollective("all_gather", backward, other.meta["val"].dim() - 2))
                     return True
         return False
 
-    def _candidates(self, n: fx.Node, value: fx.Node) -> list[Place]:
+    def _candidates(self, n: fx.Node, value: fx.Node) -> list[Boundary]:
         """Return the places at which a value that ``n`` needs whole may be gathered, the better ones first."""
         enters = [(str(n.target), "fwd_pre")] if n.op == "call_module" and n.all_input_nodes[0] is value else []
         chain = [*enters, *self._upstream(value)]
@@ -183,9 +183,9 @@ class _Search:
         outside = [place for place in leaves if self.plan.block_of(place[0]) is None and place[0] not in self.plan.blocks]
         return [*reversed(outside), *reversed(enters), *leaves]
 
-    def _upstream(self, n: fx.Node) -> Iterator[Place]:
+    def _upstream(self, n: fx.Node) -> Iterator[Boundary]:
         """The borders that a value has crossed unchanged, the last one first."""
-        while n.target is border:
+        while n.target is boundary:
             place = (str(n.args[1]), str(n.args[2]))
             yield place
             if place in self.plan.crossings and self.plan.crossings[place].op == "scatter":
@@ -194,7 +194,7 @@ class _Search:
         if n.op == "call_module":
             yield str(n.target), "fwd_post"
 
-    def _alike(self, place: Place) -> list[Place]:
+    def _alike(self, place: Boundary) -> list[Boundary]:
         """The same border of all repeated layers."""
         path, mode = place
         if self.plan.block_of(path) is None:
@@ -202,10 +202,10 @@ class _Search:
         cls, modules = type(self.modules[path]), self.modules.items()
         return [(other, mode) for other, module in modules if type(module) is cls and kind(other) == kind(path)]
 
-    def _add(self, place: Place, crossing: Crossing) -> None:
+    def _add(self, place: Boundary, crossing: BoundaryCollective) -> None:
         self.plan.crossings.update(dict.fromkeys(self._alike(place), crossing))
 
-    def _ban(self, place: Place) -> None:
+    def _ban(self, place: Boundary) -> None:
         for other in self._alike(place):
             self.banned.add(other)
             self.plan.crossings.pop(other, None)

@@ -14,13 +14,13 @@ from torch import fx, nn
 
 from slapo_tracing.nodes import function_name
 
-_BY_NUMBER = frozenset(
+_ELEMENTWISE = frozenset(
     "add sub mul div truediv neg pow sqrt rsqrt exp tanh sigmoid erf relu gelu silu leakyrelu leaky_relu elu softplus dropout "
     "clamp identity contiguous to float half bfloat16 type_as".split()
 )
 
 
-def minds_order(node: fx.Node, module: nn.Module | None, reordered: Collection[fx.Node]) -> bool:
+def depends_on_token_order(node: fx.Node, module: nn.Module | None, reordered: Collection[fx.Node]) -> bool:
     """Whether a node may make something else of tokens in another order; linear layers aside.
 
     Args:
@@ -32,4 +32,4 @@ def minds_order(node: fx.Node, module: nn.Module | None, reordered: Collection[f
     if module is not None:
         name = type(module).__name__.lower() if type(module).__module__.startswith("torch.nn.") else ""
     others = [other.meta.get("val") for other in node.all_input_nodes if other not in reordered]
-    return name not in _BY_NUMBER or not all(isinstance(value, torch.Tensor) and value.dim() < 2 for value in others)
+    return name not in _ELEMENTWISE or not all(isinstance(value, torch.Tensor) and value.dim() < 2 for value in others)
