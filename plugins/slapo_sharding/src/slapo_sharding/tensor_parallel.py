@@ -15,7 +15,7 @@ from slapo_tracing.graphs import as_untraced
 from .planning.derivation.replicated_modules import first_rank_only
 from .planning.derivation.vocabulary import vocabulary_steps
 from .planning.derived_plan import apply_derived_plan
-from .planning.dry_run.layouts import NOT_DIVISIBLE
+from .planning.dry_run.layout_error import NOT_DIVISIBLE
 from .planning.execution import column_inputs, dropout_forks, layer_backends
 from .planning.execution.optional_outputs import ATTENTIONS, HIDDEN_STATES, OptionalOutputGuard
 from .planning.execution.stacked_experts import fork_stack, split_stack

@@ -107,12 +107,12 @@ def test_arithmetic_from_both_sides(operation):
     ):
         assert type(made) is SizeWithOrigin
         assert made == whole
-        assert made.where({(0, "one"): 1}) == {part}
+        assert made.possible_values({(0, "one"): 1}) == {part}
 
 
 def test_numbers_that_may_be_lengths_of_shards_and_others():
-    assert (_half(12) * 4).where({(0, "one"): 1}) == {24, 12}
-    assert (3 // _half(2) % (_half(2) - 1)).where({(0, "one"): 1}) == set(), "nothing can be divided by zero"
+    assert (_half(12) * 4).possible_values({(0, "one"): 1}) == {24, 12}
+    assert (3 // _half(2) % (_half(2) - 1)).possible_values({(0, "one"): 1}) == set(), "nothing can be divided by zero"
     assert type(_half(12) * 0.5) is float
 
 
@@ -133,7 +133,7 @@ class Sums(nn.Module):
 def test_long_sums_may_be_anything():
     (node,) = _nodes(Sums())
     assert can_become(node, 32, 16, {})
-    assert not _half(32).where({}) & {16}
+    assert not _half(32).possible_values({}) & {16}
 
 
 def _traces(rank: int, name: str) -> int:

@@ -70,18 +70,18 @@ def apply_derived_plan(
     steps = {**(vocabulary or {})}
     if schedule.world_size <= 1:
         return steps
-    whole, splits_more = ReplicatedModules(), vocabulary is None or bool(vocabulary)
+    replicated, splits_more = ReplicatedModules(), vocabulary is None or bool(vocabulary)
     try:
-        derived = _first_feasible_plan(schedule, whole, sequence_parallel, splits_more)
+        derived = _first_feasible_plan(schedule, replicated, sequence_parallel, splits_more)
     except (ScheduleError, TraceError) as err:
-        may_help = isinstance(err, TraceError | ReservedNameError) or bool(whole.layers)
+        may_help = isinstance(err, TraceError | ReservedNameError) or bool(replicated.layers)
         if sequence_parallel or not may_help or not split_submodules(schedule, _apply_to_part):
             raise
         what = "tensor_parallel: the parts of %s are split each for themselves, as there is no plan for all of it: %s"
         names = schedule.path or type(schedule.mod).__name__, without_trace_advice(err)
         get_logger().warning(what, *names, extra=first_rank_only(schedule))
         return steps
-    if [path for path in whole.opaque if split_submodules(schedule[path], _apply_to_part)]:
+    if [path for path in replicated.opaque if split_submodules(schedule[path], _apply_to_part)]:
         derived.reasons = remaining_reasons(schedule.mod, derived.reasons)
     if not splits_more and not any(map(is_sharded, schedule.mod.parameters())):
         raise _nothing_split(schedule, derived, sequence_parallel)
@@ -89,7 +89,7 @@ def apply_derived_plan(
         steps = vocabulary_steps_from_graph(derived.layouts, schedule.mod, schedule.world_size, rules_of(schedule))
     if any(_runs_from_graph(schedule.mod, path) for path in steps):
         steps = {}
-    log_replicated(schedule, derived, whole.layers, log_opaque(schedule, whole) | {*steps})
+    log_replicated(schedule, derived, replicated.layers, log_opaque(schedule, replicated) | {*steps})
     return steps
 
 
@@ -99,30 +99,30 @@ def _runs_from_graph(model: nn.Module, path: str) -> bool:
 
 
 def _first_feasible_plan(
-    schedule: Schedule, whole: ReplicatedModules, sequence_parallel: bool, splits_more: bool
+    schedule: Schedule, replicated: ReplicatedModules, sequence_parallel: bool, splits_more: bool
 ) -> DerivedPlan:
     """Carry out the first plan that can be; fill ``whole`` with what the ones before could not be carried out with."""
     while True:
         try:
             with savepoint(schedule), registrations():  # which an attempt that fails would take for writes
-                return apply_plan(schedule, whole, sequence_parallel, splits_more or bool(whole.opaque))
+                return apply_plan(schedule, replicated, sequence_parallel, splits_more or bool(replicated.opaque))
         except (ScheduleError, TraceError) as err:
-            if sequence_parallel and whole.adapts:
-                whole.adapts = False
+            if sequence_parallel and replicated.adapts:
+                replicated.adapts = False
             elif sequence_parallel and isinstance(err, TraceError):
                 message = (
                     f"the sequence cannot be split: {without_trace_advice(err)}; without sequence_parallel what can be split is"
                 )
                 raise _error(schedule, message) from err
-            elif sequence_parallel or not _exclude(schedule, whole, err):
+            elif sequence_parallel or not _exclude(schedule, replicated, err):
                 raise
 
 
-def _exclude(schedule: Schedule, whole: ReplicatedModules, err: Exception) -> bool:
+def _exclude(schedule: Schedule, replicated: ReplicatedModules, err: Exception) -> bool:
     """Let what a plan could not be carried out with stay whole; return whether there is anything more to leave out."""
     if isinstance(err, PlanConflict):
-        return whole.add_layers(schedule.mod, err)
-    return isinstance(err, TraceError) and whole.add_opaque(schedule, err)
+        return replicated.add_layers(schedule.mod, err)
+    return isinstance(err, TraceError) and replicated.add_opaque(schedule, err)
 
 
 def _apply_to_part(schedule: Schedule) -> None:
@@ -131,7 +131,7 @@ def _apply_to_part(schedule: Schedule) -> None:
 
 def apply_plan(
     schedule: Schedule,
-    whole: ReplicatedModules,
+    replicated: ReplicatedModules,
     sequence_parallel: bool,
     splits_more: bool,
     accept: Callable[[DerivedPlan], None] | None = None,
@@ -154,10 +154,10 @@ def apply_plan(
     size = schedule.world_size
     borders = _boundary_modules(schedule) if sequence_parallel else []
     with mark_boundaries(borders):
-        derived = find_plan(schedule, whole, sequence_parallel)
+        derived = find_plan(schedule, replicated, sequence_parallel)
     if accept is not None:
         accept(derived)
-    stacks = [path for path in _stacks(schedule, derived) if path not in whole.layers] if accept is None else []
+    stacks = [path for path in _stacks(schedule, derived) if path not in replicated.layers] if accept is None else []
     if not len(derived) and not stacks and (sequence_parallel or not splits_more):
         raise _nothing_split(schedule, derived, sequence_parallel)
     if sequence_parallel and not derived.splits:
@@ -170,14 +170,16 @@ def apply_plan(
     for path in stacks:
         split_stack(schedule[path])
     _set_local_channels(schedule, layouts)
-    columns = [path for path, split in derived.splits.items() if _try_split(schedule, path, split, layouts.scattered.get(path))]
-    columns = [path for path in columns if not layouts.summed.get(path)]
+    columns = [
+        path for path, split in derived.splits.items() if _try_split(schedule, path, split, layouts.scatter_axes.get(path))
+    ]
+    columns = [path for path in columns if not layouts.input_gradient_reduced.get(path)]
     for paths in column_inputs.group_by_input(layouts.graph, columns):
         column_inputs.reduce_shared_gradients(schedule, paths)
-    if not layouts.crossings:
+    if not layouts.sequence_collectives:
         _split_unused_entries(schedule, derived)
-    for (path, mode), crossing in layouts.crossings.items():
-        schedule[path].sync(mode, crossing.op, **crossing.arguments())
+    for (path, mode), collective in layouts.sequence_collectives.items():
+        schedule[path].sync(mode, collective.op, **collective.arguments())
     for path, (forward, _) in forwards.items():
         if forward.parameters or communicates(layouts, path):
             split_parameters(schedule[path] if path else schedule, forward.parameters)
@@ -197,7 +199,7 @@ def _set_local_channels(schedule: Schedule, layouts: Layouts) -> None:
     for node in layouts.graph.find_nodes(op="call_module"):
         calls.setdefault(str(node.target), []).append(node)
     for path, nodes in calls.items():
-        module, sharded = schedule.mod.get_submodule(path), [node for node in nodes if node in layouts.local]
+        module, sharded = schedule.mod.get_submodule(path), [node for node in nodes if node in layouts.local_shapes]
         if not counts_channels_only(module) or not sharded:
             continue
         if len(sharded) < len(nodes):
@@ -219,7 +221,9 @@ def _stacks(schedule: Schedule, derived: DerivedPlan) -> list[str]:
     for node in layouts.graph.find_nodes(op="call_module"):
         path = str(node.target)
         cut = rules.stack_cut(schedule.mod.get_submodule(path))
-        if cut is None or any(value in layouts.local or value in layouts.parts for value in (node, *node.all_input_nodes)):
+        if cut is None or any(
+            value in layouts.local_shapes or value in layouts.partial_gradients for value in (node, *node.all_input_nodes)
+        ):
             continue
         name = cut.main(schedule.mod.get_submodule(path))
         try:
@@ -251,7 +255,7 @@ def _split_layer(schedule: Schedule, split: LayerSplit, scattered: int | None) -
     assert cut is not None
     blocks = list(split.blocks) or (1 if cut.fusable else None)
     name = cut.main(schedule.mod)
-    schedule.shard(name, axis=cut.dims[name], blocks=blocks, **({"copied": list(split.copied)} if split.copied else {}))
+    schedule.shard(name, axis=cut.dims[name], blocks=blocks, **({"copied": list(split.replicated)} if split.replicated else {}))
     if scattered is not None:
         schedule.sync("fwd_post", "reduce_scatter", axis=scattered)
     elif split.output == "reduced":
@@ -281,7 +285,7 @@ def _reduce_gradients(schedule: Schedule, derived: DerivedPlan, from_graph: Mapp
         start = len(path) + 1 if path else 0
         forward.partial = frozenset(name[start:] for name in partial if is_inside(name, path))
     names_of: dict[str, set[str]] = {}
-    for name in sorted(derived.layouts.partial.keys() & partial):
+    for name in sorted(derived.layouts.partial_parameters.keys() & partial):
         path, _, own = name.rpartition(".")
         names_of.setdefault(path, set()).add(own)
     for path, names in names_of.items():
@@ -298,7 +302,7 @@ def _fork_random_numbers(schedule: Schedule, derived: DerivedPlan, from_graph: C
     try:
         found = list(find_rng_forks(derived.layouts, from_graph))
     except MixedRandomOps as err:
-        if derived.layouts.crossings:
+        if derived.layouts.sequence_collectives:
             raise _error(schedule, f"{err}; set that rate to 0, or give plan= and fork_rng") from err
         raise PlanConflict(schedule, f"{err}; set that rate to 0", _sources(derived, [err.node])) from err
     found += [(other, outside) for path, outside in found for other in unused_entries(schedule.mod, derived.layouts, path)]
@@ -351,7 +355,7 @@ def _install_local_sizes(
         wrong = problem()
     if wrong is not None:
         what = f"a module counts on all heads or all of its width where it has a part: {wrong.reason}"
-        if derived.layouts.crossings:
+        if derived.layouts.sequence_collectives:
             raise _error(schedule, f"the sequence cannot be split: {what}; leave out sequence_parallel")
         near = [path for path in stacks if wrong.module and (is_inside(path, wrong.module) or is_inside(wrong.module, path))]
         raise PlanConflict(

@@ -26,11 +26,11 @@ def apply_given_plan(schedule: Schedule, outputs: Mapping[str, str]) -> str | No
     Returns:
         None where the steps are taken, else why the plan cannot be shown right; the module is then as before.
     """
-    whole = ReplicatedModules({path: "the plan leaves it out" for path in layer_paths(schedule) if path not in outputs})
+    replicated = ReplicatedModules({path: "the plan leaves it out" for path in layer_paths(schedule) if path not in outputs})
     try:
         with savepoint(schedule):
             check = partial(_check_outputs, schedule, outputs)
-            apply_plan(schedule, whole, sequence_parallel=False, splits_more=True, accept=check)
+            apply_plan(schedule, replicated, sequence_parallel=False, splits_more=True, accept=check)
     except PlanConflict as err:
         return err.reason
     except (ScheduleError, TraceError) as err:

@@ -75,7 +75,9 @@ def fused_splits(layouts: Layouts, name: str) -> dict[str, ParameterSplit]:
         name: Of the parameter.
     """
     split = layouts.parameters[name]
-    uses = [node for node in layouts.local if node not in layouts.weights and layouts.sources.get(node) == frozenset((name,))]
+    uses = [
+        node for node in layouts.local_shapes if node not in layouts.weights and layouts.sources.get(node) == frozenset((name,))
+    ]
     products = [node for node in uses if any(other in layouts.weights for other in node.all_input_nodes)]
     biases: set[str] = set()
     ends: list[fx.Node] = []
@@ -90,7 +92,7 @@ def fused_splits(layouts: Layouts, name: str) -> dict[str, ParameterSplit]:
         dim - len(shape)
         for node, shape in zip(products, whole, strict=True)
         for dim, size in enumerate(shape)
-        if layouts.local[node][dim] != size
+        if layouts.local_shapes[node][dim] != size
     }
     if len(dims) != 1 or split.blocks:
         return {}
@@ -118,7 +120,7 @@ def cut_parameters(layouts: Layouts, traced: fx.GraphModule) -> dict[str, Parame
     """
     found: dict[str, set[int | None]] = {}
     for node, name, _ in _untied_uses(traced):
-        if name not in layouts.parameters and name.rpartition(".")[0] in layouts.holders:
+        if name not in layouts.parameters and name.rpartition(".")[0] in layouts.parameter_owners:
             dims = {cut_dim(layouts, user, node) for user in node.users if user.target is not expect}
             found[name] = found.get(name, set()) | dims
     only = {name: next(iter(dims)) for name, dims in found.items() if len(dims) == 1}

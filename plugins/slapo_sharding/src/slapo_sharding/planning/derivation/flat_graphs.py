@@ -34,7 +34,7 @@ class ReservedNameError(ScheduleError):
     """Error of a part that has a name which a graph uses itself."""
 
 
-def trace_flat(schedule: Schedule, whole: ReplicatedModules) -> fx.GraphModule:
+def trace_flat(schedule: Schedule, replicated: ReplicatedModules) -> fx.GraphModule:
     """Return the graph of the module, in which it is known what sizes are computed from attributes.
 
     Args:
@@ -46,17 +46,17 @@ def trace_flat(schedule: Schedule, whole: ReplicatedModules) -> fx.GraphModule:
         TraceError: the forward cannot be traced.
     """
     with recorded_captures(schedule.root_module):
-        return _trace_checked(schedule, whole)
+        return _trace_checked(schedule, replicated)
 
 
-def _trace_checked(schedule: Schedule, whole: ReplicatedModules) -> fx.GraphModule:
-    layers = [*layer_paths(schedule), *whole.opaque]
+def _trace_checked(schedule: Schedule, replicated: ReplicatedModules) -> fx.GraphModule:
+    layers = [*layer_paths(schedule), *replicated.opaque]
     _check_names(schedule)
     for path, module in schedule.mod.named_modules():
         if path and computing_hooks(module):
             if path not in layers:
                 layers.append(path)
-                whole.opaque[path] = f"its {computed_by(module)}"
+                replicated.opaque[path] = f"its {computed_by(module)}"
         elif is_opaque(module) and any(layer == path or layer.startswith(f"{path}.") for layer in layers):
             raise _error(
                 schedule, f"{path!r} has hooks or a wrapped forward, which hide its layers; call tensor_parallel first"
@@ -66,7 +66,7 @@ def _trace_checked(schedule: Schedule, whole: ReplicatedModules) -> fx.GraphModu
     strip_origins(traced.graph)
     paths = [path for path, module in schedule.mod.named_modules() if module in parametrised]
     paths = [path for path in paths if not any(is_inside(path, layer) for layer in layers if layer != path)]
-    whole.layers.update(dict.fromkeys(paths, "a forward around it parametrises its tensors while it runs"))
+    replicated.layers.update(dict.fromkeys(paths, "a forward around it parametrises its tensors while it runs"))
     return traced
 
 

@@ -22,7 +22,8 @@ from ...splitting.module_paths import ancestors, kind
 from ...syncs.sharded_norms import norm_of
 from ..dry_run.fused_sizes import fused_sizes, next_split
 from ..dry_run.layout_adaptation import may_cut, may_reduce, needs_statistics
-from ..dry_run.layouts import LayoutError, Layouts
+from ..dry_run.layout_error import LayoutError
+from ..dry_run.layouts import Layouts
 from ..dry_run.parallel_branches import Branches
 from ..dry_run.split_specs import LayerSplit, ParameterSplit
 from ..local_sizes.adapted_modules import is_inside
@@ -40,12 +41,12 @@ class DerivedPlan:
     Args:
         layouts: The dry run that showed the plan right.
         reasons: Path of a layer that stays whole to why.
-        copied: Attention modules of whose key heads ranks hold copies.
+        replicated_key_heads: Attention modules of whose key heads ranks hold copies.
     """
 
     layouts: Layouts
     reasons: dict[str, str] = field(default_factory=dict)
-    copied: list[nn.Module] = field(default_factory=list)
+    replicated_key_heads: list[nn.Module] = field(default_factory=list)
 
     @property
     def splits(self) -> dict[str, LayerSplit]:
@@ -70,12 +71,12 @@ def derive_plan(
     mesh: DeviceMesh,
     is_layer: Callable[..., bool],
     is_table: Callable[[nn.Module], bool],
-    left_whole: Collection[nn.Module] = (),
+    replicated_modules: Collection[nn.Module] = (),
     adapts: Adapts = "",
     opaque: Collection[str] = (),
     unadapted: Collection[str] = (),
     whole_parameters: Collection[str] = (),
-    dealt: Collection[Branches] = (),
+    branches: Collection[Branches] = (),
 ) -> DerivedPlan:
     """The plan that splits as many layers as can be.
 
@@ -86,17 +87,17 @@ def derive_plan(
             is ``"sharded"`` or ``"partial"``.
         is_table: Whether a module is an embedding that can be split along its output. Such are split where it helps: a table
             of position biases has one column per head.
-        left_whole: Modules that are not split, whatever they are.
+        replicated_modules: Modules that are not split, whatever they are.
         adapts: Which whole values may be cut where they meet sharded ones: parameters and constants, or all, with their
             gradients summed.
         opaque: Paths of modules that cannot be traced.
         unadapted: Kinds of the modules in whose forwards no whole values are cut.
         whole_parameters: Names of parameters that are not split, and paths of modules that hold no others.
-        dealt: Branches of which each rank runs some, if their results fit.
+        branches: Branches of which each rank runs some, if their results fit.
     """
-    own = {name for each in dealt for names in each.parameters for name in names}
+    own = {name for each in branches for names in each.parameters for name in names}
     options = direct_parameters(traced, {*whole_parameters, *own}) if adapts == "all" else {}
-    return _Search(traced, mesh, is_layer, is_table, left_whole, adapts, opaque, unadapted, options, dealt).run()
+    return _Search(traced, mesh, is_layer, is_table, replicated_modules, adapts, opaque, unadapted, options, branches).run()
 
 
 class _Search:
@@ -106,21 +107,21 @@ class _Search:
         mesh: DeviceMesh,
         is_layer: Callable[..., bool],
         is_table: Callable[..., bool],
-        left_whole: Collection[nn.Module],
+        replicated_modules: Collection[nn.Module],
         adapts: Adapts,
         opaque: Collection[str],
         unadapted: Collection[str],
         options: dict[str, list[ParameterSplit]],
-        dealt: Collection[Branches],
+        branches: Collection[Branches],
     ) -> None:
-        self.dealt = [*dealt]
+        self.branches = [*branches]
         self.adapts, self.opaque, self.unadapted = adapts, opaque, unadapted
         self.traced, self.mesh, self.is_layer, self.is_table = traced, mesh, is_layer, is_table
-        self.left_whole = left_whole
+        self.replicated_modules = replicated_modules
         self.calls: dict[str, list[fx.Node]] = {}
         for node in traced.graph.find_nodes(op="call_module"):
             self.calls.setdefault(str(node.target), []).append(node)
-        named = {path: module for path in self.calls if (module := traced.get_submodule(path)) not in left_whole}
+        named = {path: module for path in self.calls if (module := traced.get_submodule(path)) not in replicated_modules}
         self.candidates = {path: LayerSplit("sharded") for path, module in named.items() if is_layer(module, "sharded")}
         self.reasons: dict[str, str] = {}
         for path in residual_streams(traced, is_layer, self.candidates):
@@ -128,12 +129,12 @@ class _Search:
             self.reasons[path] = "it adds to the values between blocks"
         self.tables = {path for path, module in named.items() if is_table(module)}
         self.shared: set[str] = set()
-        self.summed_by_use: set[str] = set()
+        self.reduced_per_use: set[str] = set()
         self.options = options  # of each parameter, those left to try
         self.all_tables = frozenset(self.tables)
-        self.filled: dict[fx.Node, int] = {}
+        self.sharded_fills: dict[fx.Node, int] = {}
         self.tried: set[fx.Node] = set()
-        self.adapted: set[fx.Node] = set()
+        self.adapted_nodes: set[fx.Node] = set()
         self.gave_way: dict[
             frozenset[str], dict[str, LayerSplit]
         ] = {}  # to layers at fault, those that were left whole instead
@@ -142,16 +143,16 @@ class _Search:
     def run(self) -> DerivedPlan:
         while True:
             parameters = {name: splits[0] for name, splits in self.options.items()}
-            for each in self.dealt:
+            for each in self.branches:
                 parameters |= each.splits(self.mesh.size())
             layouts = Layouts(
-                *(self.traced, self.mesh, self.candidates, self.filled, self.is_layer, self.left_whole),
-                adapted=self.adapted,
+                *(self.traced, self.mesh, self.candidates, self.sharded_fills, self.is_layer, self.replicated_modules),
+                adapted_nodes=self.adapted_nodes,
                 opaque=self.opaque,
                 parameters=parameters,
                 shared=self.shared,
-                dealt=self.dealt,
-                summed_by_use=self.summed_by_use,
+                branches=self.branches,
+                reduced_per_use=self.reduced_per_use,
                 cuts_only=self.adapts == "parameters",
             )
             try:
@@ -159,8 +160,8 @@ class _Search:
             except LayoutError as err:
                 self.retreat(err)
             else:
-                if not (mixed := mixed_parameters(layouts)) <= self.summed_by_use:
-                    self.summed_by_use |= mixed
+                if not (mixed := mixed_parameters(layouts)) <= self.reduced_per_use:
+                    self.reduced_per_use |= mixed
                     continue
                 more = cut_parameters(layouts, self.traced) if self.options else {}
                 if not (more := {name: split for name, split in more.items() if name not in self.reasons}):
@@ -169,11 +170,11 @@ class _Search:
 
     def retreat(self, err: LayoutError) -> None:
         """Split a table too, or what is filled with one number, or try the layers at fault as fused, or leave them whole."""
-        if unfit := [each for each in self.dealt if err.sources & each.splits(1).keys()]:
-            self.dealt = [each for each in self.dealt if each not in unfit]
+        if unfit := [each for each in self.branches if err.sources & each.splits(1).keys()]:
+            self.branches = [each for each in self.branches if each not in unfit]
             return
         if not err.sources:  # nothing but what is filled is sharded here
-            self.filled.clear()
+            self.sharded_fills.clear()
             return
         whole = [other for other in err.node.all_input_nodes if other not in err.layouts.sources]
         behind = _upstream(whole)
@@ -184,7 +185,7 @@ class _Search:
             return
         filled = {node: dim for node in behind if node.target in _FILLS for dim in _dims_of_size(node, err.sharded_sizes())}
         if filled.keys() - self.tried:
-            self.filled.update(filled)
+            self.sharded_fills.update(filled)
             self.tried |= filled.keys()
             return
         if self._adapt(err.node, err.layouts):
@@ -220,7 +221,7 @@ class _Search:
                 self.as_one.setdefault(path, f"{err}; in {len(other.blocks)} parts: ")
             else:
                 self.reasons[path] = (self.as_one[path] if self.candidates.pop(path).blocks else "") + str(err)
-                self._take_back(path)
+                self._split_again(path)
 
     def _are_alike(self, sources: Collection[str]) -> bool:
         """Return whether the model takes the same parts out of the output of all these layers, or there is but one."""
@@ -228,7 +229,7 @@ class _Search:
         found = {fused_sizes(each, channel_dim(self.traced.get_submodule(path))) for path, each in calls.items() if each}
         return len(sources) == 1 or (all(calls.values()) and len(found) == 1 and () not in found)
 
-    def _take_back(self, path: str) -> None:
+    def _split_again(self, path: str) -> None:
         """Split the layers again that gave way to one that now stays whole itself."""
         for sources, others in self.gave_way.items():
             if path in sources:
@@ -240,14 +241,19 @@ class _Search:
     def _adapt(self, node: fx.Node, layouts: Layouts, of_layers: bool = False) -> bool:
         """Let a node, and those of the same line in identical modules, cut whole values and add up partial results."""
         module = kind(node.meta.get("module", ""))
-        if not self.adapts or module in self.unadapted or node in self.adapted or not _can_adapt(node, layouts, of_layers):
+        if (
+            not self.adapts
+            or module in self.unadapted
+            or node in self.adapted_nodes
+            or not _can_adapt(node, layouts, of_layers)
+        ):
             return False
         if layouts.sources[node] & self.all_tables and needs_statistics(layouts, node):
             return False  # of what an embedding gives all would be split along the width
         alike = (node.target, node.meta.get("source"), module)
         for other in self.traced.graph.nodes:
             if (other.target, other.meta.get("source"), kind(other.meta.get("module", ""))) == alike and other.op == node.op:
-                self.adapted.add(other)
+                self.adapted_nodes.add(other)
         return True
 
     def _try_next(self, names: Collection[str], reason: str, layouts: Layouts | None = None) -> None:
@@ -286,7 +292,7 @@ class _Search:
         ]
         firsts = {path for node in seconds for other in node.all_input_nodes for path in sources.get(other, ())}
         firsts &= self.candidates.keys() - err.sources
-        ours, theirs = self._numbers(firsts), self._numbers(err.sources)
+        ours, theirs = self._numel(firsts), self._numel(err.sources)
         return firsts if ours < theirs or (ours == theirs and function_name(err.node) in _ATTENTION) else set()
 
     def _lightest(self, err: LayoutError) -> set[str]:
@@ -302,10 +308,10 @@ class _Search:
             return set(map(_position, tables)) if is_met else set()
         numbers: dict[str, int] = {}
         for path in err.sources:
-            numbers[_position(path)] = numbers.get(_position(path), 0) + self._numbers([path])
+            numbers[_position(path)] = numbers.get(_position(path), 0) + self._numel([path])
         return {place for place, number in numbers.items() if number == min(numbers.values()) < max(numbers.values())}
 
-    def _numbers(self, paths: Collection[str]) -> int:
+    def _numel(self, paths: Collection[str]) -> int:
         """Return how many numbers the matrices of layers have, or these layers' parameters if none is a matrix."""
         named = self.traced.named_parameters(remove_duplicate=False)
         found = [each for name, each in named if any(is_inside(name, path) for path in paths)]
@@ -323,7 +329,7 @@ def _can_adapt(node: fx.Node, layouts: Layouts, of_layers: bool) -> bool:
         return norm_of(module) is not None and not is_opaque(module) and not layouts.cuts_only
     if node.op not in ("call_function", "call_method"):
         return False
-    whole = [other for other in node.all_input_nodes if other not in layouts.sources or other in layouts.copies]
+    whole = [other for other in node.all_input_nodes if other not in layouts.sources or other in layouts.replicated_parts]
     activations = [other for other in node.all_input_nodes if other not in whole and other not in layouts.weights]
     if not activations:
         return bool(whole)

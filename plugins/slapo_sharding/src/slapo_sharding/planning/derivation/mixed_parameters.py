@@ -19,14 +19,14 @@ def mixed_parameters(layouts: Layouts) -> set[str]:
         for name, each in layouts.traced.named_parameters(remove_duplicate=False)
         if name not in layouts.parameters
     }
-    partial = {named[name] for name in layouts.partial if name in named}
+    partial = {named[name] for name in layouts.partial_parameters if name in named}
     whole = {named[name] for name in _used_whole(layouts) if name in named} if partial else set()
     return {name for name, key in named.items() if key in partial & whole}
 
 
 def _used_whole(layouts: Layouts) -> Iterator[str]:
     """Yield the names of the parameters that a node uses with the whole gradient on every rank."""
-    partial = {(node, other) for node, other, _ in layouts.mixed}
+    partial = {(node, other) for node, other, _ in layouts.partial_uses}
     for node in layouts.graph.nodes:
         if node.op == "call_module" and str(node.target) not in layouts.splits and (node, None) not in partial:
             module = layouts.traced.get_submodule(str(node.target))

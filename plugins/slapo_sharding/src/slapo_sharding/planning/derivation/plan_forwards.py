@@ -22,7 +22,7 @@ def make_local_forwards(schedule: Schedule, derived: DerivedPlan) -> dict[str, t
     """
     made, calls, layers = {}, dict[Any, GraphCache](), layer_paths(schedule)
     for path, must in adapted_modules(derived.layouts).items():
-        if not any(each in derived.copied for each in schedule.mod.get_submodule(path).modules()):
+        if not any(each in derived.replicated_key_heads for each in schedule.mod.get_submodule(path).modules()):
             made[path] = make_local_forward(schedule, derived, path, layers, calls), must
     return made
 
@@ -43,7 +43,7 @@ def make_local_forward(
     start = len(path) + 1 if path else 0
     parameters = {name[start:]: split for name, split in derived.parameters.items() if is_inside(name, path)}
     shared = frozenset(name[start:] for name in derived.layouts.shared if is_inside(name, path))
-    by_use = frozenset(name[start:] for name in derived.layouts.summed_by_use if is_inside(name, path))
+    by_use = frozenset(name[start:] for name in derived.layouts.reduced_per_use if is_inside(name, path))
     cuts_inputs = cuts_from_outside(derived.layouts, path)
     plan = LocalForwardPlan(path, splits, opened, schedule.world_size, schedule.group, parameters, shared, cuts_inputs, by_use)
     alike = (

@@ -14,7 +14,8 @@ from slapo_core import Schedule, ScheduleError, TraceError, get_logger
 from ...communication._torch_private import mesh_of
 from ...rules.rulebook import rules_of
 from ...splitting.module_paths import kind
-from ..dry_run.layouts import LayoutError, Layouts
+from ..dry_run.layout_error import LayoutError
+from ..dry_run.layouts import Layouts
 from ..dry_run.parallel_branches import find_branches
 from ..local_sizes.adapted_modules import adapted_modules, modules_that_cut_for, num_reduced_gradients
 from ..local_sizes.local_attributes import Difference
@@ -33,18 +34,18 @@ from .replicated_modules import ReplicatedModules
 from .vocabulary import tied_or_vocabulary
 
 
-def find_plan(schedule: Schedule, whole: ReplicatedModules, sequence_parallel: bool) -> DerivedPlan:
+def find_plan(schedule: Schedule, replicated: ReplicatedModules, sequence_parallel: bool) -> DerivedPlan:
     """Return the plan: with key heads in copies, where attentions can be split so.
 
     Raises:
         ScheduleError: the sequence cannot be split.
         TraceError: a forward cannot be a graph.
     """
-    traced = trace_flat(schedule, whole)
+    traced = trace_flat(schedule, replicated)
     copies = find_replicated_key_heads(schedule.mod, traced, schedule.world_size)
     while copies:
         try:
-            derived, failed = _derive_from(schedule, traced, copies, whole, sequence_parallel)
+            derived, failed = _derive_from(schedule, traced, copies, replicated, sequence_parallel)
         except (TraceError, SequenceSplitError) as err:
             get_logger().debug("tensor_parallel: no key heads in copies: %s", err)
             break
@@ -52,7 +53,7 @@ def find_plan(schedule: Schedule, whole: ReplicatedModules, sequence_parallel: b
             return derived
         copies = [each for each in copies if type(each.owner) not in {type(other.owner) for other in failed}]
     try:
-        return _derive_from(schedule, traced, [], whole, sequence_parallel)[0]
+        return _derive_from(schedule, traced, [], replicated, sequence_parallel)[0]
     except SequenceSplitError as err:
         message = f"the sequence cannot be split: {err}; leave out sequence_parallel"
         raise ScheduleError(message, path=schedule.path, primitive="tensor_parallel") from err
@@ -62,34 +63,34 @@ def _derive_from(
     schedule: Schedule,
     traced: fx.GraphModule,
     copies: list[ReplicatedKeyHeads],
-    whole: ReplicatedModules,
+    replicated: ReplicatedModules,
     sequence_parallel: bool,
 ) -> tuple[DerivedPlan, list[ReplicatedKeyHeads]]:
     """Return the plan, and those of the attentions for which it is none."""
     rules, mesh = rules_of(schedule), mesh_of(schedule.world_size)
-    left = tied_or_vocabulary(schedule.mod, schedule.world_size, rules) | whole.modules(schedule.mod)
+    left = tied_or_vocabulary(schedule.mod, schedule.world_size, rules) | replicated.modules(schedule.mod)
     with with_replicated_heads(schedule.mod, copies, rules):
-        wide = trace_flat(schedule, whole) if copies else traced
+        wide = trace_flat(schedule, replicated) if copies else traced
         rederive = partial(
             derive_plan,
             is_layer=rules.is_layer,
             is_table=rules.is_table,
-            left_whole=in_graph(left, schedule.mod, wide),
-            opaque=whole.opaque,
-            whole_parameters={*whole.layers, *called_paths(wide.graph)},
+            replicated_modules=in_graph(left, schedule.mod, wide),
+            opaque=replicated.opaque,
+            whole_parameters={*replicated.layers, *called_paths(wide.graph)},
         )
         derived = rederive(wide, mesh)
         plans = [derived]
-        if whole.adapts and not copies:
+        if replicated.adapts and not copies:
             unadapted, adapts = set[str](), "parameters" if sequence_parallel else "all"
             rederive_adapted = partial(rederive, wide, mesh, adapts=adapts, unadapted=unadapted)
             plans = [_with_cut_values(schedule, derived, rederive_adapted, unadapted), derived]
             if not sequence_parallel:
-                plans = [_with_branches(schedule, plans[0], rederive_adapted, {*whole.layers, *whole.opaque})]
+                plans = [_with_branches(schedule, plans[0], rederive_adapted, {*replicated.layers, *replicated.opaque})]
         failed = unverified(copies, traced, wide, derived, rederive)
         derived = plans[0] if failed or not sequence_parallel else _along_sequence(plans)
-        derived.reasons = {**whole.layers, **derived.reasons}
-        derived.copied = [each.owner for each in copies]
+        derived.reasons = {**replicated.layers, **derived.reasons}
+        derived.replicated_key_heads = [each.owner for each in copies]
         if not failed:
             restore_key_heads(derived, copies)
     return derived, failed
@@ -137,12 +138,12 @@ def _with_branches(
     """Return the plan in which each rank runs some of the branches, if it fits and less stays whole than in the other one."""
     found = find_branches(derived.layouts.graph, schedule.mod, schedule.world_size, whole)
     found = [each for each in found if not all(map(derived.splits_parameter, each.splits(1)))]
-    if not found or _replicated_numel(schedule, dealt := rederive(dealt=found)) >= _replicated_numel(schedule, derived):
+    if not found or _replicated_numel(schedule, branched := rederive(branches=found)) >= _replicated_numel(schedule, derived):
         return derived
-    if (unfit := _untraceable_module(schedule, dealt)) is not None:
+    if (unfit := _untraceable_module(schedule, branched)) is not None:
         get_logger().debug("tensor_parallel: no branches are dealt out in %r: %s", unfit.module, unfit.reason)
         return derived
-    return dealt
+    return branched
 
 
 def _replicated_numel(schedule: Schedule, plan: DerivedPlan) -> int:
@@ -159,7 +160,7 @@ def _untraceable_module(schedule: Schedule, derived: DerivedPlan) -> Difference 
             return Difference("the whole model would have to run from one graph", path)
         forward = make_local_forward(schedule, derived, path, layers)
         try:
-            summed = forward.try_on(
+            summed = forward.check_example(
                 schedule.root_module, ".".join(filter(None, (schedule.path, path))), schedule.example_inputs
             )
         except TraceError as err:
@@ -170,8 +171,8 @@ def _untraceable_module(schedule: Schedule, derived: DerivedPlan) -> Difference 
 
 
 def _split_sequence(derived: DerivedPlan) -> Layouts:
-    if derived.layouts.decided_by_values:  # a trace of it on real tensors would send what ranks do not agree on
-        node = derived.layouts.decided_by_values[0]
+    if derived.layouts.data_dependent_nodes:  # a trace of it on real tensors would send what ranks do not agree on
+        node = derived.layouts.data_dependent_nodes[0]
         raise SequenceSplitError(f"values decide the shape of what {node.name} gives ({node.meta.get('source')})")
     try:
         return split_sequence(derived.layouts)

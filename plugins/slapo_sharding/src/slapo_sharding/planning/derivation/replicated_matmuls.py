@@ -76,7 +76,7 @@ def _is_matrix(node: fx.Node) -> bool:
 
 
 def _is_sharded(node: fx.Node, layouts: Layouts) -> bool:
-    return any(value in layouts.sources or value in layouts.local for value in (node, *node.all_input_nodes))
+    return any(value in layouts.sources or value in layouts.local_shapes for value in (node, *node.all_input_nodes))
 
 
 def _matmul_owner(node: fx.Node, model: nn.Module) -> str | None:

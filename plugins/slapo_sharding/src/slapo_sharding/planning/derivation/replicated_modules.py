@@ -18,7 +18,8 @@ from ...rules.rulebook import rules_of
 from ...rules.sharding_rule import split_of
 from ...splitting import attention_heads
 from ...splitting.module_paths import ancestors, kind
-from ..dry_run.layouts import NOT_DIVISIBLE, Layouts
+from ..dry_run.layout_error import NOT_DIVISIBLE
+from ..dry_run.layouts import Layouts
 from ..local_sizes.adapted_modules import is_inside
 from .layer_search import DerivedPlan
 from .replicated_matmuls import replicated_matmuls
@@ -93,11 +94,11 @@ class ReplicatedModules:
         return {named[path] for path in self.layers if path in named}
 
 
-def log_opaque(schedule: Schedule, whole: ReplicatedModules) -> set[str]:
+def log_opaque(schedule: Schedule, replicated: ReplicatedModules) -> set[str]:
     """Say that all layers stay whole in modules that cannot be traced and are in no list, and return their paths."""
     told = set[str]()
-    for path, reason in whole.opaque.items():
-        inside = [schedule.mod.get_submodule(each) for each in whole.layers if is_inside(each, path)]
+    for path, reason in replicated.opaque.items():
+        inside = [schedule.mod.get_submodule(each) for each in replicated.layers if is_inside(each, path)]
         full = paths.join(schedule.path, path)
         if kind(full) == full and inside and not any(map(split_of, inside)):
             told.add(path)
@@ -185,7 +186,7 @@ def log_replicated(schedule: Schedule, derived: DerivedPlan, misfits: Collection
 
 def log_sharded_attributes(schedule: Schedule, layouts: Layouts) -> None:
     """Say which attributes hold a rank's part after a forward, once for all alike."""
-    parts = (node for node in layouts.graph.nodes if node in layouts.local)
+    parts = (node for node in layouts.graph.nodes if node in layouts.local_shapes)
     names = {kind(name): name for node in reversed([*parts]) for name in node.meta.get("assigned", ())}
     what = "tensor_parallel: the attribute %r of %r holds this rank's part of what the unmodified model leaves there"
     for path, _, name in (name.rpartition(".") for name in names.values()):
@@ -232,7 +233,7 @@ def _modules_with_matrices(schedule: Schedule, derived: DerivedPlan) -> dict[str
     found: dict[str, tuple[str, str]] = {}
     for node in derived.layouts.graph.find_nodes(op="get_attr"):
         path = str(node.target).rpartition(".")[0]
-        if kind(path) == path or path in split or schedule.mod.get_submodule(path) in derived.layouts.left_whole:
+        if kind(path) == path or path in split or schedule.mod.get_submodule(path) in derived.layouts.replicated_modules:
             continue
         own = schedule.mod.get_submodule(path)._parameters.values()
         if sum(each is not None and each.dim() > 1 for each in own) > 1:

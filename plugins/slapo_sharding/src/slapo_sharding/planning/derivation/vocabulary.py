@@ -83,7 +83,7 @@ def _has_rows(module: nn.Module) -> bool:
 
 def _is_whole(node: fx.Node, layouts: Layouts) -> bool:
     """Return whether each rank has all of a layer's result, and all of its gradient."""
-    return node not in layouts.local and node not in layouts.parts and node not in layouts.copies
+    return node not in layouts.local_shapes and node not in layouts.partial_gradients and node not in layouts.replicated_parts
 
 
 def _feeds_matmul(node: fx.Node, model: nn.Module) -> bool:

@@ -1,7 +1,8 @@
-"""Functions on sharded values that no rule of torch describes: autograd functions of a model's own, and some operators.
+"""Numeric probe of functions on sharded values that DTensor has no rule for.
 
-Of the former a dry run on DTensors sees the forward alone, and there the sizes of all ranks. Random numbers show the rest: each
-rank's part of the arguments and of the gradient has to give its part of the results and gradients.
+These are a model's own autograd functions and some operators. In a dry run, only the forward of an autograd function is seen,
+with the sizes of all ranks together. The probe runs the function on random numbers, whole and on each shard. Each shard of the
+arguments and of the output gradient must give that shard of the results and of the input gradients.
 """
 
 from __future__ import annotations
@@ -23,23 +24,24 @@ MIXES = "the operation needs all of a value that is sharded, or of its gradient"
 
 
 def is_autograd_function(target: Any) -> bool:
-    """Return whether a call's target is ``apply`` of an autograd function."""
+    """Return whether a call target is the ``apply`` of an autograd function."""
     owner = getattr(target, "__self__", None)
     return isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
 
 
 def check_on_random_shards(target: Any, args: Any, kwargs: Any, results: Any, ranks: int) -> None:
-    """Run an autograd function on random numbers, whole and in parts, forward and backward.
+    """Compare a function on whole random tensors with the function on their shards, forward and backward.
 
     Args:
-        target: ``apply`` of the function.
-        args: Positional arguments; sharded ones as DTensors.
-        kwargs: The others.
+        target: Function, or ``apply`` of an autograd function.
+        args: Positional arguments, sharded ones as DTensors.
+        kwargs: Keyword arguments.
         results: Results of the dry run, sharded ones as DTensors.
         ranks: Number of ranks.
 
     Raises:
-        ValueError: the parts give something else than the parts of what the whole gives, or it does not run.
+        ValueError: results or gradients of the shards differ from the shards of the whole, or the function fails on random
+            numbers.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     dims = [_dim(leaf) for leaf in leaves]
@@ -48,18 +50,19 @@ def check_on_random_shards(target: Any, args: Any, kwargs: Any, results: Any, ra
     outputs = [_dim(each) for each in pytree.tree_leaves(results) if isinstance(each, torch.Tensor)]
     try:
         expected, gradients, wanted = _run_with_gradients(target, whole, spec, None, generator)
-        ways = [_chunks(wanted, outputs, rank, ranks) for rank in range(ranks)]
+        output_grads = [_chunks(wanted, outputs, rank, ranks) for rank in range(ranks)]
         found = [
-            _run_with_gradients(target, _chunks(whole, dims, rank, ranks), spec, ways[rank], generator)[:2]
+            _run_with_gradients(target, _chunks(whole, dims, rank, ranks), spec, output_grads[rank], generator)[:2]
             for rank in range(ranks)
         ]
-    except Exception as err:  # whatever a stranger's function does on random numbers
-        raise ValueError(f"{MIXES}: it does not run on random numbers") from err
+    except Exception as err:  # user code may raise anything
+        raise ValueError(f"{MIXES}: it fails on random numbers") from err
     for number, value in enumerate(expected):
         if not all(_is_close(_chunk(value, outputs[number], rank, ranks), each[0][number]) for rank, each in enumerate(found)):
             raise ValueError(MIXES)
     for number, gradient in enumerate(gradients):
         own = [each[1][number] for each in found]
+        # the gradient of a replicated argument is partial on each rank, so the sum is compared
         summed = own if dims[number] is not None else [sum(each for each in own if each is not None)] * ranks
         if gradient is None and any(each is not None for each in own):
             raise ValueError(MIXES)
@@ -70,12 +73,12 @@ def check_on_random_shards(target: Any, args: Any, kwargs: Any, results: Any, ra
 
 
 def probe_operator(node: fx.Node, args: Any, kwargs: Any, mesh: DeviceMesh) -> DTensor:
-    """Return the result of an operator that DTensor has no rule for, if each rank's part of it follows from the rank's parts.
+    """Compute an operator without a DTensor rule where each rank's result follows from its own shards.
 
-    Reflected padding, windows of a sequence and distances are such operators.
+    Reflection padding, windows of a sequence and pairwise distances are such operators.
 
     Raises:
-        RuntimeError: it does not, or the operator draws random numbers, writes in place or gives several tensors.
+        RuntimeError: the result needs other ranks' data, or the operator is random, writes in place or returns several tensors.
     """
     target: Any = node.target
     run = target if node.op == "call_function" else lambda x, *others, **named: getattr(x, target)(*others, **named)
@@ -118,7 +121,7 @@ def _chunks(values: Sequence[Any], dims: Sequence[int | None], rank: int, ranks:
 def _run_with_gradients(
     target: Any, leaves: Sequence[Any], spec: Any, wanted: Sequence[Any] | None, generator: torch.Generator
 ) -> Any:
-    """Return the results, the gradient of each argument or None, and the gradients of the results that it started from."""
+    """Return the results, the gradient of each argument or None, and the output gradients that the backward started from."""
     given = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     with torch.enable_grad(), no_functions(), no_modes(), torch.device("cpu"):
         for leaf in given:

@@ -103,4 +103,4 @@ def _module_to_fork(node: fx.Node, graphs: Collection[str]) -> str:
 
 
 def _is_sharded(layouts: Layouts, node: fx.Node) -> bool:
-    return node in layouts.branch_of or any(other in layouts.local for other in node.all_input_nodes)
+    return node in layouts.branch_of or any(other in layouts.local_shapes for other in node.all_input_nodes)

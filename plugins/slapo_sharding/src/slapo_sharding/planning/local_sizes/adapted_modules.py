@@ -40,7 +40,7 @@ def adapted_modules(layouts: Layouts) -> dict[str, bool]:
     for node in layouts.graph.nodes:
         must = any(node in found for found in _adaptations(layouts))
         must = must or any(other.op == "get_attr" and other in layouts.weights for other in node.all_input_nodes)
-        if must or layouts.sized.get(node):
+        if must or layouts.sizes_to_divide.get(node):
             path = _enclosing_module(layouts, node.meta.get("module", ""))
             found[path] = found.get(path, False) or must
     outer = [path for path in found if not any(is_inside(path, other) for other in found if other != path)]
@@ -48,13 +48,20 @@ def adapted_modules(layouts: Layouts) -> dict[str, bool]:
 
 
 def _adaptations(layouts: Layouts) -> tuple[Collection[fx.Node], ...]:
-    return layouts.cut, layouts.summed_gradients, layouts.reduced, layouts.once, layouts.norms, layouts.dealt
+    return (
+        layouts.cut_arguments,
+        layouts.reduced_gradients,
+        layouts.reductions,
+        layouts.first_rank_values,
+        layouts.norms,
+        layouts.joint_branches,
+    )
 
 
 def communicates(layouts: Layouts, path: str) -> bool:
     """Return whether a module that runs from a graph adds up values there, or uses whole layers' results on parts."""
     inside = any(is_inside(name, path) for name in layouts.shared)
-    return inside or any(_runs_inside(node, path) for node in (*layouts.reduced, *layouts.norms, *layouts.once))
+    return inside or any(_runs_inside(node, path) for node in (*layouts.reductions, *layouts.norms, *layouts.first_rank_values))
 
 
 def modules_that_cut_for(layouts: Layouts, path: str) -> set[str]:
@@ -78,12 +85,12 @@ def partial_parameters(layouts: Layouts, paths: Collection[str]) -> set[str]:
     Raises:
         SharedParameter: a parameter is used in such a module as a value that another one computes from it, and elsewhere.
     """
-    summed, own = set[str](), set(layouts.partial)
-    for node, other, names in layouts.mixed:
+    summed, own = set[str](), set(layouts.partial_parameters)
+    for node, other, names in layouts.partial_uses:
         owner = next((path for path in paths if _runs_inside(node, path)), None)
         if owner is not None and other is not None and _comes_from_outside(other, owner):
             summed |= {*names}
-    for node, other, names in layouts.mixed:
+    for node, other, names in layouts.partial_uses:
         owner = next((path for path in paths if _runs_inside(node, path)), None)
         is_own = owner is None or other is None or not _comes_from_outside(other, owner)
         if is_own and (both := summed & {*names}):
@@ -94,15 +101,16 @@ def partial_parameters(layouts: Layouts, paths: Collection[str]) -> set[str]:
 
 def num_reduced_gradients(layouts: Layouts, path: str) -> int:
     """Return how many gradients of whole values a module that runs from a graph has to sum."""
-    own = sum(len(values) for node, values in layouts.summed_gradients.items() if _runs_inside(node, path))
-    given = [other for node, other, _ in layouts.mixed if other is not None and _runs_inside(node, path)]
+    own = sum(len(values) for node, values in layouts.reduced_gradients.items() if _runs_inside(node, path))
+    given = [other for node, other, _ in layouts.partial_uses if other is not None and _runs_inside(node, path)]
     return own + sum(_comes_from_outside(other, path) for other in given)
 
 
 def cuts_from_outside(layouts: Layouts, path: str) -> bool:
     """Return whether a module cuts values that it is given, and that are made from parameters elsewhere."""
     return any(
-        other is not None and _runs_inside(node, path) and _comes_from_outside(other, path) for node, other, _ in layouts.mixed
+        other is not None and _runs_inside(node, path) and _comes_from_outside(other, path)
+        for node, other, _ in layouts.partial_uses
     )
 
 
@@ -141,7 +149,7 @@ def _sharded_at_boundary(layouts: Layouts, path: str) -> Iterator[fx.Node]:
 
 
 def _sizes_sequence(layouts: Layouts, path: str) -> bool:
-    return any(_runs_inside(node, path) and SEQUENCE in layouts.sources.get(node, ()) for node in layouts.sized)
+    return any(_runs_inside(node, path) and SEQUENCE in layouts.sources.get(node, ()) for node in layouts.sizes_to_divide)
 
 
 def _runs_inside(node: fx.Node, path: str) -> bool:

@@ -35,19 +35,19 @@ def divide_graph(layouts: Layouts, group: Group) -> None:
     """
     graph, ranks = layouts.graph, layouts.mesh.size()
     summed: dict[fx.Node, fx.Node] = {}
-    uses = {node: _leaf_indices(node, found) for node, found in layouts.summed_gradients.items()}
-    for branches in layouts.dealt.values():
+    uses = {node: _leaf_indices(node, found) for node, found in layouts.reduced_gradients.items()}
+    for branches in layouts.joint_branches.values():
         _keep_own_branches(branches, ranks, group)
     for node in list(graph.nodes):
         if node.op == "call_method" and node.target == "size":
             _restore_whole_size(layouts, node)
         with graph.inserting_before(node):
             _cut_arguments(layouts, node, uses.get(node, ()), group, summed)
-        if layouts.sized.get(node) and node not in layouts.divided:
+        if layouts.sizes_to_divide.get(node) and node not in layouts.divided_arguments:
             raise ValueError(
-                f"sizes {sorted(layouts.sized[node])} of {node.name} ({node.meta.get('source')}) are not its arguments"
+                f"sizes {sorted(layouts.sizes_to_divide[node])} of {node.name} ({node.meta.get('source')}) are not its arguments"
             )
-        if places := layouts.divided.get(node):
+        if places := layouts.divided_arguments.get(node):
             with graph.inserting_before(node):
                 values = leaves((node.args, node.kwargs))
                 new = {place: _divided_size(node, values[place], ranks, held) for place, held in places.items()}
@@ -55,7 +55,7 @@ def divide_graph(layouts: Layouts, group: Group) -> None:
         if node in layouts.norms:
             with graph.inserting_after(node):
                 _reduce_statistics(layouts, node, group)
-        elif op := layouts.reduced.get(node):
+        elif op := layouts.reductions.get(node):
             with graph.inserting_after(node):
                 _insert_reduction(node, op == "avg", group)
     graph.lint()
@@ -163,9 +163,9 @@ def _cut_arguments(layouts: Layouts, node: fx.Node, uses: Iterable[int], group: 
             summed[value] = _with_reduced_gradient(node, value, group)
         new[place] = summed[value]
     blocks = layouts.cut_blocks.get(node) or layouts.blocks_of(node)
-    for place, dim in layouts.cut.get(node, {}).items():
+    for place, dim in layouts.cut_arguments.get(node, {}).items():
         new[place] = _new_call(node, local_part, new.get(place, values[place]), dim, group, blocks)
-    if (at := layouts.once.get(node)) is not None:
+    if (at := layouts.first_rank_values.get(node)) is not None:
         new[at] = _new_call(node, on_first_rank, values[at], group)
     if new:
         node.args, node.kwargs = with_leaves((node.args, node.kwargs), new)
@@ -195,7 +195,7 @@ def _restore_whole_size(layouts: Layouts, node: fx.Node) -> None:
     """Let a size that is read from a shard be that of the whole tensor."""
     source, dim = node.args
     assert isinstance(source, fx.Node)
-    value, local = source.meta.get("val"), layouts.local.get(source)
+    value, local = source.meta.get("val"), layouts.local_shapes.get(source)
     if not isinstance(value, torch.Tensor) or local is None or value.shape[dim] == local[dim]:  # type: ignore[index]
         return
     with layouts.graph.inserting_after(node):

@@ -74,7 +74,7 @@ class SizeAttribute:
 def candidate_attributes(layouts: Layouts, root: nn.Module, size: int) -> list[SizeAttribute]:
     """The attributes that a size which has to be divided may come from; the likelier ones first."""
     found: dict[tuple[int, AttributeKey], SizeAttribute] = {}
-    for node, sizes in layouts.sized.items():
+    for node, sizes in layouts.sizes_to_divide.items():
         module = root.get_submodule(node.meta["module"])
         for holder, name, value in integer_attributes(module):
             if value > 1 and value % size == 0 and any(whole % value == 0 for whole in sizes):
@@ -118,7 +118,9 @@ def _choices(found: list[SizeAttribute]) -> Iterator[list[SizeAttribute]]:
 
 def _can_explain(layouts: Layouts, values: Mapping[AttributeKey, int], size: int) -> bool:
     """Return False where a size that has to be divided is known not to come from these attributes; a trace costs more."""
-    return all(can_become(node, whole, whole // size, values) for node, sizes in layouts.sized.items() for whole in sizes)
+    return all(
+        can_become(node, whole, whole // size, values) for node, sizes in layouts.sizes_to_divide.items() for whole in sizes
+    )
 
 
 def difference(layouts: Layouts, local: fx.GraphModule, apart: Collection[str] = ()) -> Difference | None:
@@ -142,14 +144,14 @@ def difference(layouts: Layouts, local: fx.GraphModule, apart: Collection[str] =
         if whole.target is expect:
             continue  # of a value that is compared itself
         expected, given = literals(whole.args, whole.kwargs), literals(part.args, part.kwargs)
-        if whole in layouts.expected:
-            expected = literals(layouts.expected[whole])
-        if (whole not in layouts.sized or whole in layouts.expected) and expected != given:
+        if whole in layouts.local_arguments:
+            expected = literals(layouts.local_arguments[whole])
+        if (whole not in layouts.sizes_to_divide or whole in layouts.local_arguments) and expected != given:
             return _difference_at(whole, f"{whole.name} is given {given} instead of {expected}")
         value, found = whole.meta.get("val"), part.meta.get("val")
         if value is None:
             continue
-        local_shape = layouts.local.get(whole, tuple(value.shape))
+        local_shape = layouts.local_shapes.get(whole, tuple(value.shape))
         if found is None or tuple(found.shape) != local_shape:
             shape = None if found is None else list(found.shape)
             return _difference_at(whole, f"{whole.name} has shape {shape} instead of {list(local_shape)}")

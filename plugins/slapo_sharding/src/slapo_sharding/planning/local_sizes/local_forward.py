@@ -24,7 +24,8 @@ from slapo_tracing.tracers import LeafKind, trace_again, trace_value
 from ...communication._torch_private import mesh_of
 from ...communication.collectives import Group
 from ...rules.parametrizations import registrations
-from ..dry_run.layouts import LayoutError, Layouts
+from ..dry_run.layout_error import LayoutError
+from ..dry_run.layouts import Layouts
 from ..dry_run.parallel_branches import Branches, find_branches
 from ..dry_run.size_arguments import leaves
 from ..dry_run.split_specs import LayerSplit, ParameterSplit
@@ -53,7 +54,7 @@ class LocalForwardPlan(NamedTuple):
         parameters: Path of each parameter below the module that its forward uses itself and that is split, to how.
         shared: Paths of the whole layers and parameters below the module whose results meet sharded values.
         cuts_inputs: Whether whole arguments with gradients are cut, which modules around it make from parameters.
-        summed_by_use: Paths of the whole parameters below the module that whole values meet too, here or elsewhere.
+        reduced_per_use: Paths of the whole parameters below the module that whole values meet too, here or elsewhere.
     """
 
     path: str
@@ -64,7 +65,7 @@ class LocalForwardPlan(NamedTuple):
     parameters: Mapping[str, ParameterSplit]
     shared: frozenset[str]
     cuts_inputs: bool
-    summed_by_use: frozenset[str]
+    reduced_per_use: frozenset[str]
 
 
 class LocalForward(Hidden):
@@ -99,7 +100,7 @@ class LocalForward(Hidden):
         """Parameters below the module that are split and that its graphs use, by path."""
         return self._plan.parameters
 
-    def try_on(self, root: nn.Module, target: str, example_inputs: Any) -> int:
+    def check_example(self, root: nn.Module, target: str, example_inputs: Any) -> int:
         """Make the dry run of the call in an example, while all layers are whole; return how many gradients are summed.
 
         Args:
@@ -233,7 +234,7 @@ class LocalForward(Hidden):
             for name, value in module._parameters.items():
                 if value is not None and is_sharded(value) and f"{path}.{name}" not in plan.parameters:
                     expected = whole._parameters[name]
-                    if split is None or expected is None or _local_numel(value) != split.local_number(expected, plan.ranks):
+                    if split is None or expected is None or _local_numel(value) != split.local_numel(expected, plan.ranks):
                         raise TraceError(f"{name!r} of the layer {path!r} has the shape {tuple(value.shape)} on this rank")
 
         for path, own in plan.parameters.items():
@@ -264,18 +265,18 @@ class LocalForward(Hidden):
         is_layer: Callable[..., bool] = lambda module, way="": id(module) in (keeps if way == "kept" else layers)  # noqa: E731
         layouts = Layouts(
             *(whole, mesh_of(plan.ranks), candidates, {}, is_layer, left, graph, adapted),
-            gives_parts=True,
+            returns_shards=True,
             parameters=plan.parameters,
             shared=plan.shared,
             cuts_inputs=plan.cuts_inputs,
-            dealt=self._dealt(graph, whole),
-            summed_by_use=plan.summed_by_use,
+            branches=self._planned_branches(graph, whole),
+            reduced_per_use=plan.reduced_per_use,
         )
         layouts.check()
         self._check_results(layouts)
         return layouts
 
-    def _dealt(self, graph: fx.Graph, whole: nn.Module) -> list[Branches]:
+    def _planned_branches(self, graph: fx.Graph, whole: nn.Module) -> list[Branches]:
         """Return the branches of a graph that are dealt out as planned.
 
         Raises:
@@ -298,14 +299,14 @@ class LocalForward(Hidden):
             TraceError: other results are parts, or a gradient is a part that nobody sums.
         """
         (output,) = layouts.graph.find_nodes(op="output")
-        parts = {place for place, each in enumerate(leaves(output.args[0][0])) if each in layouts.local}
-        summed = [other for found in layouts.summed_gradients.values() for other in found]
+        parts = {place for place, each in enumerate(leaves(output.args[0][0])) if each in layouts.local_shapes}
+        summed = [other for found in layouts.reduced_gradients.values() for other in found]
         given = {str(other.target) for other in summed if other.op == "placeholder"}
         if self._results is None:
             self._results, self._summed_inputs, self.num_summed = parts, given, len(summed)
         if parts != self._results or not given <= self._summed_inputs:
             raise TraceError("it gives parts of other results, or sums other gradients, than in the example")
-        if self.partial is not None and (missing := layouts.partial.keys() - self.partial):
+        if self.partial is not None and (missing := layouts.partial_parameters.keys() - self.partial):
             raise TraceError(f"the gradient of {min(missing)!r} is a part that was whole in the example")
 
 

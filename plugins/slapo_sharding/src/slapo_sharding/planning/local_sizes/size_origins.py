@@ -34,14 +34,14 @@ class SizeWithOrigin(int):
     """
 
     size: int
-    where: Callable[[Mapping[AttributeKey, int]], set[int]]
+    possible_values: Callable[[Mapping[AttributeKey, int]], set[int]]
     terms: int
 
     def __new__(
-        cls, value: int, size: int, where: Callable[[Mapping[AttributeKey, int]], set[int]], terms: int = 1
+        cls, value: int, size: int, possible_values: Callable[[Mapping[AttributeKey, int]], set[int]], terms: int = 1
     ) -> SizeWithOrigin:
         made = super().__new__(cls, value)
-        made.size, made.where, made.terms = size, where, terms
+        made.size, made.possible_values, made.terms = size, possible_values, terms
         return made
 
     def __deepcopy__(self, memo: Any) -> SizeWithOrigin:
@@ -58,21 +58,21 @@ def _with_origin(operation: Callable[[int, Any], Any]) -> Callable[[SizeWithOrig
         if value is NotImplemented:
             return value
 
-        def where(values: Mapping[AttributeKey, int]) -> set[int]:
+        def possible_values(values: Mapping[AttributeKey, int]) -> set[int]:
             found = set()
-            for pair in product(self.where(values), _possible_values(other, values, self.size)):
+            for pair in product(self.possible_values(values), _possible_values(other, values, self.size)):
                 with suppress(ZeroDivisionError):
                     found.add(operation(*pair))
             return found
 
-        return SizeWithOrigin(value, self.size, where if terms <= _MAX_TERMS else self.where, terms)
+        return SizeWithOrigin(value, self.size, possible_values if terms <= _MAX_TERMS else self.possible_values, terms)
 
     return remembering
 
 
 def _possible_values(number: int, values: Mapping[AttributeKey, int], size: int) -> set[int]:
     if isinstance(number, SizeWithOrigin):
-        return number.where(values)
+        return number.possible_values(values)
     return {number} if number % size else {number, number // size}
 
 
@@ -133,4 +133,4 @@ def can_become(node: fx.Node, whole: int, part: int, values: Mapping[AttributeKe
     given = [value for value in node.meta.get(_GIVEN, ()) if value == whole]
     if not given or not all(isinstance(value, SizeWithOrigin) and value.terms <= _MAX_TERMS for value in given):
         return True  # nothing is known of where it comes from
-    return any(part in value.where(values) for value in given)
+    return any(part in value.possible_values(values) for value in given)

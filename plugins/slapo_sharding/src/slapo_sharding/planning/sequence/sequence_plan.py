@@ -37,13 +37,13 @@ class SequencePlan:
     """Where the sequence is split.
 
     Args:
-        crossings: What happens at which borders.
+        collectives: What happens at which borders.
         blocks: Paths of the repeated layers, between which values are split, to the shape of these.
         whole: Paths of modules inside them that do their work on all of the sequence, to the end.
         flattens: Whether split values may be flattened to ``[tokens, width]``, and their layers see tokens in another order.
     """
 
-    crossings: dict[Boundary, BoundaryCollective] = field(default_factory=dict)
+    collectives: dict[Boundary, BoundaryCollective] = field(default_factory=dict)
     blocks: dict[str, tuple[int, ...]] = field(default_factory=dict)
     whole: set[str] = field(default_factory=set)
     flattens: bool = False

@@ -14,7 +14,8 @@ import torch
 from torch import fx, nn
 
 from ...splitting.module_paths import kind
-from ..dry_run.layouts import LayoutError, Layouts
+from ..dry_run.layout_error import LayoutError
+from ..dry_run.layouts import Layouts
 from .module_boundaries import Boundary, boundary
 from .sequence_layouts import BoundaryError, LengthError, MixedUseError, PartialGradientError, SequenceLayouts
 from .sequence_plan import Backward, BoundaryCollective, SequencePlan
@@ -48,7 +49,7 @@ class _Search:
     def __init__(self, layouts: Layouts, flattens: bool) -> None:
         self.layouts, self.plan = layouts, SequencePlan(flattens=flattens)
         self.modules = dict(layouts.traced.named_modules())
-        self.banned: set[Boundary] = set()
+        self.excluded: set[Boundary] = set()
         self.starts: dict[Boundary, list[Boundary]] = {}
         for is_list in (lambda module: isinstance(module, nn.ModuleList), _is_sequence_of_blocks):
             for blocks in () if self.starts else _block_lists(layouts.traced, is_list):
@@ -74,7 +75,7 @@ class _Search:
         self.plan.blocks.update(dict.fromkeys(blocks, shape))
         first, *others = self._upstream(node)
         self.starts[first] = others
-        self.plan.crossings[first] = BoundaryCollective("scatter")
+        self.plan.collectives[first] = BoundaryCollective("scatter")
 
     def run(self) -> SequenceLayouts:
         for _ in range(_MAX_DRY_RUNS):
@@ -82,22 +83,22 @@ class _Search:
             try:
                 layouts.check()
             except LayoutError as err:
-                self._mend(layouts, err)
+                self._adjust(layouts, err)
             else:
-                if not self._summed_twice(layouts):
+                if not self._split_double_reductions(layouts):
                     return layouts
         raise SequenceSplitError("no way to split it was found")
 
-    def _mend(self, layouts: SequenceLayouts, err: LayoutError) -> None:
+    def _adjust(self, layouts: SequenceLayouts, err: LayoutError) -> None:
         """Change the plan where the dry run failed."""
         if isinstance(err, MixedUseError):
             done = False
         elif isinstance(err, PartialGradientError):
             done = self._keep_whole(err.places)
         elif isinstance(err, LengthError):
-            done = self._enclose(err.module)
+            done = self._gather_around(err.module)
         elif isinstance(err, BoundaryError):
-            done = self._other_place(err)
+            done = self._try_next_boundary(err)
         else:
             done = self._scatter_again(layouts, err.node) or self._gather(layouts, err.node)
         if not done:
@@ -108,29 +109,29 @@ class _Search:
         new = [place for place in places if place[0] not in self.plan.whole]
         for place in new:
             self._add(place, BoundaryCollective("all_gather", "split"))
-            self.plan.whole.update(path for path, _ in self._alike(place))
+            self.plan.whole.update(path for path, _ in self._same_in_blocks(place))
         return bool(new)
 
-    def _enclose(self, path: str) -> bool:
+    def _gather_around(self, path: str) -> bool:
         """Let a module that takes its sizes from its input have all of it."""
         if path in self.plan.blocks or path in self.plan.whole:
             return False
-        for outer, _ in self._alike((path, "")):
-            for place in [place for place in self.plan.crossings if place[0].startswith(f"{outer}.")]:
-                del self.plan.crossings[place]
+        for outer, _ in self._same_in_blocks((path, "")):
+            for place in [place for place in self.plan.collectives if place[0].startswith(f"{outer}.")]:
+                del self.plan.collectives[place]
         self._keep_whole([(path, "fwd_pre")])
         self._add((path, "fwd_post"), BoundaryCollective("scatter"))
         return True
 
-    def _other_place(self, err: BoundaryError) -> bool:
+    def _try_next_boundary(self, err: BoundaryError) -> bool:
         """Scatter or gather somewhere else."""
         if err.place not in self.starts:
-            self._ban(err.place)
+            self._exclude(err.place)
             return True
         others = self.starts.pop(err.place)
-        del self.plan.crossings[err.place]
+        del self.plan.collectives[err.place]
         if others:
-            self.plan.crossings[others[0]] = BoundaryCollective("scatter")
+            self.plan.collectives[others[0]] = BoundaryCollective("scatter")
             self.starts[others[0]] = others[1:]
         return bool(others)
 
@@ -142,22 +143,22 @@ class _Search:
                 continue
             same = places.intersection(self._upstream(other))  # the very value that was gathered
             if same:
-                self._ban(min(same))
+                self._exclude(min(same))
                 return True
-            end = self._end(layouts, other)
-            if end is not None and end not in self.plan.crossings:
+            end = self._last_boundary(layouts, other)
+            if end is not None and end not in self.plan.collectives:
                 self._keep_whole(places)
                 self._add(end, BoundaryCollective("scatter"))
                 return True
         return False
 
-    def _end(self, layouts: SequenceLayouts, n: fx.Node) -> Boundary | None:
+    def _last_boundary(self, layouts: SequenceLayouts, n: fx.Node) -> Boundary | None:
         """Return the place where a whole value left the module that was given a gathered one, or the last module on its way."""
         nearest = None
         while True:
             place = next(self._upstream(n), None)
-            if place is not None and place[1] == "fwd_post" and place not in self.banned:
-                if (place[0], "fwd_pre") in self.plan.crossings:
+            if place is not None and place[1] == "fwd_post" and place not in self.excluded:
+                if (place[0], "fwd_pre") in self.plan.collectives:
                     return place
                 nearest = nearest or place
             before = [other for other in n.all_input_nodes if other in layouts.gathered]
@@ -168,7 +169,7 @@ class _Search:
     def _gather(self, layouts: SequenceLayouts, n: fx.Node) -> bool:
         for other in _tensors_of(n):
             for place in self._candidates(n, other) if layouts.is_split(other) else ():
-                if place not in self.banned and place not in self.plan.crossings:
+                if place not in self.excluded and place not in self.plan.collectives:
                     backward: Backward = "split" if self.plan.block_of(place[0]) is None else "reduce_scatter"
                     self._add(place, BoundaryCollective("all_gather", backward, other.meta["val"].dim() - 2))
                     return True
@@ -188,13 +189,13 @@ class _Search:
         while n.target is boundary:
             place = (str(n.args[1]), str(n.args[2]))
             yield place
-            if place in self.plan.crossings and self.plan.crossings[place].op == "scatter":
+            if place in self.plan.collectives and self.plan.collectives[place].op == "scatter":
                 return
             (n,) = n.all_input_nodes
         if n.op == "call_module":
             yield str(n.target), "fwd_post"
 
-    def _alike(self, place: Boundary) -> list[Boundary]:
+    def _same_in_blocks(self, place: Boundary) -> list[Boundary]:
         """The same border of all repeated layers."""
         path, mode = place
         if self.plan.block_of(path) is None:
@@ -202,24 +203,24 @@ class _Search:
         cls, modules = type(self.modules[path]), self.modules.items()
         return [(other, mode) for other, module in modules if type(module) is cls and kind(other) == kind(path)]
 
-    def _add(self, place: Boundary, crossing: BoundaryCollective) -> None:
-        self.plan.crossings.update(dict.fromkeys(self._alike(place), crossing))
+    def _add(self, place: Boundary, collective: BoundaryCollective) -> None:
+        self.plan.collectives.update(dict.fromkeys(self._same_in_blocks(place), collective))
 
-    def _ban(self, place: Boundary) -> None:
-        for other in self._alike(place):
-            self.banned.add(other)
-            self.plan.crossings.pop(other, None)
+    def _exclude(self, place: Boundary) -> None:
+        for other in self._same_in_blocks(place):
+            self.excluded.add(other)
+            self.plan.collectives.pop(other, None)
 
-    def _summed_twice(self, layouts: SequenceLayouts) -> bool:
+    def _split_double_reductions(self, layouts: SequenceLayouts) -> bool:
         """Leave the sum of gradients to the layers below a gather where one sums another value's; return whether any does."""
-        own = [path for path, summed in layouts.summed.items() if not summed]
+        own = [path for path, summed in layouts.input_gradient_reduced.items() if not summed]
         around = [
             place
-            for place, crossing in self.plan.crossings.items()
-            if crossing.backward == "reduce_scatter" and any(path.startswith(f"{place[0]}.") for path in own)
+            for place, collective in self.plan.collectives.items()
+            if collective.backward == "reduce_scatter" and any(path.startswith(f"{place[0]}.") for path in own)
         ]
         for place in around:
-            self.plan.crossings[place] = replace(self.plan.crossings[place], backward="split")
+            self.plan.collectives[place] = replace(self.plan.collectives[place], backward="split")
         return bool(around)
 
 
