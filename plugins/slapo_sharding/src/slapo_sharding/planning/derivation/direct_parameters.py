@@ -1,4 +1,4 @@
-"""Parameters that forwards use themselves, in products and einsums: the ways in which each may be split."""
+"""Parameters that forwards use directly in matrix products and einsums, and the splits to try for each."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ..dry_run.split_specs import ParameterSplit
 
 _MATMULS = frozenset("matmul mm bmm linear einsum addmm baddbmm tensordot".split())
 _MAX_REARRANGEMENTS = 4
-"""Operations that only rearrange a parameter before a product uses it."""
+"""Limit on operations that rearrange a parameter before a product uses it."""
 
 
 def direct_parameters(traced: fx.GraphModule, without: Collection[str]) -> dict[str, list[ParameterSplit]]:
-    """Return the splits to try for each parameter that a product in some forward is given.
+    """Return the splits to try for each parameter that a matrix product of some forward uses.
 
-    A dimension that the product sums over, with a whole value on its other side, fits nowhere: the next one is tried then.
+    A dimension that the product sums over does not fit if the other factor is whole. The next dimension is tried then.
 
     Args:
-        traced: The flat graph of a model.
-        without: Names of parameters that are not split, and paths of modules whose own are split by rules or not at all.
+        traced: Flat graph of a model.
+        without: Names of parameters that are not split, and paths of modules whose parameters rules split or leave whole.
     """
     found: dict[str, list[ParameterSplit]] = {}
     for node, name, tensor in _untied_uses(traced):
@@ -55,7 +55,7 @@ def _untied_uses(traced: fx.GraphModule) -> Iterator[tuple[fx.Node, str, nn.Para
 
 
 def _reaches_matmul(node: fx.Node) -> bool:
-    """Return whether a product uses a parameter, or what only rearranges it."""
+    """Return whether a matrix product uses a parameter, directly or rearranged."""
     for _ in range(_MAX_REARRANGEMENTS):
         users = [user for user in node.users if user.target is not expect]
         if any(function_name(user) in _MATMULS for user in users):
@@ -68,11 +68,11 @@ def _reaches_matmul(node: fx.Node) -> bool:
 
 
 def fused_splits(layouts: Layouts, name: str) -> dict[str, ParameterSplit]:
-    """Return splits of a fused projection and its bias, by the parts that the model takes out; empty where it takes none.
+    """Return the splits of a fused projection and its biases by the parts that the model takes out; empty for no parts.
 
     Args:
-        layouts: The dry run in which the parameter is split as one.
-        name: Of the parameter.
+        layouts: Dry run in which the parameter is split as one part.
+        name: Name of the parameter.
     """
     split = layouts.parameters[name]
     uses = [
@@ -104,7 +104,7 @@ def fused_splits(layouts: Layouts, name: str) -> dict[str, ParameterSplit]:
 
 
 def _biases(node: fx.Node) -> set[str]:
-    """Return the names of vectors among the arguments of a node."""
+    """Return the names of the one-dimensional parameters among the arguments of a node."""
     given = [other for other in node.all_input_nodes if other.op == "get_attr"]
     return {
         str(other.target) for other in given if isinstance(other.meta.get("val"), torch.Tensor) and other.meta["val"].dim() == 1
@@ -112,11 +112,11 @@ def _biases(node: fx.Node) -> set[str]:
 
 
 def cut_parameters(layouts: Layouts, traced: fx.GraphModule) -> dict[str, ParameterSplit]:
-    """Return whole parameters that are cut wherever they are used, in modules of which other parameters are split.
+    """Return whole parameters that every use cuts, in modules with other split parameters.
 
     Args:
-        layouts: The dry run.
-        traced: The flat graph.
+        layouts: Dry run.
+        traced: Flat graph.
     """
     found: dict[str, set[int | None]] = {}
     for node, name, _ in _untied_uses(traced):

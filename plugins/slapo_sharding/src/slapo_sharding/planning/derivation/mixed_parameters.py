@@ -1,4 +1,4 @@
-"""Whole parameters that are used on sharded values and on whole ones: no single reduction makes their gradient right."""
+"""Whole parameters that are used on sharded and on whole values: one reduction cannot make their gradient right."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ..dry_run.node_values import has_any_gradient, has_gradient, parameters_of
 
 
 def mixed_parameters(layouts: Layouts) -> set[str]:
-    """Return the names, tied ones too, of parameters of whose gradient each rank has a part here and all of it there.
+    """Return the names, with tied ones, of parameters whose gradient is partial in one use and whole in another.
 
     Args:
-        layouts: The finished dry run.
+        layouts: Finished dry run.
     """
     named = {
         name: id(each)
@@ -25,7 +25,7 @@ def mixed_parameters(layouts: Layouts) -> set[str]:
 
 
 def _used_whole(layouts: Layouts) -> Iterator[str]:
-    """Yield the names of the parameters that a node uses with the whole gradient on every rank."""
+    """Yield the names of parameters in uses whose gradient is whole on every rank."""
     partial = {(node, other) for node, other, _ in layouts.partial_uses}
     for node in layouts.graph.nodes:
         if node.op == "call_module" and str(node.target) not in layouts.splits and (node, None) not in partial:

@@ -364,7 +364,7 @@ class Layouts(fx.Interpreter):
             names = [f"{path}.{name}" for name, _ in module.named_parameters()]
             if any(name in self.reduced_per_use for name in names):
                 raise ValueError(
-                    f"the parameters of {path!r} are used on whole values as well, and their gradient is reduced once for all uses"
+                    f"parameters of {path!r} are used on whole values too, and one reduction of their gradient serves all uses"
                 )
             self._record_partial(n, None, names)
             return self.call_on_meta(n, args, kwargs)

@@ -1,4 +1,4 @@
-"""Modules whose forwards count whole sizes of values that are sharded, or use whole values on them."""
+"""Modules whose forwards use whole sizes of sharded values, or combine whole values with sharded ones."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..sequence.sequence_layouts import SEQUENCE
 
 
 class SharedParameterError(ValueError):
-    """Error of a parameter that a module which runs from a graph is given, and that is used in another way, too.
+    """Error of a parameter that enters a module running from a graph and is used elsewhere too.
 
     Args:
         message: One sentence.
-        layers: The layers whose sharded outputs meet it.
+        layers: Layers whose sharded outputs meet the parameter.
     """
 
     def __init__(self, message: str, layers: Collection[str]) -> None:
@@ -28,13 +28,13 @@ class SharedParameterError(ValueError):
 
 
 def adapted_modules(layouts: Layouts) -> dict[str, bool]:
-    """Return the paths of the innermost modules, with whole inputs and results, around all operations that have to be adapted.
+    """Return the innermost modules with whole inputs and outputs around all operations that have to be adapted.
 
     Args:
-        layouts: The dry run of the whole model's flat graph.
+        layouts: Dry run of the flat graph of the whole model.
 
     Returns:
-        Paths to whether the module cannot run but from a graph, as it cuts whole values or sums their gradients.
+        Paths, to whether the module must run from a graph because it cuts whole values or reduces their gradients.
     """
     found: dict[str, bool] = {}
     for node in layouts.graph.nodes:
@@ -59,31 +59,31 @@ def _adaptations(layouts: Layouts) -> tuple[Collection[fx.Node], ...]:
 
 
 def communicates(layouts: Layouts, path: str) -> bool:
-    """Return whether a module that runs from a graph adds up values there, or uses whole layers' results on parts."""
+    """Return whether a module that runs from a graph reduces values there, or uses results of whole layers on shards."""
     inside = any(is_inside(name, path) for name in layouts.shared)
     return inside or any(_runs_inside(node, path) for node in (*layouts.reductions, *layouts.norms, *layouts.first_rank_values))
 
 
 def modules_that_cut_for(layouts: Layouts, path: str) -> set[str]:
-    """Return the modules in whose forwards whole values are cut so that the module at a path has to run from a graph.
+    """Return the modules whose cuts of whole values require the module at ``path`` to run from a graph.
 
     Args:
-        layouts: The dry run of the whole model's flat graph.
-        path: One of ``adapted_modules``. Of the model itself only those are meant that no module below can take care of.
+        layouts: Dry run of the flat graph of the whole model.
+        path: One of ``adapted_modules``. For the model itself, only modules that no inner module encloses are returned.
     """
     modules = {node.meta.get("module", "") for found in _adaptations(layouts) for node in found}
     return {module for module in modules if (is_inside(module, path) if path else not _enclosing_module(layouts, module))}
 
 
 def partial_parameters(layouts: Layouts, paths: Collection[str]) -> set[str]:
-    """Return the names of whole parameters of whose gradient each rank has a part.
+    """Return the names of whole parameters with partial gradients.
 
     Args:
-        layouts: The dry run of the whole model's flat graph.
-        paths: Modules that run from graphs, which sum the gradients of whole values that they are given.
+        layouts: Dry run of the flat graph of the whole model.
+        paths: Modules that run from graphs, which reduce the gradients of their whole inputs.
 
     Raises:
-        SharedParameter: a parameter is used in such a module as a value that another one computes from it, and elsewhere.
+        SharedParameterError: such an input is computed from a parameter that is used elsewhere on shards too.
     """
     summed, own = set[str](), set(layouts.partial_parameters)
     for node, other, names in layouts.partial_uses:
@@ -94,20 +94,22 @@ def partial_parameters(layouts: Layouts, paths: Collection[str]) -> set[str]:
         owner = next((path for path in paths if _runs_inside(node, path)), None)
         is_own = owner is None or other is None or not _comes_from_outside(other, owner)
         if is_own and (both := summed & {*names}):
-            what = f"{min(both)!r} is used on sharded values in {node.meta.get('module')!r} and in another way"
+            what = (
+                f"{min(both)!r} is used on sharded values in {node.meta.get('module')!r} and by a module that runs from a graph"
+            )
             raise SharedParameterError(what, layouts.sources.get(node, frozenset()))
     return own - summed
 
 
 def num_reduced_gradients(layouts: Layouts, path: str) -> int:
-    """Return how many gradients of whole values a module that runs from a graph has to sum."""
+    """Return the number of whole values whose gradients a module that runs from a graph reduces."""
     own = sum(len(values) for node, values in layouts.reduced_gradients.items() if _runs_inside(node, path))
     given = [other for node, other, _ in layouts.partial_uses if other is not None and _runs_inside(node, path)]
     return own + sum(_comes_from_outside(other, path) for other in given)
 
 
 def cuts_from_outside(layouts: Layouts, path: str) -> bool:
-    """Return whether a module cuts values that it is given, and that are made from parameters elsewhere."""
+    """Return whether a module cuts its inputs, and these are computed from parameters outside."""
     return any(
         other is not None and _runs_inside(node, path) and _comes_from_outside(other, path)
         for node, other, _ in layouts.partial_uses
@@ -115,7 +117,7 @@ def cuts_from_outside(layouts: Layouts, path: str) -> bool:
 
 
 def _comes_from_outside(node: fx.Node, path: str) -> bool:
-    if node.op == "get_attr":  # its node is where it is used first
+    if node.op == "get_attr":  # its node lies in the module that uses it first
         return not is_inside(str(node.target).rpartition(".")[0], path)
     if not is_inside(node.meta.get("module", ""), path):
         return True
@@ -123,7 +125,7 @@ def _comes_from_outside(node: fx.Node, path: str) -> bool:
 
 
 def is_inside(path: str, other: str) -> bool:
-    """Return whether a module is another one or below it."""
+    """Return whether a path is another one or lies below it; the empty path contains all."""
     return not other or path == other or path.startswith(f"{other}.")
 
 
@@ -134,9 +136,9 @@ def _enclosing_module(layouts: Layouts, path: str) -> str:
 
 
 def _sharded_at_boundary(layouts: Layouts, path: str) -> Iterator[fx.Node]:
-    """Give sharded values that go into a module, or come out of it.
+    """Yield the sharded values that enter or leave a module.
 
-    A layer inside may split its result along the sequence: that is nothing to the graph around, where it gives no sizes to it.
+    A layer inside may split its output along the sequence. That does not count unless the module has sizes of the sequence.
     """
     for node in layouts.graph.nodes:
         inside = _runs_inside(node, path)
@@ -154,5 +156,5 @@ def _sizes_sequence(layouts: Layouts, path: str) -> bool:
 
 def _runs_inside(node: fx.Node, path: str) -> bool:
     if node.target is boundary and node.args[1] == path:
-        return False  # a sync stands around the module
+        return False  # the sync is outside of the module
     return node.op.startswith("call") and is_inside(node.meta.get("module", ""), path)

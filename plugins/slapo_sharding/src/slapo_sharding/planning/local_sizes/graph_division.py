@@ -1,4 +1,4 @@
-"""Division of the sizes in a graph of a whole module, for a rank that has parts of its layers."""
+"""Division of the sizes in a graph of a whole module, for a rank with shards of its layers."""
 
 from __future__ import annotations
 
@@ -19,19 +19,22 @@ from ..dry_run.size_arguments import is_size, leaves, local_size, with_leaves
 
 
 def divide_graph(layouts: Layouts, group: Group) -> None:
-    """Let the graph of a dry run give a rank's part of what it gives for the whole module.
+    """Change the graph of a dry run so that it runs on this rank's shards.
 
     Rewrite:
         x.view(batch, length, heads, width)         -->  x.view(batch, length, heads // ranks, width)
-        x.size(2), where a rank has a part of it    -->  x.size(2) * ranks
-        scores + bias, where that is whole          -->  scores + part(bias, 1, group)
-        scores @ values, where these are whole      -->  scores @ all_reduce_grad(values, group)
-        F.linear(x, w, b), where w is split by rows -->  all_reduce(F.linear(x, w, once(b, group)), group)
+        x.size(2), where x is sharded along 2       -->  x.size(2) * ranks
+        scores + bias, where bias is whole          -->  scores + local_part(bias, 1, group)
+        scores @ values, where values are whole     -->  scores @ all_reduce_grad(values, group)
+        F.linear(x, w, b), where w is row-parallel  -->  all_reduce(F.linear(x, w, on_first_rank(b, group)), group)
         torch.cat([head(x) for head in heads])      -->  torch.cat([head(x) for head in this rank's])
 
     Args:
-        layouts: The dry run; its graph is changed.
-        group: The tensor-parallel ranks.
+        layouts: Dry run. Its graph is changed.
+        group: Tensor-parallel process group.
+
+    Raises:
+        ValueError: a size to divide is not an argument of its node.
     """
     graph, ranks = layouts.graph, layouts.mesh.size()
     summed: dict[fx.Node, fx.Node] = {}
@@ -43,10 +46,8 @@ def divide_graph(layouts: Layouts, group: Group) -> None:
             _restore_whole_size(layouts, node)
         with graph.inserting_before(node):
             _cut_arguments(layouts, node, uses.get(node, ()), group, summed)
-        if layouts.sizes_to_divide.get(node) and node not in layouts.divided_arguments:
-            raise ValueError(
-                f"sizes {sorted(layouts.sizes_to_divide[node])} of {node.name} ({node.meta.get('source')}) are not its arguments"
-            )
+        if (sizes := layouts.sizes_to_divide.get(node)) and node not in layouts.divided_arguments:
+            raise ValueError(f"sizes {sorted(sizes)} of {node.name} ({node.meta.get('source')}) are not its arguments")
         if places := layouts.divided_arguments.get(node):
             with graph.inserting_before(node):
                 values = leaves((node.args, node.kwargs))
@@ -62,7 +63,7 @@ def divide_graph(layouts: Layouts, group: Group) -> None:
 
 
 def _keep_own_branches(branches: Branches, ranks: int, group: Group) -> None:
-    """Leave out the branches that other ranks run."""
+    """Remove the branches that other ranks run."""
     own, joint = 0 if group is None else group.rank(), branches.joint
     values = joint.args[0] if joint.args else joint.kwargs["tensors"]
     is_own = [branches.owner(index, ranks) == own for index in range(len(branches.nodes))]
@@ -84,7 +85,7 @@ def _keep_own_branches(branches: Branches, ranks: int, group: Group) -> None:
 
 
 def local_part(x: torch.Tensor, dim: int, group: Group, blocks: tuple[int, ...] = ()) -> torch.Tensor:
-    """Return this rank's part of a whole tensor, or of each of its blocks; its gradient is zero elsewhere."""
+    """Return this rank's shard of a whole tensor, or of each of its blocks; the gradient is zero outside of it."""
     if blocks:
         return torch.cat([local_part(block, dim, group) for block in torch.split(x, [*blocks], dim)], dim)
     size = x.size(dim) // num_ranks(group)
@@ -92,7 +93,7 @@ def local_part(x: torch.Tensor, dim: int, group: Group, blocks: tuple[int, ...] 
 
 
 def with_empty_parameter_gradients(x: torch.Tensor, *unused: torch.Tensor) -> torch.Tensor:
-    """Return a value; parameters without elements on this rank get gradients as all others do, for which engines wait."""
+    """Return ``x``, with zero gradients for parameters that this rank does not use, as engines wait for every gradient."""
     return apply(_EmptyParameterGradients, x, *unused) if torch.is_grad_enabled() else x
 
 
@@ -108,7 +109,7 @@ class _EmptyParameterGradients(torch.autograd.Function):
 
 
 def on_first_rank(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return a whole tensor on the first rank, and zeros elsewhere, for a sum over the ranks; its gradient is whole on all."""
+    """Return ``x`` on the first rank and zeros elsewhere, for a sum over ranks; the gradient of ``x`` is whole on all ranks."""
     return x if group is None or group.rank() == 0 else x - x.detach()
 
 
@@ -118,7 +119,7 @@ def _insert_reduction(node: fx.Node, is_mean: bool, group: Group) -> None:
 
 
 def _reduce_statistics(layouts: Layouts, node: fx.Node, group: Group) -> None:
-    """Put a norm whose statistics are summed in the place of one."""
+    """Replace a norm or variance by one with reduced statistics."""
     graph = node.graph
     if node.op != "call_module":
         made = _new_call(node, norm_in(node) or spread_in(node), group, *node.args)
@@ -141,19 +142,19 @@ def _reduce_statistics(layouts: Layouts, node: fx.Node, group: Group) -> None:
 
 
 def _leaf_indices(node: fx.Node, found: Collection[fx.Node]) -> list[int]:
-    """Return the places of some values among the leaves of a node's arguments, before others take these places."""
+    """Return the leaf indices of some values in the arguments of a node, before the arguments change."""
     return [place for place, value in enumerate(leaves((node.args, node.kwargs))) if value in found]
 
 
 def _cut_arguments(layouts: Layouts, node: fx.Node, uses: Iterable[int], group: Group, summed: dict[fx.Node, fx.Node]) -> None:
-    """Give a node parts of whole values, and sum the gradients of those that ranks use each on a part.
+    """Cut whole arguments of a node, and reduce the gradients of those that each rank uses on its shard.
 
     Args:
-        layouts: The dry run.
-        node: The node.
-        uses: Places of the values whose gradients are to be summed.
-        group: The tensor-parallel ranks.
-        summed: Whole values to those of which gradients are summed; filled, so that each sum is one for all uses.
+        layouts: Dry run.
+        node: Node.
+        uses: Leaf indices of the arguments whose gradients are reduced.
+        group: Tensor-parallel process group.
+        summed: Filled with the node that reduces each value's gradient, so that all uses share one reduction.
     """
     values = leaves((node.args, node.kwargs))
     new: dict[int, Any] = {}
@@ -175,7 +176,7 @@ _REPEATS = frozenset("expand expand_as repeat repeat_interleave unsqueeze transp
 
 
 def _with_reduced_gradient(node: fx.Node, value: fx.Node, group: Group) -> fx.Node:
-    """Return a node for a value whose gradient is summed: before it is repeated for all heads, where nothing else uses it."""
+    """Return a node that reduces the gradient of a value, placed before its repetition per head if nothing else uses it."""
     source = value
     while function_name(source) in _REPEATS and len(given := source.all_input_nodes) == 1:
         (before,) = given
@@ -192,7 +193,7 @@ def _with_reduced_gradient(node: fx.Node, value: fx.Node, group: Group) -> fx.No
 
 
 def _restore_whole_size(layouts: Layouts, node: fx.Node) -> None:
-    """Let a size that is read from a shard be that of the whole tensor."""
+    """Multiply a size read from a shard so that it is the size of the whole tensor."""
     source, dim = node.args
     assert isinstance(source, fx.Node)
     value, local = source.meta.get("val"), layouts.local_shapes.get(source)
@@ -204,14 +205,14 @@ def _restore_whole_size(layouts: Layouts, node: fx.Node) -> None:
 
 
 def _divided_size(node: fx.Node, size: Any, ranks: int, held: int) -> Any:
-    """Return a node for a size on one rank, or this size itself."""
+    """Return the local value of a size, as a node if the size is one."""
     if held or (is_size(size) and size < 0):
         return _new_call(node, local_size, size, ranks, held) if isinstance(size, fx.Node) else local_size(size, ranks, held)
     return _scaled_size(node, operator.floordiv, size, ranks)
 
 
 def _scaled_size(node: fx.Node, function: Any, value: Any, ranks: int) -> Any:
-    """Return a node for a number computed from a node's size, or the number itself."""
+    """Apply a function to a size and the number of ranks, as a node if the size is one."""
     return _new_call(node, function, value, ranks) if isinstance(value, fx.Node) else function(value, ranks)
 
 

@@ -1,7 +1,7 @@
-"""The borders of modules as nodes of a traced graph: the places where a sync may stand.
+"""Module boundaries as nodes of a traced graph: the positions at which a sync can be placed.
 
-While a model is traced inside ``mark_boundaries``, what a sync would find at each border, the first floating-point input and the first
-tensor of the output, passes through ``boundary``. A sync that stands there already does to its shape what it does.
+Inside ``mark_boundaries``, tracing records what a sync would see at each boundary: the first floating-point input, or the
+first tensor of the output. It passes through ``boundary``. An existing sync changes the shape of the value as usual.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from slapo_core import ScheduleError
 from ...syncs.sync_hooks import Sync, map_input, map_output
 
 Boundary = tuple[str, str]
-"""Path of a module, and ``"fwd_pre"`` or ``"fwd_post"``."""
+"""Path of a module and ``"fwd_pre"`` or ``"fwd_post"``."""
 
 
 def boundary(x: torch.Tensor, path: str, mode: str, run: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """A value that enters or leaves a module; what ``run`` makes of it goes on."""
+    """Mark a value that enters or leaves a module, and return the result of ``run`` on it."""
     if has_torch_function_unary(x):
         return handle_torch_function(boundary, (x,), x, path, mode, run)
     return run(x)
@@ -32,7 +32,7 @@ def boundary(x: torch.Tensor, path: str, mode: str, run: Callable[[torch.Tensor]
 
 @dataclass(frozen=True)
 class _BoundaryHook:
-    """A hook that tracing sees through."""
+    """Hook that tracing inlines, in place of ``sync`` if there is one."""
 
     path: str
     mode: str
@@ -42,14 +42,14 @@ class _BoundaryHook:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> Any:
         try:
             return map_output(self.mark, *output) if output else map_input(self.mark, args, kwargs)
-        except ScheduleError:  # there is no tensor: no sync can stand here
+        except ScheduleError:  # no tensor enters or leaves, so no sync can be placed here
             return None
 
     def mark(self, x: torch.Tensor) -> torch.Tensor:
         return boundary(x, self.path, self.mode, self.run) if x.dim() == 3 else x
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
-        """A tensor of the shape that the sync gives it; nothing is sent while tracing."""
+        """Return a tensor of the shape that the sync returns; nothing is sent during tracing."""
         sync = self.sync
         if sync is None:
             return x
@@ -62,7 +62,7 @@ class _BoundaryHook:
 
 @contextmanager
 def mark_boundaries(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
-    """Let what crosses the borders of these modules be seen by a tracer."""
+    """Record the values at the boundaries of these modules in a trace."""
     with_marks = list(modules)
     kept = [(module, dict(module._forward_pre_hooks), dict(module._forward_hooks)) for _, module in with_marks]
     handles = []
@@ -82,7 +82,7 @@ def mark_boundaries(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
 
 
 def _replace_syncs(hooks: dict[int, Any], path: str, mode: str) -> bool:
-    """Put a mark in the place of each sync; whether there was one."""
+    """Replace each gather and scatter by a boundary hook; return whether there was one."""
     syncs = {key: hook for key, hook in hooks.items() if isinstance(hook, Sync) and hook.op in ("all_gather", "scatter")}
     hooks.update((key, _BoundaryHook(path, mode, sync)) for key, sync in syncs.items())
     return bool(syncs)

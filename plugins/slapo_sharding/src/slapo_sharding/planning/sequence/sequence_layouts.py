@@ -1,7 +1,7 @@
-"""The dry run with the sequence split as well: values between the layers are sharded along it, borders gather and scatter.
+"""Dry run with the sequence split: values between the layers are sharded along it, and boundaries gather and scatter.
 
-Beside sharded and replicated there is a third type here: a whole value of whose gradient each rank has a *part*. It comes out
-of a gather whose backward is a reduce-scatter; whatever it meets, and what ranks make of it, has to leave it so.
+Beside sharded and replicated values, there is a third type: a whole value with a partial gradient. It comes out of a gather
+whose backward is a reduce-scatter. All values computed from it, and all whole values that meet it, have partial gradients too.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _SIZE_ARGUMENTS = ("view", "reshape", "expand", "unflatten")
 _MERGES = ("view", "reshape", "flatten", "squeeze")
 
 SEQUENCE = "the sequence"
-"""Among the sources of a value: it is sharded along dimension 1."""
+"""Source of a value that is sharded along dimension 1, the sequence."""
 
 
 class PartialGradientError(LayoutError):
-    """Ranks have a part each of a gradient that has to be whole; ``places`` are the gathers it goes back to."""
+    """Error of a partial gradient that has to be whole. ``places`` are the gathers that the value comes from."""
 
     def __init__(self, layouts: Layouts, node: fx.Node, places: frozenset[Boundary]) -> None:
-        super().__init__(layouts, node, "ranks have a part of a gradient each")
+        super().__init__(layouts, node, "each rank has a partial gradient")
         self.places = places
 
 
 class BoundaryError(LayoutError):
-    """A value cannot be gathered or scattered at ``place``."""
+    """Error of a value that cannot be gathered or scattered at ``place``."""
 
     def __init__(self, layouts: Layouts, node: fx.Node, place: Boundary, reason: str) -> None:
         super().__init__(layouts, node, reason)
@@ -47,33 +47,33 @@ class BoundaryError(LayoutError):
 
 
 class MixedUseError(LayoutError):
-    """A parameter is used on a part of the sequence and on all of it."""
+    """Error of a parameter that is used on a shard of the sequence and on all of it."""
 
 
 class LengthError(LayoutError):
-    """Error of a ``module`` that gives the whole length to values of a layer that gathers, and has seen a part of it only."""
+    """Error of a ``module`` that applies the whole length to the output of a layer that gathers its own input."""
 
     def __init__(self, layouts: Layouts, node: fx.Node, module: str) -> None:
-        super().__init__(layouts, node, "it is given the length of the whole sequence")
+        super().__init__(layouts, node, "it has the length of the whole sequence as an argument")
         self.module = module
 
 
 class SequenceLayouts(Layouts):
-    """A dry run of a graph that was traced inside ``marked``.
+    """Dry run of a graph that was traced inside ``mark_boundaries``.
 
     Args:
-        layouts: An earlier dry run, which says how layers are split.
-        plan: Where the sequence is split.
+        layouts: Earlier dry run, with the splits of layers.
+        plan: Plan of the split sequence.
 
     Attributes:
-        gathered: Whole values, to the gathers they come from.
-        partial_gradients: Those of them with a part of their gradient on each rank.
-        flattened: Split values whose sequence is merged with the batch, be that of one example only.
-        reordered: Values with the tokens in another order than the model's: gathered when flattened.
-        gathering_layers: Results of layers that gather for themselves, to the module that calls the layer.
-        random_modules: Modules that draw random numbers, to whether they do for sharded values.
-        input_gradient_reduced: Column-parallel layers, to whether the gradient of their input is summed by such a gather.
-        scatter_axes: Row-parallel layers whose result is split along the sequence, to the axis.
+        gathered: Whole values, to the gathers that they come from.
+        partial_gradients: Those of them with a partial gradient.
+        flattened: Split values whose sequence is merged with the batch, even a batch of one example.
+        reordered: Values with tokens in another order than in the model, because they were gathered when flattened.
+        gathering_layers: Results of layers that gather their own input, to the module that calls the layer.
+        random_modules: Modules that draw random numbers, to whether they do so for sharded values.
+        input_gradient_reduced: Column-parallel layers, to whether a gather's backward reduces the gradient of their input.
+        scatter_axes: Row-parallel layers whose output is split along the sequence, to the axis.
     """
 
     def __init__(self, layouts: Layouts, plan: SequencePlan) -> None:
@@ -94,14 +94,18 @@ class SequenceLayouts(Layouts):
         self.random_modules: dict[Any, bool] = {}
 
     def check(self) -> None:
-        """Run, then see that each parameter is used on parts of values or on whole ones."""
+        """Run the graph, then check that no parameter is used on a shard of the sequence and on all of it.
+
+        Raises:
+            LayoutError: an operation does not fit, or such a parameter exists.
+        """
         super().check()
         named = dict(self.traced.named_parameters(remove_duplicate=False))
         partial = {id(named[name]): node for name, node in self.partial_parameters.items()}
         for node in self.graph.nodes:
             for name in self._used_whole(node):
                 if node_of := partial.get(id(named[name])):
-                    raise MixedUseError(self, node_of, f"{name!r} is used on a part of the sequence and on all of it")
+                    raise MixedUseError(self, node_of, f"{name!r} is used on a shard of the sequence and on all of it")
 
     def _used_whole(self, node: fx.Node) -> list[str]:
         if (
@@ -130,17 +134,17 @@ class SequenceLayouts(Layouts):
             and n.meta.get("draws")
             and self.random_modules.setdefault(n.target, n in self.local_shapes) != (n in self.local_shapes)
         ):
-            raise LayoutError(self, self._with_sources(n), "it draws random numbers for a part of a value and for a whole one")
+            raise LayoutError(self, self._with_sources(n), "it draws random numbers for a sharded value and for a whole one")
         self._track_gathered(n, value)
         place = (str(n.args[1]), str(n.args[2])) if n.target is boundary else (str(n.target), "fwd_post")
         collective = self.plan.collectives.get(place) if n.op.startswith("call") else None
         return value if collective is None else self._apply_collective(n, place, collective, value)
 
     def _check_split(self, n: fx.Node, value: Any) -> None:
-        """Refuse what a part of the sequence may be, for torch's rules, but not in a rank's model."""
+        """Refuse values that DTensor's rules allow but that differ in a rank's model: a whole length, or a merged sequence."""
         inside = self.plan.block_around(str(n.meta.get("module"))) is not None
         if n in self.sizes_to_divide and not (self.plan.flattens and inside):
-            raise LayoutError(self, n, "it is given the length of the whole sequence")
+            raise LayoutError(self, n, "it has the length of the whole sequence as an argument")
         if isinstance(value, DTensor) and self._is_flattened(n, value):
             self.flattened.add(n)
             if not self.plan.flattens or value.dim() != 2:
@@ -168,14 +172,14 @@ class SequenceLayouts(Layouts):
     def _apply_collective(self, n: fx.Node, place: Boundary, collective: BoundaryCollective, value: Any) -> torch.Tensor:
         if collective.op == "all_gather":
             if not self.is_split(n) or not isinstance(value, DTensor) or n in self.flattened:
-                raise BoundaryError(self, self._with_sources(n), place, "a value that is gathered is whole")
+                raise BoundaryError(self, self._with_sources(n), place, "a value to gather is whole")
             del self.sources[n], self.local_shapes[n]
             self.gathered[n] = frozenset((place,))
             if collective.backward == "reduce_scatter":
                 self.partial_gradients[n] = self.gathered[n]
             return torch.empty(value.shape, dtype=value.dtype)
         if n in self.sources or not isinstance(value, torch.Tensor) or value.dim() != 3:
-            raise BoundaryError(self, self._with_sources(n), place, "a value that is scattered is split already")
+            raise BoundaryError(self, self._with_sources(n), place, "a value to scatter is split already")
         if n in self.partial_gradients:
             raise PartialGradientError(self, self._with_sources(n), self.partial_gradients[n])
         self.gathered.pop(n, None)
@@ -195,7 +199,7 @@ class SequenceLayouts(Layouts):
 
         def gather(x: torch.Tensor) -> torch.Tensor:
             if not isinstance(x, DTensor) or self.plan.collectives[place].op != "all_gather":
-                raise BoundaryError(self, self._with_sources(n), place, "a value that is gathered is whole")
+                raise BoundaryError(self, self._with_sources(n), place, "a value to gather is whole")
             if not self.flattened.isdisjoint(n.all_input_nodes):
                 self.reordered.add(n)
             return torch.empty(x.shape, dtype=x.dtype)
@@ -205,7 +209,7 @@ class SequenceLayouts(Layouts):
     def _module_node(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
         path = str(n.target)
         if self.is_split(n) and isinstance(self.fetch_attr(path), (nn.modules.conv._ConvNd, nn.RNNBase)):
-            raise ValueError("it mixes neighbours along the sequence")
+            raise ValueError("it mixes neighbouring tokens")
         value = super()._module_node(n, args, kwargs)
         if n in self.sources or not self.plan.splits_output(n):
             return value
@@ -220,7 +224,7 @@ class SequenceLayouts(Layouts):
         return self.shard(value.view(batch, length, width), 1).contiguous().view(-1, width)
 
     def _track_gathered(self, n: fx.Node, value: Any) -> None:
-        """Keep track of whole values that come from a gather."""
+        """Record whole values that come from a gather."""
         place = (str(n.target), "fwd_pre")
         collective = self.plan.collectives.get(place) if n.op == "call_module" else None
         own = frozenset[Boundary]() if collective is None else frozenset((place,))
@@ -248,7 +252,7 @@ class SequenceLayouts(Layouts):
             return
         module = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
         if (module is None or not self.is_layer(module)) and depends_on_token_order(n, module, self.reordered):
-            raise LayoutError(self, self._with_sources(n), "it is given tokens in another order")
+            raise LayoutError(self, self._with_sources(n), "its tokens are in another order")
         self.reordered.add(n)
 
     def _track_gathering_layer(self, n: fx.Node, gathers: bool) -> None:

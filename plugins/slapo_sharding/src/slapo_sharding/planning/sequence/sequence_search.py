@@ -1,8 +1,8 @@
-"""Split of the sequence between the layers of a model, found by trying, as the plan for the layers was.
+"""Search for a split of the sequence between the layers of a model.
 
-What enters the repeated layers is scattered, what row-parallel layers return is reduce-scattered. Where the dry run then meets
-an operation that needs all of the sequence, the value is gathered at the outermost module that it enters unchanged, or where
-it left the module that made it; what comes out of a module whole is scattered again.
+The input of the repeated layers is scattered, and the output of row-parallel layers is reduce-scattered. Where the dry run
+then meets an operation that needs the whole sequence, the value is gathered. The gather is at the outermost module that the
+value enters unchanged, or at the output of the module that made it. The whole output of such a module is scattered again.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from .module_boundaries import Boundary, boundary
 from .sequence_layouts import BoundaryError, LengthError, MixedUseError, PartialGradientError, SequenceLayouts
 from .sequence_plan import Backward, BoundaryCollective, SequencePlan
 
-_MAX_DRY_RUNS = 200  # dry runs; every one adds to the plan
+_MAX_DRY_RUNS = 200  # every dry run adds to the plan
 
 
 class SequenceSplitError(Exception):
-    """The sequence cannot be split between the layers of this model."""
+    """Error of a model whose sequence cannot be split between the layers."""
 
 
 def split_sequence(layouts: Layouts) -> SequenceLayouts:
-    """Find where the sequence is scattered and gathered.
+    """Find the boundaries at which the sequence is scattered and gathered.
 
     Args:
-        layouts: The dry run that splits the layers; its graph was traced inside ``marked``.
+        layouts: Dry run with the splits of layers. Its graph was traced inside ``mark_boundaries``.
 
     Raises:
-        CannotSplit: says why.
+        SequenceSplitError: no split was found; the message has the reason.
     """
     try:
         return _Search(layouts, flattens=False).run()
@@ -56,11 +56,11 @@ class _Search:
                 self._start(blocks)
         if not self.starts:
             raise SequenceSplitError(
-                "no list of layers (nn.ModuleList, or nn.Sequential of one class) is given values of [batch, sequence, width]"
+                "no list of layers (nn.ModuleList, or nn.Sequential of one class) has inputs of shape [batch, sequence, width]"
             )
 
     def _start(self, blocks: list[str]) -> None:
-        """Scatter what enters the first of the layers in a list."""
+        """Scatter the input of the first layer in a list."""
         nodes = self.layouts.graph.find_nodes(op="call_function", target=boundary)
         node = next((node for node in nodes if node.args[1] in blocks and node.args[2] == "fwd_pre"), None)
         if node is None or not any(path.startswith(f"{block}.") for path in self.layouts.splits for block in blocks):
@@ -69,7 +69,7 @@ class _Search:
         if len(shape) != 3:
             return
         if shape[0] not in {length for value in _inputs(self.layouts) for length in value.shape[:1]}:
-            raise SequenceSplitError(f"{node.args[1]!r} is given values of shape {list(shape)}, not [batch, sequence, width]")
+            raise SequenceSplitError(f"{node.args[1]!r} has inputs of shape {list(shape)}, not [batch, sequence, width]")
         if shape[1] % size:
             raise SequenceSplitError(f"the sequence in {node.args[1]!r} has length {shape[1]}, not divisible by {size} ranks")
         self.plan.blocks.update(dict.fromkeys(blocks, shape))
@@ -85,12 +85,16 @@ class _Search:
             except LayoutError as err:
                 self._adjust(layouts, err)
             else:
-                if not self._split_double_reductions(layouts):
+                if not self._reduce_in_layers(layouts):
                     return layouts
-        raise SequenceSplitError("no way to split it was found")
+        raise SequenceSplitError(f"no split was found in {_MAX_DRY_RUNS} dry runs")
 
     def _adjust(self, layouts: SequenceLayouts, err: LayoutError) -> None:
-        """Change the plan where the dry run failed."""
+        """Change the plan at the node where the dry run failed.
+
+        Raises:
+            SequenceSplitError: no change is left to try.
+        """
         if isinstance(err, MixedUseError):
             done = False
         elif isinstance(err, PartialGradientError):
@@ -105,7 +109,7 @@ class _Search:
             raise SequenceSplitError(str(err)) from err
 
     def _keep_whole(self, places: Iterable[Boundary]) -> bool:
-        """Run all between these gathers and the end of their modules on the whole sequence, on every rank."""
+        """Run everything from these gathers to the end of their modules on the whole sequence, on every rank."""
         new = [place for place in places if place[0] not in self.plan.whole]
         for place in new:
             self._add(place, BoundaryCollective("all_gather", "split"))
@@ -113,7 +117,7 @@ class _Search:
         return bool(new)
 
     def _gather_around(self, path: str) -> bool:
-        """Let a module that takes its sizes from its input have all of it."""
+        """Run a module that takes sizes from its input on the whole sequence."""
         if path in self.plan.blocks or path in self.plan.whole:
             return False
         for outer, _ in self._same_in_blocks((path, "")):
@@ -124,7 +128,7 @@ class _Search:
         return True
 
     def _try_next_boundary(self, err: BoundaryError) -> bool:
-        """Scatter or gather somewhere else."""
+        """Move a scatter to the next boundary of its value, or exclude the boundary of a gather."""
         if err.place not in self.starts:
             self._exclude(err.place)
             return True
@@ -136,12 +140,12 @@ class _Search:
         return bool(others)
 
     def _scatter_again(self, layouts: SequenceLayouts, n: fx.Node) -> bool:
-        """A whole value from a gathered one meets a split one: it is scattered where it left its module, or not gathered."""
+        """Scatter a gathered value that meets a split one where it leaves its module, else undo the gather; return success."""
         for other in n.all_input_nodes:
             places = layouts.gathered.get(other, frozenset())
             if not places:
                 continue
-            same = places.intersection(self._upstream(other))  # the very value that was gathered
+            same = places.intersection(self._upstream(other))  # the gathered value itself
             if same:
                 self._exclude(min(same))
                 return True
@@ -153,7 +157,7 @@ class _Search:
         return False
 
     def _last_boundary(self, layouts: SequenceLayouts, n: fx.Node) -> Boundary | None:
-        """Return the place where a whole value left the module that was given a gathered one, or the last module on its way."""
+        """Return the boundary where a whole value left the module that gathered, or the last boundary on its way."""
         nearest = None
         while True:
             place = next(self._upstream(n), None)
@@ -176,7 +180,7 @@ class _Search:
         return False
 
     def _candidates(self, n: fx.Node, value: fx.Node) -> list[Boundary]:
-        """Return the places at which a value that ``n`` needs whole may be gathered, the better ones first."""
+        """Return the boundaries at which a value that ``n`` needs whole can be gathered, best first."""
         enters = [(str(n.target), "fwd_pre")] if n.op == "call_module" and n.all_input_nodes[0] is value else []
         chain = [*enters, *self._upstream(value)]
         leaves = [place for place in chain if place[1] == "fwd_post"]
@@ -185,7 +189,7 @@ class _Search:
         return [*reversed(outside), *reversed(enters), *leaves]
 
     def _upstream(self, n: fx.Node) -> Iterator[Boundary]:
-        """The borders that a value has crossed unchanged, the last one first."""
+        """Yield the boundaries that a value passed unchanged, the last one first."""
         while n.target is boundary:
             place = (str(n.args[1]), str(n.args[2]))
             yield place
@@ -196,7 +200,7 @@ class _Search:
             yield str(n.target), "fwd_post"
 
     def _same_in_blocks(self, place: Boundary) -> list[Boundary]:
-        """The same border of all repeated layers."""
+        """Return the same boundary of all repeated layers."""
         path, mode = place
         if self.plan.block_of(path) is None:
             return [place]
@@ -211,8 +215,8 @@ class _Search:
             self.excluded.add(other)
             self.plan.collectives.pop(other, None)
 
-    def _split_double_reductions(self, layouts: SequenceLayouts) -> bool:
-        """Leave the sum of gradients to the layers below a gather where one sums another value's; return whether any does."""
+    def _reduce_in_layers(self, layouts: SequenceLayouts) -> bool:
+        """Reduce gradients in the layers below a gather if one of them reduces that of another value; return if any changed."""
         own = [path for path, summed in layouts.input_gradient_reduced.items() if not summed]
         around = [
             place
@@ -230,7 +234,7 @@ def _inputs(layouts: Layouts) -> list[torch.Tensor]:
 
 
 def _tensors_of(n: fx.Node) -> Iterator[fx.Node]:
-    """The tensors that a node is given, also inside of the structure that a model returns."""
+    """Yield the tensors that enter a node, also inside the structure that a model returns."""
     for other in n.all_input_nodes:
         if "val" in other.meta:
             yield other
@@ -239,7 +243,7 @@ def _tensors_of(n: fx.Node) -> Iterator[fx.Node]:
 
 
 def _block_lists(root: nn.Module, is_list: Callable[[nn.Module], bool]) -> Iterator[list[str]]:
-    """Paths of the layers in each outermost list."""
+    """Yield the paths of the layers in each outermost list."""
     found: list[str] = []
     for path, module in root.named_modules():
         if is_list(module) and not any(path.startswith(f"{outer}.") for outer in found):
