@@ -99,7 +99,7 @@ class Refused(NamedTuple):
 _TOKENS = Refused(
     "16 patches and one more token are not divisible by the number of ranks", "has length 17, not divisible by 2 ranks"
 )
-_EXPERTS = Refused("nothing but its experts is split", "nothing but 'model.layers.0.mlp.experts' and its like is")
+_EXPERTS = Refused("nothing but its experts is split", "nothing but 'model.layers.0.mlp.experts' and its like are split")
 _NO_LAYERS = "no list of layers (nn.ModuleList, or nn.Sequential of one class) has inputs of shape [batch, sequence, width]"
 
 ALONG_REFUSED = {
@@ -122,7 +122,7 @@ ALONG_REFUSED = {
     ),
     "vit": _TOKENS,
     "xlnet": Refused(
-        "its layers are given [sequence, batch, width]", "values of shape [12, 2, 32], not [batch, sequence, width]"
+        "its layers are given [sequence, batch, width]", "inputs of shape [12, 2, 32], not [batch, sequence, width]"
     ),
 }
 """Families that are split, but not along the sequence, and why."""

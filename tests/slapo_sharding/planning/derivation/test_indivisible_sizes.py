@@ -88,7 +88,7 @@ def _refused(rank: int, kind: str) -> str:
         (
             "twice",
             (
-                "the layer 'head' is given a value of shape [3, 8, 16] that is split along dimension 1",
+                "the layer 'head' has an input of shape [3, 8, 16] that is split along dimension 1",
                 "test_indivisible_sizes.py:",
             ),
         ),
@@ -96,7 +96,7 @@ def _refused(rank: int, kind: str) -> str:
             "heads",
             (
                 "the layer 'encoder.block.0.layer.0.SelfAttention.q' is given",
-                "this layer is not split because of this: 3 heads, or whatever has size 8 here, are not divisible by 2 ranks",
+                "the layer is not split for this reason: 3 heads, or whatever has size 8 here, are not divisible by 2 ranks",
                 "modeling_t5.py:",
             ),
             marks=pytest.mark.slow,

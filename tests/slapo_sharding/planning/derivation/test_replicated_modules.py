@@ -181,7 +181,7 @@ def test_a_norm_of_sharded_and_of_whole_values_leaves_what_shards_them_whole() -
     for found, told in run_distributed(left, 2, SharedNorm):
         assert found == {"mlp.up", "mlp.down"}
         assert [each.split()[1] for each in told] == ["blocks.0.part.down", "blocks.0.part.up"]
-        assert "the parameters of 'blocks.0.part.norm' are used on whole values as well" in told[1]
+        assert "parameters of 'blocks.0.part.norm' are used on whole values too" in told[1]
 
 
 def beside(rank: int, kinds: list[type[nn.Module]]) -> dict[str, list[str]]:
@@ -358,6 +358,4 @@ def test_where_nothing_can_be_split_the_error_says_what_works() -> None:
     first, second = run_distributed(nothing, 2)
     assert first == second
     assert "nothing of the Sequential can be split: the forward of a Calls assigns to its attribute 'calls'" in first
-    assert (
-        "layers are split where one makes values of which each rank can have a part until another one takes these in" in first
-    )
+    assert "layers are split in pairs, a column-parallel one whose sharded output reaches a row-parallel one" in first

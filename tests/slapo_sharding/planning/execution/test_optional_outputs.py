@@ -20,12 +20,8 @@ pytestmark = pytest.mark.multiproc
 
 IDS = torch.arange(16).view(2, 8)
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 32}
-HIDDEN_STATES = (
-    "tensor_parallel(''): the hidden_states that the model is asked for are this rank's parts of the sequence; leave"
-)
-ATTENTIONS = (
-    "tensor_parallel(''): the attentions that the model is asked for are this rank's heads; leave out output_attentions"
-)
+HIDDEN_STATES = "tensor_parallel(''): the hidden_states requested from the model are this rank's parts of the sequence; leave"
+ATTENTIONS = "tensor_parallel(''): the attentions requested from the model are this rank's heads; leave out output_attentions"
 
 
 def _llama() -> nn.Module:

@@ -164,9 +164,7 @@ def test_parts_of_what_cannot_be_a_graph_are_split() -> None:
     for found in run_distributed(trains, 2, [*KINDS], timeout=110):
         for kind, (whole, told) in found.items():
             assert whole == (["0.mlp.gate", "1.mlp.gate"] if kind == "Balanced" else []), kind
-            expected = (
-                f"tensor_parallel: the parts of {kind} are split each for themselves, as there is no plan for all of it: "
-            )
+            expected = f"tensor_parallel: the submodules of {kind} are split one by one, as there is no plan for the whole: "
             assert [each.startswith(expected) for each in told] == [True] * (kind not in PLANNED), told
 
 

@@ -54,7 +54,7 @@ def _named(rank: int) -> list[str]:
 
 
 def test_a_name_that_a_traced_module_has_is_refused_by_name() -> None:
-    start = "tensor_parallel(''): the Named calls a part of it"
-    end = "as every traced module calls something of its own; rename it, or give plan="
+    start = "tensor_parallel(''): the Named has a part with the name"
+    end = "which every traced module uses itself; rename it, or give plan="
     names = ("graph", "code", "meta", "recompile", "graph", "meta")
     assert run_distributed(_named, 2) == [[f"{start} {name!r}, {end}" for name in names]] * 2

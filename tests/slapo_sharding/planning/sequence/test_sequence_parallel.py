@@ -315,7 +315,7 @@ def _asked_later(rank: int) -> str:
 
 def test_values_between_layers_are_not_returned_as_parts():
     for message in run_distributed(_asked_later, 2):
-        assert message.startswith("tensor_parallel(''): the hidden_states that the model is asked for are this rank's parts of")
+        assert message.startswith("tensor_parallel(''): the hidden_states requested from the model are this rank's parts of")
 
 
 def _without_a_head(rank: int) -> None:

@@ -88,8 +88,8 @@ def test_what_cannot_be_split_is_refused_and_nothing_changes() -> None:
     assert "the sequence cannot be split" in first["keeps"]
     assert "leaf_modules" not in first["keeps"]
     assert "the sequence in 'blocks.0' has length 7, not divisible by 2 ranks" in first["odd length"]
-    assert "'blocks.0' is given values of shape [8, 3, 16], not [batch, sequence, width]" in first["another order"]
-    assert "'blocks.0.norm.weight' is used on a part of the sequence and on all of it" in first["used on both"]
+    assert "'blocks.0' has inputs of shape [8, 3, 16], not [batch, sequence, width]" in first["another order"]
+    assert "'blocks.0.norm.weight' is used on a shard of the sequence and on all of it" in first["used on both"]
     assert "no list of layers (nn.ModuleList, or nn.Sequential of one class)" in first["a list"]
     for why in ("the length", "neighbours"):
         assert "test_sequence_parallel" in first[why], "the line of the model"
@@ -156,7 +156,7 @@ def _routed(rank: int) -> str:
 def test_a_forward_in_which_values_decide_shapes() -> None:
     first, second = run_distributed(_routed, 2)
     assert first == second
-    assert "the sequence cannot be split: values decide the shape of what where gives (" in first
+    assert "the sequence cannot be split: the result shape of where depends on data (" in first
 
 
 def test_the_readme_lists_what_is_refused_and_what_stays_whole() -> None:

@@ -1,4 +1,4 @@
-"""Carry out a plan that was derived from the model's own forward, and show that each rank's model is the one meant."""
+"""Application of a plan derived from the model's own forward, and the check that each rank's model equals the dry run."""
 
 from __future__ import annotations
 
@@ -50,21 +50,21 @@ from .submodule_plans import split_submodules
 def apply_derived_plan(
     schedule: Schedule, sequence_parallel: bool = False, vocabulary: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Derive a plan for the module and take its steps.
+    """Derive a plan for the module and apply its steps.
 
-    Layers that a plan cannot be carried out with stay whole, and so does what is inside a module that cannot be traced.
+    Layers whose split is not feasible stay whole, and so do the layers inside a module that cannot be traced.
 
     Args:
-        schedule: Of the module.
+        schedule: Schedule of the module.
         sequence_parallel: Split the sequence between the layers too.
-        vocabulary: Paths and styles of the embedding and head that the model names, as far as it does. None for a part of a
-            model, of which something is split elsewhere, so that nothing may be split here.
+        vocabulary: Paths and styles of the named embedding and head. None for a submodule of a model with splits elsewhere, so
+            that this plan may split nothing.
 
     Returns:
-        The steps left to take: ``vocabulary``, or else the one that the graph shows.
+        Steps left to take: ``vocabulary``, or those that the graph shows.
 
     Raises:
-        ScheduleError: no example inputs, nothing that can be split, or a sequence that cannot.
+        ScheduleError: there are no example inputs, nothing can be split, or the sequence cannot.
         TraceError: the forward of the module itself cannot be a graph.
     """
     steps = {**(vocabulary or {})}
@@ -77,7 +77,7 @@ def apply_derived_plan(
         may_help = isinstance(err, TraceError | ReservedNameError) or bool(replicated.layers)
         if sequence_parallel or not may_help or not split_submodules(schedule, _apply_to_part):
             raise
-        what = "tensor_parallel: the parts of %s are split each for themselves, as there is no plan for all of it: %s"
+        what = "tensor_parallel: the submodules of %s are split one by one, as there is no plan for the whole: %s"
         names = schedule.path or type(schedule.mod).__name__, without_trace_advice(err)
         get_logger().warning(what, *names, extra=first_rank_only(schedule))
         return steps
@@ -94,32 +94,33 @@ def apply_derived_plan(
 
 
 def _runs_from_graph(model: nn.Module, path: str) -> bool:
-    """Return whether a module around a layer runs from a graph, in which the layer is what it was in the plan."""
+    """Return whether a module around a layer runs from a graph, in which the layer is as planned."""
     return any(isinstance(own_forward(model.get_submodule(outer)), LocalForward) for outer in ancestors(path))
 
 
 def _first_feasible_plan(
     schedule: Schedule, replicated: ReplicatedModules, sequence_parallel: bool, splits_more: bool
 ) -> DerivedPlan:
-    """Carry out the first plan that can be; fill ``whole`` with what the ones before could not be carried out with."""
+    """Apply the first feasible plan; fill ``replicated`` with what made the plans before infeasible."""
     while True:
         try:
-            with savepoint(schedule), registrations():  # which an attempt that fails would take for writes
+            with (
+                savepoint(schedule),
+                registrations(),
+            ):  # parametrizations of a failed attempt would look like writes of the forward
                 return apply_plan(schedule, replicated, sequence_parallel, splits_more or bool(replicated.opaque))
         except (ScheduleError, TraceError) as err:
             if sequence_parallel and replicated.adapts:
                 replicated.adapts = False
             elif sequence_parallel and isinstance(err, TraceError):
-                message = (
-                    f"the sequence cannot be split: {without_trace_advice(err)}; without sequence_parallel what can be split is"
-                )
+                message = f"the sequence cannot be split: {without_trace_advice(err)}; leave out sequence_parallel"
                 raise _error(schedule, message) from err
             elif sequence_parallel or not _exclude(schedule, replicated, err):
                 raise
 
 
 def _exclude(schedule: Schedule, replicated: ReplicatedModules, err: Exception) -> bool:
-    """Let what a plan could not be carried out with stay whole; return whether there is anything more to leave out."""
+    """Leave whole what made a plan infeasible; return whether there is anything new."""
     if isinstance(err, PlanConflict):
         return replicated.add_layers(schedule.mod, err)
     return isinstance(err, TraceError) and replicated.add_opaque(schedule, err)
@@ -136,18 +137,18 @@ def apply_plan(
     splits_more: bool,
     accept: Callable[[DerivedPlan], None] | None = None,
 ) -> DerivedPlan:
-    """Derive a plan that leaves some modules whole, and take its steps.
+    """Derive a plan that leaves some modules whole, and apply its steps.
 
     Args:
-        schedule: Of the module.
-        whole: The modules.
+        schedule: Schedule of the module.
+        replicated: Modules that stay whole.
         sequence_parallel: Split the sequence between the layers too.
         splits_more: Another plan splits something as well, so that this one may split nothing.
-        accept: Called with the plan before its steps are taken; raises ``PlanConflict`` for one that is not meant. Stacks stay whole
-            then. None accepts any plan.
+        accept: Called with the plan before its steps, raises ``PlanConflict`` to reject it. Stacks stay whole then. None
+            accepts every plan.
 
     Raises:
-        Misfit: it cannot be carried out.
+        PlanConflict: the plan is not feasible.
         ScheduleError: nothing can be split, or the sequence cannot.
         TraceError: a forward cannot be a graph.
     """
@@ -161,7 +162,9 @@ def apply_plan(
     if not len(derived) and not stacks and (sequence_parallel or not splits_more):
         raise _nothing_split(schedule, derived, sequence_parallel)
     if sequence_parallel and not derived.splits:
-        raise _error(schedule, f"the sequence cannot be split: nothing but {stacks[0]!r} and its like is; leave it whole")
+        raise _error(
+            schedule, f"the sequence cannot be split: nothing but {stacks[0]!r} and its like are split; leave them whole"
+        )
     layouts = derived.layouts
     found = candidate_attributes(layouts, schedule.mod, size)
     for count in found:
@@ -194,7 +197,7 @@ def apply_plan(
 
 
 def _set_local_channels(schedule: Schedule, layouts: Layouts) -> None:
-    """Let norms without weights count the channels of this rank."""
+    """Set the channel counts of norms without weights to those of this rank."""
     calls: dict[str, list[fx.Node]] = {}
     for node in layouts.graph.find_nodes(op="call_module"):
         calls.setdefault(str(node.target), []).append(node)
@@ -204,7 +207,7 @@ def _set_local_channels(schedule: Schedule, layouts: Layouts) -> None:
             continue
         if len(sharded) < len(nodes):
             sources = {layer for node in sharded for layer in layouts.sources[node]}
-            raise PlanConflict(schedule, f"{path!r} is given sharded values and whole ones", sources)
+            raise PlanConflict(schedule, f"{path!r} has sharded inputs and whole ones", sources)
         schedule.touch(module)
         vars(module)["num_features"] //= schedule.world_size
 
@@ -216,7 +219,7 @@ def _nothing_split(schedule: Schedule, derived: DerivedPlan, sequence_parallel: 
 
 
 def _stacks(schedule: Schedule, derived: DerivedPlan) -> list[str]:
-    """Those that are given whole values and can be split."""
+    """Return the stacked experts with whole inputs and outputs that can be split."""
     rules, layouts, found = rules_of(schedule), derived.layouts, []
     for node in layouts.graph.find_nodes(op="call_module"):
         path = str(node.target)
@@ -236,7 +239,7 @@ def _stacks(schedule: Schedule, derived: DerivedPlan) -> list[str]:
 
 
 def _boundary_modules(schedule: Schedule) -> list[tuple[str, nn.Module]]:
-    """The modules that a trace goes into."""
+    """Return the modules whose boundaries a trace marks: those that it inlines."""
     layers = layer_paths(schedule)
     inside = {module for path in layers for module in schedule.mod.get_submodule(path).modules()}
     return [(path, mod) for path, mod in schedule.mod.named_modules() if path and mod not in inside and not is_opaque(mod)]
@@ -250,7 +253,7 @@ def _try_split(schedule: Schedule, path: str, split: LayerSplit, scattered: int 
 
 
 def _split_layer(schedule: Schedule, split: LayerSplit, scattered: int | None) -> bool:
-    """Split a layer; whether the gradient of its input then is partial."""
+    """Split a layer; return whether the gradient of its input is partial then."""
     cut = rules_of(schedule).layer_cut(schedule.mod, "partial" if split.output == "reduced" else split.output)
     assert cut is not None
     blocks = list(split.blocks) or (1 if cut.fusable else None)
@@ -264,7 +267,7 @@ def _split_layer(schedule: Schedule, split: LayerSplit, scattered: int | None) -
 
 
 def _split_unused_entries(schedule: Schedule, derived: DerivedPlan) -> None:
-    """Split layers that did not run as those of the same width in the same ``nn.ModuleDict`` that did."""
+    """Split layers of an ``nn.ModuleDict`` that did not run, like those of the same width that did."""
     for path, split in derived.splits.items():
         for other in unused_entries(schedule.mod, derived.layouts, path):
             applied = split_of(schedule.mod.get_submodule(path))
@@ -276,7 +279,7 @@ def _split_unused_entries(schedule: Schedule, derived: DerivedPlan) -> None:
 
 
 def _reduce_gradients(schedule: Schedule, derived: DerivedPlan, from_graph: Mapping[str, LocalForward]) -> None:
-    """Sum the gradients of parameters that each rank uses on its own part of a value."""
+    """Reduce the gradients of replicated parameters that each rank uses on its shard of a value."""
     try:
         partial = partial_parameters(derived.layouts, from_graph)
     except SharedParameterError as err:
@@ -292,7 +295,9 @@ def _reduce_gradients(schedule: Schedule, derived: DerivedPlan, from_graph: Mapp
         handle = schedule[path] if path else schedule
         held = trainable(handle.mod)
         parameters = {name: each for name, each in held.items() if name in names}
-        if not parameters or any(map(sums_gradient, parameters.values())):  # frozen, or tied to one that is done
+        if not parameters or any(
+            map(sums_gradient, parameters.values())
+        ):  # frozen, or tied to a parameter whose gradient is reduced
             continue
         handle.sync("grad", "all_reduce", **({"of": sorted(parameters)} if held.keys() > parameters.keys() else {}))
         trust_sums(handle.mod)
@@ -303,7 +308,7 @@ def _fork_random_numbers(schedule: Schedule, derived: DerivedPlan, from_graph: C
         found = list(find_rng_forks(derived.layouts, from_graph))
     except MixedRandomOps as err:
         if derived.layouts.sequence_collectives:
-            raise _error(schedule, f"{err}; set that rate to 0, or give plan= and fork_rng") from err
+            raise _error(schedule, f"{err}; set that rate to 0, or give plan= and call fork_rng") from err
         raise PlanConflict(schedule, f"{err}; set that rate to 0", _sources(derived, [err.node])) from err
     found += [(other, outside) for path, outside in found for other in unused_entries(schedule.mod, derived.layouts, path)]
     for path, outside in found:
@@ -317,10 +322,10 @@ def _install_local_sizes(
     forwards: Mapping[str, tuple[LocalForward, bool]],
     stacks: list[str],
 ) -> dict[str, LocalForward]:
-    """Let modules count this rank's part: by their attributes where these alone decide, else by graphs with sizes of parts.
+    """Let modules use local sizes: by their attributes where these suffice, else by graphs with local sizes.
 
     Returns:
-        The forwards of those that run from graphs, by path.
+        Forwards of the modules that run from graphs, by path.
     """
     layers = [*layer_paths(schedule), *derived.layouts.opaque]
     installed: dict[str, LocalForward] = {}
@@ -333,7 +338,7 @@ def _install_local_sizes(
 
     def problem() -> Difference | None:
         try:
-            if "" in installed:  # all there is runs from one graph
+            if "" in installed:  # the whole module runs from one graph
                 if not schedule.path:
                     installed[""].prepare(*split_inputs(schedule.example_inputs, schedule.mod))
                 return None
@@ -348,13 +353,13 @@ def _install_local_sizes(
     free = [each for each in found if each.module not in inside]
     wrong = make_attributes_local(derived.layouts, free, schedule.world_size, problem)
     if wrong is not None and len(installed) < len(forwards):
-        what = "tensor_parallel: %s run from graphs with sizes of parts: %s"
+        what = "tensor_parallel: %s run from graphs with local sizes: %s"
         get_logger().debug(what, ", ".join(forwards), wrong.reason)
         for path in forwards.keys() - installed.keys():
             install(path)
         wrong = problem()
     if wrong is not None:
-        what = f"a module counts on all heads or all of its width where it has a part: {wrong.reason}"
+        what = f"a module uses the number of all heads or its whole width on a shard: {wrong.reason}"
         if derived.layouts.sequence_collectives:
             raise _error(schedule, f"the sequence cannot be split: {what}; leave out sequence_parallel")
         near = [path for path in stacks if wrong.module and (is_inside(path, wrong.module) or is_inside(wrong.module, path))]
@@ -376,7 +381,7 @@ def _sources(derived: DerivedPlan, nodes: Iterable[fx.Node]) -> set[str]:
 
 
 def _layers_feeding(derived: DerivedPlan, path: str) -> set[str]:
-    """Return the layers outside of a module that give it sharded values, of which it may count the sizes."""
+    """Return the layers outside of a module whose sharded outputs enter it, as it may use their whole sizes."""
     found = set[str]()
     for node in derived.layouts.graph.nodes:
         if path and is_inside(node.meta.get("module", ""), path):
@@ -386,7 +391,7 @@ def _layers_feeding(derived: DerivedPlan, path: str) -> set[str]:
 
 
 def _layers_of(derived: DerivedPlan, path: str) -> list[str]:
-    """Return the layers that are split in a module, else in the innermost one around it in which any is."""
+    """Return the split layers in a module, else in the innermost module around it that has any."""
     split = [*derived.splits, *derived.parameters]
     while not (found := [layer for layer in split if is_inside(layer, path)]) and path:
         path = path.rpartition(".")[0]
@@ -394,7 +399,7 @@ def _layers_of(derived: DerivedPlan, path: str) -> list[str]:
 
 
 def _relative_path(schedule: Schedule, path: str) -> str:
-    """Return a path of the whole model's as one of the schedule's module."""
+    """Return a path of the root module relative to the schedule's module."""
     return path.removeprefix(f"{schedule.path}.") if schedule.path else path
 
 

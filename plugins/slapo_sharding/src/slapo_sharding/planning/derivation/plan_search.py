@@ -1,4 +1,4 @@
-"""The plan for a model: derived from its forward, with key heads in copies and whole values cut where that splits more."""
+"""Choice of the plan for a model among variants: with cut whole values, branches, or replicated key heads."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .vocabulary import tied_or_vocabulary
 
 
 def find_plan(schedule: Schedule, replicated: ReplicatedModules, sequence_parallel: bool) -> DerivedPlan:
-    """Return the plan: with key heads in copies, where attentions can be split so.
+    """Return the plan, with replicated key heads if attentions can be split that way.
 
     Raises:
         ScheduleError: the sequence cannot be split.
@@ -47,7 +47,7 @@ def find_plan(schedule: Schedule, replicated: ReplicatedModules, sequence_parall
         try:
             derived, failed = _derive_from(schedule, traced, copies, replicated, sequence_parallel)
         except (TraceError, SequenceSplitError) as err:
-            get_logger().debug("tensor_parallel: no key heads in copies: %s", err)
+            get_logger().debug("tensor_parallel: no replicated key heads: %s", err)
             break
         if not failed:
             return derived
@@ -66,7 +66,7 @@ def _derive_from(
     replicated: ReplicatedModules,
     sequence_parallel: bool,
 ) -> tuple[DerivedPlan, list[ReplicatedKeyHeads]]:
-    """Return the plan, and those of the attentions for which it is none."""
+    """Return the plan, and the attentions in ``copies`` that it does not serve."""
     rules, mesh = rules_of(schedule), mesh_of(schedule.world_size)
     left = tied_or_vocabulary(schedule.mod, schedule.world_size, rules) | replicated.modules(schedule.mod)
     with with_replicated_heads(schedule.mod, copies, rules):
@@ -97,10 +97,10 @@ def _derive_from(
 
 
 def _along_sequence(plans: list[DerivedPlan]) -> DerivedPlan:
-    """Return the first plan with which the sequence can be split, too.
+    """Return the first plan with which the sequence can be split too.
 
     Raises:
-        CannotSplit: it cannot with any of them.
+        SequenceSplitError: there is none.
     """
     plan, *others = plans
     try:
@@ -115,9 +115,10 @@ def _along_sequence(plans: list[DerivedPlan]) -> DerivedPlan:
 def _with_cut_values(
     schedule: Schedule, derived: DerivedPlan, rederive: Callable[..., DerivedPlan], unadapted: set[str]
 ) -> DerivedPlan:
-    """Return the plan in which whole values are cut, where it leaves less whole than the other one, and can be carried out.
+    """Return the plan with cut whole values if it is feasible and leaves fewer parameters whole, else ``derived``.
 
-    Where a module that would have to run from a graph cannot, none are cut in this one; its kind is added to ``unadapted``.
+    If a module cannot run from a graph as that plan needs, the search runs again without cuts in it. ``unadapted`` gets its
+    path.
     """
     before = _replicated_numel(schedule, derived)
     while _replicated_numel(schedule, adapted := rederive()) < before:
@@ -135,24 +136,24 @@ def _with_cut_values(
 def _with_branches(
     schedule: Schedule, derived: DerivedPlan, rederive: Callable[..., DerivedPlan], whole: Collection[str]
 ) -> DerivedPlan:
-    """Return the plan in which each rank runs some of the branches, if it fits and less stays whole than in the other one."""
+    """Return the plan in which each rank runs some branches if it fits and leaves fewer parameters whole, else ``derived``."""
     found = find_branches(derived.layouts.graph, schedule.mod, schedule.world_size, whole)
     found = [each for each in found if not all(map(derived.splits_parameter, each.splits(1)))]
     if not found or _replicated_numel(schedule, branched := rederive(branches=found)) >= _replicated_numel(schedule, derived):
         return derived
     if (unfit := _untraceable_module(schedule, branched)) is not None:
-        get_logger().debug("tensor_parallel: no branches are dealt out in %r: %s", unfit.module, unfit.reason)
+        get_logger().debug("tensor_parallel: no branches are distributed in %r: %s", unfit.module, unfit.reason)
         return derived
     return branched
 
 
 def _replicated_numel(schedule: Schedule, plan: DerivedPlan) -> int:
-    """Return how many numbers of parameters a plan leaves whole."""
+    """Return the number of elements of the parameters that a plan leaves whole."""
     return sum(each.numel() for name, each in schedule.mod.named_parameters() if not plan.splits_parameter(name))
 
 
 def _untraceable_module(schedule: Schedule, derived: DerivedPlan) -> Difference | None:
-    """Return which module has to run from a graph and cannot; None where all can. Identical modules are traced once."""
+    """Return a module that has to run from a graph and cannot, with the reason, or None. Identical modules are traced once."""
     kinds = {kind(path): path for path, must in adapted_modules(derived.layouts).items() if must}
     layers = layer_paths(schedule)
     for path in kinds.values():
@@ -166,18 +167,20 @@ def _untraceable_module(schedule: Schedule, derived: DerivedPlan) -> Difference 
         except TraceError as err:
             return Difference(str(err), path)
         if summed != num_reduced_gradients(derived.layouts, path):
-            return Difference("it would sum other gradients than planned", path)
+            return Difference("it would reduce other gradients than planned", path)
     return None
 
 
 def _split_sequence(derived: DerivedPlan) -> Layouts:
-    if derived.layouts.data_dependent_nodes:  # a trace of it on real tensors would send what ranks do not agree on
+    if (
+        derived.layouts.data_dependent_nodes
+    ):  # a trace on real tensors would run collectives whose shapes the ranks do not agree on
         node = derived.layouts.data_dependent_nodes[0]
-        raise SequenceSplitError(f"values decide the shape of what {node.name} gives ({node.meta.get('source')})")
+        raise SequenceSplitError(f"the result shape of {node.name} depends on data ({node.meta.get('source')})")
     try:
         return split_sequence(derived.layouts)
     except SequenceSplitError as err:
         path = str(err.__cause__.node.target) if isinstance(err.__cause__, LayoutError) else ""
         if path not in derived.reasons:
             raise
-        raise SequenceSplitError(f"{err}; this layer is not split because of this: {derived.reasons[path]}") from err
+        raise SequenceSplitError(f"{err}; the layer is not split for this reason: {derived.reasons[path]}") from err

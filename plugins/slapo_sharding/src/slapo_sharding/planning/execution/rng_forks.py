@@ -1,4 +1,4 @@
-"""Operations of a traced graph that draw random numbers: masks on sharded values differ between ranks, others agree."""
+"""Random operations of a traced graph: masks of sharded values differ between ranks, other masks are equal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MixedRandomOps(ValueError):
 
     Args:
         message: One sentence.
-        node: A node that draws for a sharded value.
+        node: Node that draws for a sharded value.
     """
 
     def __init__(self, message: str, node: fx.Node) -> None:
@@ -33,7 +33,7 @@ class MixedRandomOps(ValueError):
 
 
 class _RandomOpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes whether anything that runs inside draws."""
+    """Mode that records whether a random operation ran."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -45,7 +45,7 @@ class _RandomOpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def is_random(module: nn.Module, node: fx.Node) -> bool:
-    """Return whether a node draws random numbers, tried on tensors without data."""
+    """Return whether a node draws random numbers, found by running it on meta tensors."""
     if not node.op.startswith("call") or is_mode_node(node):
         return False
     inputs = [other.meta.get("val") for other in node.all_input_nodes]
@@ -54,7 +54,7 @@ def is_random(module: nn.Module, node: fx.Node) -> bool:
     values = {other: as_meta(other.meta["val"]) for other in node.all_input_nodes}
     args: Any = map_arg(node.args, values.__getitem__)
     kwargs: Any = map_arg(node.kwargs, values.__getitem__)
-    # an operation that cannot run without data has drawn before it failed, or does not draw
+    # an operation that fails without data has drawn before, or is not random
     with torch.random.fork_rng(devices=[]), torch.no_grad(), _RandomOpRecorder() as watch, suppress(Exception):
         _run(module, node, args, kwargs)
     return bool(watch.drew)
@@ -72,19 +72,20 @@ def _run(module: nn.Module, node: fx.Node, args: Any, kwargs: Any) -> None:
 
 
 def find_rng_forks(layouts: Layouts, graphs: Collection[str] = ()) -> Iterator[tuple[str, bool]]:
-    """Paths of the modules whose random numbers have to be forked, and of those inside them that have to stay outside.
+    """Yield the modules whose random numbers must be forked, and the modules inside them that must stay outside of the fork.
 
     Args:
-        layouts: The dry run of the whole model's flat graph.
-        graphs: Paths of modules that run from graphs, in which those inside are not called, but for layers and the like.
+        layouts: Dry run of the flat graph of the whole model.
+        graphs: Paths of modules that run from graphs. Only calls in their graphs, such as layers, have random numbers of their
+            own.
 
     Yields:
-        Path, and whether it stays outside.
+        Path, and whether the module stays outside of the fork.
 
     Raises:
-        MixedDraws: the forward of one module draws for sharded and for whole values; says where.
+        MixedRandomOps: a forward draws for sharded and for whole values.
     """
-    # the tracer marks all that may draw, attention with a rate of 0 too; only these are tried
+    # the tracer marks every operation that may be random, such as attention with a rate of 0, so marked nodes are run
     drawing = [node for node in layouts.graph.nodes if node.meta.get("draws", True) and is_random(layouts.traced, node)]
     inside = {_module_to_fork(node, graphs): node for node in drawing if _is_sharded(layouts, node)}
     outside = {_module_to_fork(node, graphs): node for node in drawing if not _is_sharded(layouts, node)}
