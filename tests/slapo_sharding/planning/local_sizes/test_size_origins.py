@@ -1,4 +1,4 @@
-"""Origins of a traced model's sizes, and how much search they save."""
+"""Origins of a traced model's sizes, and the search that they save."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Config:
 
 
 class Attention(nn.Module):
-    """Computes sizes from attributes, of its own and its config's, and from shapes."""
+    """Attention with sizes from its own attributes, from its config, and from shapes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def _nodes(model: nn.Module) -> list[fx.Node]:
     return [node for node in graph.nodes if node.op.startswith("call")]
 
 
-def test_a_size_is_what_its_attributes_make_it():
+def test_a_size_follows_its_attributes():
     model = Attention()
     first, second, _, view = _nodes(model)
     heads, width = {(id(model.config), "heads"): 2}, {(id(model), "width"): 4}
@@ -59,7 +59,7 @@ def test_a_size_is_what_its_attributes_make_it():
     assert can_become(view, 12, 6, heads)
 
 
-def test_an_attribute_that_was_set_since_counts_as_it_is():
+def test_attributes_not_given_have_their_present_values():
     model = Attention()
     first = _nodes(model)[0]
     model.width = 4
@@ -67,13 +67,13 @@ def test_an_attribute_that_was_set_since_counts_as_it_is():
     assert not can_become(first, 32, 16, {(id(model.config), "heads"): 2})
 
 
-def test_a_size_that_is_given_as_it_is_may_be_anything():
+def test_a_size_without_an_origin_can_become_anything():
     model = Attention()
     view = _nodes(model)[-1]
     assert can_become(view, 2, 1, {})
 
 
-def test_graph_and_model_have_plain_numbers_again():
+def test_graph_and_model_get_plain_integers_back():
     model = Attention()
     given: list[object] = []
     for node in _nodes(model):
@@ -84,7 +84,7 @@ def test_graph_and_model_have_plain_numbers_again():
     assert model.flag is True
 
 
-def test_attributes_are_put_back_when_the_trace_fails():
+def test_attributes_are_restored_after_a_failed_trace():
     model = Attention()
     with pytest.raises(ZeroDivisionError), record_origins(model, 2):
         assert model.width // 0
@@ -110,14 +110,14 @@ def test_arithmetic_from_both_sides(operation):
         assert made.possible_values({(0, "one"): 1}) == {part}
 
 
-def test_numbers_that_may_be_lengths_of_shards_and_others():
+def test_numbers_that_may_be_whole_or_local_sizes():
     assert (_half(12) * 4).possible_values({(0, "one"): 1}) == {24, 12}
     assert (3 // _half(2) % (_half(2) - 1)).possible_values({(0, "one"): 1}) == set(), "nothing can be divided by zero"
     assert type(_half(12) * 0.5) is float
 
 
 class Sums(nn.Module):
-    """More terms than anybody would follow."""
+    """Module with a size of more terms than are followed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,14 +130,14 @@ class Sums(nn.Module):
         return x[..., :size]
 
 
-def test_long_sums_may_be_anything():
+def test_long_sums_can_become_anything():
     (node,) = _nodes(Sums())
     assert can_become(node, 32, 16, {})
     assert not _half(32).possible_values({}) & {16}
 
 
 def _traces(rank: int, name: str) -> int:
-    """Count the traces of the model; both attributes that have to turn local are found in the first attempt."""
+    """Count the traces of the model; the first attempt finds both attributes to make local."""
     model, batch = family(name)
     count, traced = 0, flat_graphs.trace
 
