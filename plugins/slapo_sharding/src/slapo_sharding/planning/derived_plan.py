@@ -104,10 +104,8 @@ def _first_feasible_plan(
     """Apply the first feasible plan; fill ``replicated`` with what made the plans before infeasible."""
     while True:
         try:
-            with (
-                savepoint(schedule),
-                registrations(),
-            ):  # parametrizations of a failed attempt would look like writes of the forward
+            # parametrizations of a failed attempt would look like writes of the forward
+            with savepoint(schedule), registrations():
                 return apply_plan(schedule, replicated, sequence_parallel, splits_more or bool(replicated.opaque))
         except (ScheduleError, TraceError) as err:
             if sequence_parallel and replicated.adapts:

@@ -23,13 +23,7 @@ from ..sequence.sequence_search import SequenceSplitError, split_sequence
 from .flat_graphs import called_paths, in_graph, layer_paths, trace_flat
 from .layer_search import DerivedPlan, derive_plan
 from .plan_forwards import make_local_forward
-from .replicated_key_heads import (
-    ReplicatedKeyHeads,
-    find_replicated_key_heads,
-    restore_key_heads,
-    unverified,
-    with_replicated_heads,
-)
+from .replicated_key_heads import ReplicatedKeyHeads, find_key_heads, restore_key_heads, unverified, with_replicated_heads
 from .replicated_modules import ReplicatedModules
 from .vocabulary import tied_or_vocabulary
 
@@ -42,7 +36,7 @@ def find_plan(schedule: Schedule, replicated: ReplicatedModules, sequence_parall
         TraceError: a forward cannot be a graph.
     """
     traced = trace_flat(schedule, replicated)
-    copies = find_replicated_key_heads(schedule.mod, traced, schedule.world_size)
+    copies = find_key_heads(schedule.mod, traced, schedule.world_size)
     while copies:
         try:
             derived, failed = _derive_from(schedule, traced, copies, replicated, sequence_parallel)
@@ -117,8 +111,7 @@ def _with_cut_values(
 ) -> DerivedPlan:
     """Return the plan with cut whole values if it is feasible and leaves fewer parameters whole, else ``derived``.
 
-    If a module cannot run from a graph as that plan needs, the search runs again without cuts in it. ``unadapted`` gets its
-    path.
+    If a module cannot run from a graph as that plan needs, the search runs again without cuts in it (``unadapted``).
     """
     before = _replicated_numel(schedule, derived)
     while _replicated_numel(schedule, adapted := rederive()) < before:

@@ -28,18 +28,7 @@ from ..dry_run.split_specs import LayerSplit
 from ..local_sizes.local_attributes import literals
 from .layer_search import DerivedPlan
 
-_DATA_MOVEMENT = (
-    "getitem",
-    "unsqueeze",
-    "expand",
-    "reshape",
-    "view",
-    "flatten",
-    "contiguous",
-    "repeat_interleave",
-    "split",
-    "chunk",
-)
+_DATA_MOVEMENT = "getitem unsqueeze expand reshape view flatten contiguous repeat_interleave split chunk".split()
 
 
 @dataclass(frozen=True)
@@ -67,7 +56,7 @@ class ReplicatedKeyHeads:
         return all(path in splits and splits[path].output == "sharded" for path in self.blocks)
 
 
-def find_replicated_key_heads(root: nn.Module, traced: fx.GraphModule, num_shards: int) -> list[ReplicatedKeyHeads]:
+def find_key_heads(root: nn.Module, traced: fx.GraphModule, num_shards: int) -> list[ReplicatedKeyHeads]:
     """Return the attention modules in a graph that need replicated key heads."""
     calls: dict[str, list[fx.Node]] = {}
     for node in traced.graph.find_nodes(op="call_module"):
