@@ -24,6 +24,7 @@ from ..dry_run.fused_sizes import fused_sizes, next_split
 from ..dry_run.layout_adaptation import may_cut, may_reduce, needs_statistics
 from ..dry_run.layout_error import LayoutError
 from ..dry_run.layouts import Layouts
+from ..dry_run.node_values import calls_by_path
 from ..dry_run.parallel_branches import Branches
 from ..dry_run.split_specs import LayerSplit, ParameterSplit
 from ..local_sizes.adapted_modules import is_inside
@@ -118,9 +119,7 @@ class _Search:
         self.adapts, self.opaque, self.unadapted = adapts, opaque, unadapted
         self.traced, self.mesh, self.is_layer, self.is_table = traced, mesh, is_layer, is_table
         self.replicated_modules = replicated_modules
-        self.calls: dict[str, list[fx.Node]] = {}
-        for node in traced.graph.find_nodes(op="call_module"):
-            self.calls.setdefault(str(node.target), []).append(node)
+        self.calls = calls_by_path(traced.graph)
         named = {path: module for path in self.calls if (module := traced.get_submodule(path)) not in replicated_modules}
         self.candidates = {path: LayerSplit("sharded") for path, module in named.items() if is_layer(module, "sharded")}
         self.reasons: dict[str, str] = {}
@@ -175,6 +174,7 @@ class _Search:
         lighter layers whole instead, try the layers at fault as fused layers, or leave them whole. Fused splits and adapted
         operations apply to all repeated blocks.
         """
+        # cheap changes come first: each later one leaves more layers whole
         if unfit := [each for each in self.branches if err.sources & each.splits(1).keys()]:
             self.branches = [each for each in self.branches if each not in unfit]
             return

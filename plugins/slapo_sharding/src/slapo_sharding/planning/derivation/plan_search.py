@@ -16,11 +16,12 @@ from ...rules.rulebook import rules_of
 from ...splitting.module_paths import kind
 from ..dry_run.layout_error import LayoutError
 from ..dry_run.layouts import Layouts
+from ..dry_run.node_values import calls_by_path
 from ..dry_run.parallel_branches import find_branches
 from ..local_sizes.adapted_modules import adapted_modules, modules_that_cut_for, num_reduced_gradients
 from ..local_sizes.local_attributes import Difference
 from ..sequence.sequence_search import SequenceSplitError, split_sequence
-from .flat_graphs import called_paths, in_graph, layer_paths, trace_flat
+from .flat_graphs import in_graph, layer_paths, trace_flat
 from .layer_search import DerivedPlan, derive_plan
 from .plan_forwards import make_local_forward
 from .replicated_key_heads import ReplicatedKeyHeads, find_key_heads, restore_key_heads, unverified, with_replicated_heads
@@ -71,7 +72,7 @@ def _derive_from(
             is_table=rules.is_table,
             replicated_modules=in_graph(left, schedule.mod, wide),
             opaque=replicated.opaque,
-            whole_parameters={*replicated.layers, *called_paths(wide.graph)},
+            whole_parameters={*replicated.layers, *calls_by_path(wide.graph)},
         )
         derived = rederive(wide, mesh)
         plans = [derived]
