@@ -289,9 +289,8 @@ def _reduce_gradients(schedule: Schedule, derived: DerivedPlan, from_graph: Mapp
         handle = schedule[path] if path else schedule
         held = trainable(handle.mod)
         parameters = {name: each for name, each in held.items() if name in names}
-        if not parameters or any(
-            map(sums_gradient, parameters.values())
-        ):  # frozen, or tied to a parameter whose gradient is reduced
+        # frozen, or tied to a parameter whose gradient is reduced
+        if not parameters or any(map(sums_gradient, parameters.values())):
             continue
         handle.sync("grad", "all_reduce", **({"of": sorted(parameters)} if held.keys() > parameters.keys() else {}))
         trust_sums(handle.mod)

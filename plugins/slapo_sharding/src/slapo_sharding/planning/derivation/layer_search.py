@@ -134,10 +134,9 @@ class _Search:
         self.sharded_fills: dict[fx.Node, int] = {}
         self.tried: set[fx.Node] = set()
         self.adapted_nodes: set[fx.Node] = set()
-        self.left_whole_instead: dict[
-            frozenset[str], dict[str, LayerSplit]
-        ] = {}  # layers at fault, to those left whole instead
-        self.unfused_reasons: dict[str, str] = {}  # reason why layers do not fit unfused
+        # layers at fault, to those left whole instead
+        self.left_whole_instead: dict[frozenset[str], dict[str, LayerSplit]] = {}
+        self.unfused_reasons: dict[str, str] = {}
 
     def run(self) -> DerivedPlan:
         while True:
@@ -174,7 +173,6 @@ class _Search:
         lighter layers whole instead, try the layers at fault as fused layers, or leave them whole. Fused splits and adapted
         operations apply to all repeated blocks.
         """
-        # cheap changes come first: each later one leaves more layers whole
         if unfit := [each for each in self.branches if err.sources & each.splits(1).keys()]:
             self.branches = [each for each in self.branches if each not in unfit]
             return
@@ -246,12 +244,8 @@ class _Search:
     def _adapt(self, node: fx.Node, layouts: Layouts, of_layers: bool = False) -> bool:
         """Allow a node, and the nodes of its source line in identical modules, to cut whole values and reduce results."""
         module = kind(node.meta.get("module", ""))
-        if (
-            not self.adapts
-            or module in self.unadapted
-            or node in self.adapted_nodes
-            or not _can_adapt(node, layouts, of_layers)
-        ):
+        is_allowed = self.adapts and module not in self.unadapted
+        if not is_allowed or node in self.adapted_nodes or not _can_adapt(node, layouts, of_layers):
             return False
         if layouts.sources[node] & self.all_tables and needs_statistics(layouts, node):
             return False  # else the whole model would be split along the width of the embedding's output
@@ -292,9 +286,8 @@ class _Search:
         layer of equal size gives way too: with it whole, the heads are split.
         """
         splits, sources = err.layouts.splits, err.layouts.sources
-        seconds = [
-            node for node in upstream if node.op == "call_module" and splits.get(str(node.target)) == LayerSplit("reduced")
-        ]
+        called = [node for node in upstream if node.op == "call_module"]
+        seconds = [node for node in called if splits.get(str(node.target)) == LayerSplit("reduced")]
         firsts = {path for node in seconds for other in node.all_input_nodes for path in sources.get(other, ())}
         firsts &= self.candidates.keys() - err.sources
         ours, theirs = self._numel(firsts), self._numel(err.sources)

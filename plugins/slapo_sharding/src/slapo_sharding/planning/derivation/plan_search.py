@@ -166,11 +166,9 @@ def _untraceable_module(schedule: Schedule, derived: DerivedPlan) -> Difference 
 
 
 def _split_sequence(derived: DerivedPlan) -> Layouts:
-    if (
-        derived.layouts.data_dependent_nodes
-    ):  # a trace on real tensors would run collectives whose shapes the ranks do not agree on
-        node = derived.layouts.data_dependent_nodes[0]
-        raise SequenceSplitError(f"the result shape of {node.name} depends on data ({node.meta.get('source')})")
+    # a trace on real tensors would run collectives whose shapes the ranks do not agree on
+    if nodes := derived.layouts.data_dependent_nodes:
+        raise SequenceSplitError(f"the result shape of {nodes[0].name} depends on data ({nodes[0].meta.get('source')})")
     try:
         return split_sequence(derived.layouts)
     except SequenceSplitError as err:

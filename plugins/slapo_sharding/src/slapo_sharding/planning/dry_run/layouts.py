@@ -430,10 +430,8 @@ class Layouts(fx.Interpreter):
                 raise ValueError(f"the whole value {other.name!r} has a partial gradient")
 
     def _is_added_once(self, n: fx.Node, other: fx.Node) -> bool:
-        values = leaves((n.args, n.kwargs))
-        return n in self.first_rank_values and [place for place, value in enumerate(values) if value is other] == [
-            self.first_rank_values[n]
-        ]
+        values, counted_once = leaves((n.args, n.kwargs)), self.first_rank_values.get(n)
+        return [index for index, value in enumerate(values) if value is other] == [counted_once]
 
     def _is_written(self, node: fx.Node) -> bool:
         """Return whether a value has a gradient because one was written into its memory in place."""
