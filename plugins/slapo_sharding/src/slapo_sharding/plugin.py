@@ -7,7 +7,6 @@ from typing import Any
 from slapo_core import hookimpl
 
 from . import hookspecs
-from .checks.comparison.original_sizes import slapo_after_create as slapo_after_create
 
 
 @hookimpl
@@ -32,8 +31,18 @@ def slapo_shard_rules() -> list[str]:
 
 
 @hookimpl
-def slapo_before_build(schedule: Any, target: str | None, config: dict[str, Any]) -> None:
-    """Find the replicas, and refuse shards that lack a sync or that others read; ``check=False`` turns the latter off."""
-    from .checks import build_check  # noqa: PLC0415  (finding plugins must stay cheap)
+def slapo_after_create(schedule: Any) -> None:
+    """Record the unmodified model for the checks."""
+    from .checks import check_list  # noqa: PLC0415  (finding plugins must stay cheap)
 
-    build_check.before_build(schedule, target, config)
+    check_list.record_original_model(schedule)
+
+
+@hookimpl
+def slapo_before_build(schedule: Any, target: str | None, config: dict[str, Any]) -> None:
+    """Find the replicas of synced norms, and start the checks."""
+    from .checks import check_list  # noqa: PLC0415  (finding plugins must stay cheap)
+    from .communication.batch_norm_statistics import resolve_replicas  # noqa: PLC0415
+
+    resolve_replicas(schedule)
+    check_list.start_checks(schedule, target, config)

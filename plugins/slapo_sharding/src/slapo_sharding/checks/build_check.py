@@ -3,48 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from slapo_core import BuildError, Schedule, Step, is_sharded, shard_spec
 
-from ..communication.batch_norm_statistics import resolve_replicas
 from ..rules.sharding_rule import AppliedCut, applied_cut, holds, is_kept_for_inside, split_of
 from ..splitting import attention_heads
-from ..splitting.aliased_tensors import check_shared_memory
 from ..splitting.module_paths import ancestors
 from ..splitting.shard_step import user_code
 from ..syncs.sync_hooks import REDUCING, Sync, sums_gradient, syncs_of
 from ..syncs.sync_order import MOVING, OFF, check_moves
-from .first_run_check import watch
 
 _LONGEST = 200  # of a step's arguments, which may be a whole plan
-
-
-def before_build(schedule: Schedule, target: str | None, config: dict[str, Any]) -> None:
-    """Find the replicas, and check the shards unless ``check=False``, an option that some dialects take, too."""
-    resolve_replicas(schedule)
-    if config.get("check", True):
-        check(schedule)
-        in_place = target is None or schedule.registry.dialect(target).trains_in_place(**config)
-        if not in_place or not _has_replicas_alone(schedule):
-            check_shared_memory(schedule.root_module)
-    if target is None or not schedule.registry.dialect(target).takes_check:
-        config.pop("check", None)
-
-
-def _has_replicas_alone(schedule: Schedule) -> bool:
-    mesh = schedule.mesh
-    return mesh is not None and "dp" in (mesh.mesh_dim_names or ()) and mesh["dp"].size() == dist.get_world_size()
-
-
-def check(schedule: Schedule) -> None:
-    """Refuse shards that lack a sync, and at the first run what others read of them."""
-    check_syncs(schedule)
-    root = schedule.root_module
-    watch(root, (module for module in root.modules() if _is_cut(module) or _is_synced(module)))
 
 
 def check_syncs(schedule: Schedule) -> None:
@@ -56,7 +27,7 @@ def check_syncs(schedule: Schedule) -> None:
             some projections sharded; and the last step taken there.
     """
     modules = dict(schedule.root_module.named_modules())
-    if not any(_is_cut(module) or _is_synced(module) for module in modules.values()):
+    if not any(_is_cut(module) or is_synced(module) for module in modules.values()):
         _check_summed(schedule.root_module)
     for path in modules:
         try:
@@ -206,7 +177,8 @@ def _heaviest(projection: nn.Module) -> nn.Module:
     return max(projection.modules(), key=lambda module: sum(each.numel() for each in module.parameters(recurse=False)))
 
 
-def _is_synced(module: nn.Module) -> bool:
+def is_synced(module: nn.Module) -> bool:
+    """Return whether a module has a sync other than a function."""
     return any(sync.op != "function" for sync in syncs_of(module))
 
 

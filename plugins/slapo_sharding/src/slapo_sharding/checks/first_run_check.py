@@ -32,7 +32,7 @@ from ..communication._torch_autograd import no_functions, watched_functions
 from ..rules.sharding_rule import holds, is_kept_for_inside, split_of
 from ..splitting import weight_digests
 from ..syncs.sync_hooks import REDUCING, map_output, syncs_of
-from ..syncs.sync_order import OFF
+from ..syncs.sync_order import off_switch
 from . import size_errors
 from .comparison.module_comparison import WholeComparison
 from .comparison.module_rerun import Rerun
@@ -57,10 +57,11 @@ class _Build:
     Args:
         root: The model.
         owners: Its sharded modules.
+        disabled: Names of checks that are off.
     """
 
-    def __init__(self, root: nn.Module, owners: Iterable[nn.Module]) -> None:
-        self.root, self.owners = ref(root), WeakSet(owners)
+    def __init__(self, root: nn.Module, owners: Iterable[nn.Module], disabled: frozenset[str]) -> None:
+        self.root, self.owners, self.disabled = ref(root), WeakSet(owners), disabled
         self.inside = WeakSet(module for module in root.modules() if module is not root)
         self.unseen = set(_MODES)
         self.alone: dict[tuple[bool, bool], WeakSet[nn.Module]] = {mode: WeakSet() for mode in _MODES}
@@ -94,14 +95,14 @@ _reads: ContextVar[_Reads | Rerun | None] = ContextVar("reads", default=None)
 _plain_call: Callable[..., Any] = nn.Module.__call__
 
 
-def watch(root: nn.Module, owners: Iterable[nn.Module]) -> None:
+def watch(root: nn.Module, owners: Iterable[nn.Module], disabled: frozenset[str] = frozenset()) -> None:
     """Look at the first run of the model that has these sharded modules.
 
     The run raises ``BuildError`` where code outside of them uses one of their sharded tensors for more than its type, device
     and the like, or needs all of a value of which each rank has a part (see ``sharded_values``). As all ranks run the same
     code, all of them raise it.
     """
-    build = _Build(root, owners)
+    build = _Build(root, owners, disabled)
     if not build.owners:
         return
     global _plain_call
@@ -123,16 +124,17 @@ def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             _leave()
         return _plain_call(module, *args, **kwargs)
     is_whole = any(module not in build.inside for build in builds)
-    if any(build.is_first(module) for build in builds):
+    disabled = frozenset[str].intersection(*(build.disabled for build in builds))
+    if "weights" not in disabled and any(build.is_first(module) for build in builds):
         weight_digests.check(module)
     comparison = WholeComparison([root for build in builds if (root := build.root()) is not None], _told, _plain_call)
-    reads = _Reads(module, is_whole, comparison)
+    reads = _Reads(module, is_whole, comparison, disabled)
     with _eager(), with_graph(), reads, watched_functions(reads.applied):
         token = _reads.set(reads)
         try:
             result = reads.inside(module, args, kwargs)
         except size_errors.OF_SIZES as err:
-            if (explained := reads.explained(err)) is None:
+            if "sizes" in disabled or (explained := reads.explained(err)) is None:
                 raise
             raise explained from err
         finally:
@@ -170,14 +172,14 @@ def _eager() -> Any:
 class _Reads(TorchFunctionMode):
     """Knows which modules run; refuses to use a sharded tensor that the innermost does not hold, and to mix sharded values."""
 
-    def __init__(self, model: nn.Module, is_whole: bool, comparison: WholeComparison) -> None:
+    def __init__(self, model: nn.Module, is_whole: bool, comparison: WholeComparison, disabled: frozenset[str]) -> None:
         super().__init__()
-        self.comparison, self.paused = comparison, False
+        self.comparison, self.paused, self.disabled = comparison, False, disabled
         self.is_whole = is_whole
         """True if the whole model runs, False if a part of it runs alone."""
         self.running: list[nn.Module] = []
-        self.values = ShardedValues(self._mixed, *weight_digests.sharers(model))
-        self.gradients = OwnGradients(lambda why: BuildError(f"{self._named(self.running[-1])} at {_source()}: {why}; {OFF}"))
+        self.values = ShardedValues(self._mixed, *weight_digests.sharers(model), disabled)
+        self.gradients = OwnGradients(partial(self._error, "gradients"), "gradients" in disabled)
         self.failed: tuple[Exception, str] | None = None
         self.columns: list[nn.Module] = []
         """Modules that returned parts, in the order in which they ran."""
@@ -191,7 +193,7 @@ class _Reads(TorchFunctionMode):
         try:
             with no_functions():
                 self.values.enter(module, args, kwargs)
-                call = self.comparison.enter(module, args, kwargs)
+                call = None if "comparison" in self.disabled else self.comparison.enter(module, args, kwargs)
             result = _plain_call(module, *args, **kwargs)
             with no_functions():
                 if (applied := split_of(module)) is not None and applied.cut.output == "sharded" and not applied.gathered:
@@ -200,7 +202,7 @@ class _Reads(TorchFunctionMode):
                 self.gradients.leave(module, result)
             if call is not None and (wrong := self.comparison.leave(call, result, self.values.known, self.running[:-1])):
                 line, reason = wrong
-                raise BuildError(f"{self._named(module)} at {line}: {reason}; {OFF}")
+                raise BuildError(f"{self._named(module)} at {line}: {reason}; {off_switch('comparison')}")
             with no_functions():
                 if self.is_whole and len(self.running) == 1:
                     result = self.gradients.returned(result)
@@ -240,7 +242,7 @@ class _Reads(TorchFunctionMode):
             inside = {*module.modules()}
             column = next((each for each in reversed(self.columns) if each in inside), None)
             reason = size_errors.reason(module, args, kwargs, err, None if column is None else self._path(column))
-            self.failed = None if reason is None else (err, f"{self._named(module)}: {reason}; {OFF}")
+            self.failed = None if reason is None else (err, f"{self._named(module)}: {reason}; {off_switch('sizes')}")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -251,7 +253,7 @@ class _Reads(TorchFunctionMode):
         for tensor in tensors[:1] if name_of(func) in _TYPES else tensors:
             if is_sharded(tensor) and not self._is_own(tensor) and not _is_harmless(func):
                 owner = self._traced_owner(tensor)
-                if owner is None:
+                if owner is None and "shard_reads" not in self.disabled:
                     message = self._message(func, tensor)
                     if name_of(func) not in COUNTS:
                         raise BuildError(message)
@@ -304,11 +306,13 @@ class _Reads(TorchFunctionMode):
         path = self._path(module)
         return f"{type(module).__name__} {path!r}" if path else f"the model, {type(module).__name__},"
 
-    def _mixed(self, owner: nn.Module | None, why: str, remedy: str) -> BuildError:
-        reader = self.running[-1]
+    def _mixed(self, check: str, owner: nn.Module | None, why: str, remedy: str) -> BuildError:
         what = "all have the same value" if owner is None else f"each rank has a part of the output of {self._path(owner)!r}"
-        reason = f"{why}, and {what}"
-        return BuildError(f"{self._named(reader)} at {_source()}: {reason}; {remedy}; {OFF}")
+        return self._error(check, f"{why}, and {what}; {remedy}")
+
+    def _error(self, check: str, why: str) -> BuildError:
+        """Make the error of a check for the code that runs now."""
+        return BuildError(f"{self._named(self.running[-1])} at {_source()}: {why}; {off_switch(check)}")
 
     def _message(self, func: Any, tensor: torch.Tensor) -> str:
         reader = self.running[-1]
@@ -316,7 +320,7 @@ class _Reads(TorchFunctionMode):
         return (
             f"{self._named(reader)} uses {name!r} in {name_of(func)} at {_source()}, but this rank "
             "has only its part of it, which its own module alone can use; call that module instead, or leave the parameter "
-            f"whole; {OFF}"
+            f"whole; {off_switch('shard_reads')}"
         )
 
 

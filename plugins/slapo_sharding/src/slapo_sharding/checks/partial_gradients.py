@@ -66,10 +66,11 @@ class OwnGradients:
 
     Args:
         error: Makes the error for the code that runs now.
+        is_off: True if nothing is to be refused; all gradients are unknown then.
     """
 
-    def __init__(self, error: Callable[[str], BuildError]) -> None:
-        self.error = error
+    def __init__(self, error: Callable[[str], BuildError], is_off: bool = False) -> None:
+        self.error, self.is_off = error, is_off
         self.known: Any = WeakIdKeyDictionary()
 
     def enter(self, module: nn.Module) -> list[RemovableHandle]:
@@ -176,6 +177,8 @@ class OwnGradients:
 
     def of(self, x: torch.Tensor) -> Gradient | None:
         """What ranks have of the gradient of ``x``; None if there is none."""
+        if self.is_off:
+            return Gradient.UNKNOWN
         if x in self.known:
             return self.known[x]  # type: ignore[no-any-return]
         if not (x.requires_grad and torch.is_grad_enabled()):

@@ -22,7 +22,7 @@ from ..communication._torch_autograd import no_functions
 from ..communication._torch_private import no_modes
 from ..communication.collectives import Group
 from ..rules.sharding_rule import split_of
-from ..syncs.sync_order import OFF
+from ..syncs.sync_order import off_switch
 
 _SAMPLES = 64
 _cut_from: Any = WeakIdKeyDictionary()
@@ -63,8 +63,9 @@ def check(model: nn.Module) -> None:
     different = next((name for name in shared if len({other[name] for other in found}) > 1), None)
     if different is not None:
         raise BuildError(
-            f"the ranks do not share out one model: {different!r} had other numbers on one of them before it was split; make "
-            f"the model with the same seed on every rank, or load the same weights before scheduling it; {OFF}"
+            f"the ranks do not share out one model: {different!r} had other numbers on one of them before it was split; "
+            f"make the model with the same seed on every rank, or load the same weights before scheduling it; "
+            f"{off_switch('weights')}"
         )
 
 

@@ -14,8 +14,13 @@ from .sync_hooks import syncs_of
 MOVING = ("all_gather", "all_to_all")
 """Operations that put parts together."""
 
-OFF = "check=False turns this check off"
-"""How every error of these checks ends."""
+
+def off_switch(check: str) -> str:
+    """Return the clause that ends the errors of the check of this name."""
+    return f"check=False turns this check off with all others, SLAPO_DISABLE_CHECKS={check} alone"
+
+
+OFF = off_switch("syncs")
 
 _State = Literal["whole", "sharded", "partial"]
 _NEEDS: dict[str, _State] = {

@@ -5,6 +5,7 @@ value and a value that works. The environment variable ``SLAPO_DISABLE_CHECKS`` 
 have a module each. It may import ``slapo_core``, ``batches`` and ``losses``, whose options it validates.
 """
 
+from .check_switches import disabled_checks, log_disabled_checks, register_checks
 from .common_options import CommonOptions, is_rate
 
-__all__ = ["CommonOptions", "is_rate"]
+__all__ = ["CommonOptions", "disabled_checks", "is_rate", "log_disabled_checks", "register_checks"]

@@ -8,28 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from slapo_core import hookimpl
-
 from ...rules.sharding_rule import split_of
-from ...splitting.aliased_tensors import note_shared_memory
-
-if TYPE_CHECKING:
-    from slapo_core import Schedule
 
 _whole: Any = WeakIdKeyDictionary()
 """Module to its attributes of sizes, and those of its config."""
 
 
-@hookimpl
-def slapo_after_create(schedule: Schedule) -> None:
-    """Record the sizes of the unmodified model, and which of its tensors share memory."""
-    note_shared_memory(schedule.mod)
-    for module in schedule.mod.modules():
+def record_sizes(model: nn.Module) -> None:
+    """Record the sizes in the attributes of an unmodified model."""
+    for module in model.modules():
         if module not in _whole:
             _whole[module] = [(in_config, dict(_sizes(holder))) for in_config, holder in _holders(module)]
 

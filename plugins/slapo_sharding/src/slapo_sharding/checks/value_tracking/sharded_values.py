@@ -12,7 +12,7 @@ what collectives return, is not followed further.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -58,15 +58,24 @@ class ShardedValues:
     """The sharded values of a running forward.
 
     Args:
-        error: Makes the error for a layer whose output is mixed, with a reason and a remedy, in the code that runs now.
+        error: Makes the error of a check, by name, for a layer whose output is mixed, with a reason and a remedy, in the code
+            that runs now.
         group: The ranks that share out the model; None where nobody has a part.
         device: Where their parts are.
+        disabled: Names of checks that are off. Other checks need the values, so that they are tracked all the same.
     """
 
-    def __init__(self, error: Callable[[nn.Module | None, str, str], BuildError], group: Group, device: torch.device) -> None:
+    def __init__(
+        self,
+        error: Callable[[str, nn.Module | None, str, str], BuildError],
+        group: Group,
+        device: torch.device,
+        disabled: Collection[str] = (),
+    ) -> None:
         self.error = error
         self.device = device
-        self.unasked = group
+        self.checks_values, self.checks_random = "values" not in disabled, "random" not in disabled
+        self.unasked = group if self.checks_random else None
         """Ranks whose random state for values that are the same on all of them was not compared yet; None once it was."""
         self.known: Any = WeakIdKeyDictionary()
         """Tensor to what it is: an error if it is mixed, None if it may be anything; others are the same on every rank."""
@@ -79,7 +88,7 @@ class ShardedValues:
         """
         applied, x = split_of(module), first_input(args, kwargs)
         value = self.known.get(x) if x is not None else None
-        if applied is None or x is None or value is None or any(syncs_of(module, "fwd_pre")):
+        if not self.checks_values or applied is None or x is None or value is None or any(syncs_of(module, "fwd_pre")):
             return
         if isinstance(value, BuildError):
             raise value
@@ -119,7 +128,7 @@ class ShardedValues:
         for known in self._of(_tensors(output)) if last else ():
             if isinstance(known, BuildError):
                 raise known
-            if is_whole and known is not None and known.is_part_of_sum:
+            if self.checks_values and is_whole and known is not None and known.is_part_of_sum:
                 raise self._mixed(known, "it returns a part of a sum that nobody adds up", REDUCE)
         if syncs:
             if syncs[-1].op in _CUTTING:
@@ -209,7 +218,7 @@ class ShardedValues:
                 question = Question(func, given.leaves, given.kinds, given.spec, value.layout, shapes, reduced, counted, around)
                 self._note(changed, ask(question, given.numbers), value)
         except Mixed as err:
-            self._lose(changed, self._mixed(value, *err.args))
+            self._lose(changed, self._mixed(value, *err.args) if self.checks_values else None)
         except Exception as err:  # whatever code gives to torch: the check must not be what fails
             get_logger().debug("what %s returns is not followed: %s", name, err)
         return result
@@ -235,7 +244,8 @@ class ShardedValues:
             check_parts(function.apply, given_all, {}, made, ranks)
         except ValueError:
             name = function.__name__
-            self._lose(result, self._mixed(value, f"{name} needs all of it, or its backward all of the gradient"))
+            why = f"{name} needs all of it, or its backward all of the gradient"
+            self._lose(result, self._mixed(value, why) if self.checks_values else None)
 
     def call_of(self, module: nn.Module, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a torch function that is part of the forward of a module that is split, where a graph has that forward.
@@ -256,25 +266,25 @@ class ShardedValues:
         result = func(*args, **kwargs)
         if draw is not None and draw.has_drawn:
             if not draw.is_alike(self.unasked, self.device):
-                raise self.error(None, f"{name_of(func)} draws other random numbers on every rank", _SEED)
+                raise self.error("random", None, f"{name_of(func)} draws other random numbers on every rank", _SEED)
             self.unasked = None
         return result
 
     def _run(self, value: Followed, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the function with this rank's parts."""
-        draw = None if in_function_transform() else Draw()
+        draw = Draw() if self.checks_random and not in_function_transform() else None
         try:
             result = func(*args, **kwargs)
         except (RuntimeError, ValueError) as err:
-            if isinstance(err, torch.OutOfMemoryError):
+            if isinstance(err, torch.OutOfMemoryError) or not self.checks_values:
                 raise
             raise self._mixed(value, f"{name_of(func)} fails, {str(err).splitlines()[0]}") from err
         if draw is not None and draw.has_drawn and draw.is_alike(value.group, value.layout.device):
-            raise self.error(value.owner, f"{name_of(func)} draws the same random numbers on every rank", _FORK)
+            raise self.error("random", value.owner, f"{name_of(func)} draws the same random numbers on every rank", _FORK)
         return result
 
     def _mixed(self, value: Followed, why: str, remedy: str = _GATHER) -> BuildError:
-        return self.error(value.owner, why, remedy)
+        return self.error("values", value.owner, why, remedy)
 
     def _given(self, name: str, args: Any, kwargs: Any) -> _Given:
         """The arguments as they are before the function changes any."""
