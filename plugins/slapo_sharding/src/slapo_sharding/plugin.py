@@ -7,6 +7,8 @@ from typing import Any
 from slapo_core import hookimpl
 
 from . import hookspecs
+from .build_hooks import slapo_after_create as slapo_after_create
+from .build_hooks import slapo_before_build as slapo_before_build
 
 
 @hookimpl
@@ -28,21 +30,3 @@ def slapo_shard_rules() -> list[str]:
     return [
         f"slapo_sharding.rules.{kinds}:RULES" for kinds in ("layers", "convolutions", "norms", "experts", "multihead_attention")
     ]
-
-
-@hookimpl
-def slapo_after_create(schedule: Any) -> None:
-    """Record the unmodified model for the checks."""
-    from .checks import check_list  # noqa: PLC0415  (finding plugins must stay cheap)
-
-    check_list.record_original_model(schedule)
-
-
-@hookimpl
-def slapo_before_build(schedule: Any, target: str | None, config: dict[str, Any]) -> None:
-    """Find the replicas of synced norms, and start the checks."""
-    from .checks import check_list  # noqa: PLC0415  (finding plugins must stay cheap)
-    from .communication.batch_norm_statistics import resolve_replicas  # noqa: PLC0415
-
-    resolve_replicas(schedule)
-    check_list.start_checks(schedule, target, config)
