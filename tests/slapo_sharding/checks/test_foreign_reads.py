@@ -20,7 +20,7 @@ import slapo_torch.plugin
 import slapo_tracing.plugin
 import slapo_training.plugin
 from slapo_core import BuildError, Registry, Schedule, TraceError, build, create_schedule
-from slapo_sharding.checks.first_run_check import watch
+from slapo_sharding.checks.first_run_check import install_first_run_check
 from slapo_testing import run_distributed
 from slapo_tracing import trace_module
 from slapo_verify.comparison import assert_equivalent
@@ -287,7 +287,7 @@ class Hides(nn.Module):
 
 def test_a_trace_names_the_models_line_while_a_first_run_is_awaited() -> None:
     awaited = nn.Linear(2, 2)
-    watch(awaited, [awaited])
+    install_first_run_check(awaited, [awaited])
     with pytest.raises(TraceError, match=r"code that tracing does not see.*test_foreign_reads.py:\d+"):
         trace_module(Hides(), torch.ones(2))
     awaited(torch.ones(2))

@@ -20,8 +20,8 @@ import slapo_torch.plugin
 import slapo_tracing.plugin
 import slapo_training.plugin
 from slapo_core import BuildError, Registry, build, create_schedule
-from slapo_sharding.checks.value_tracking.op_rules import Question, Slice, remembered
-from slapo_sharding.checks.value_tracking.tracked_value import plain
+from slapo_sharding.checks.value_tracking.op_rules import OpCall, Slice, cached_layouts
+from slapo_sharding.checks.value_tracking.tracked_value import untracked
 from slapo_testing import run_distributed
 from slapo_verify.comparison import assert_equivalent
 
@@ -296,14 +296,14 @@ def _softmax_of_all(x: torch.Tensor) -> torch.Tensor:
 
 
 def _worked_out(run: Callable[[], Any]) -> tuple[int, int]:
-    before = remembered.cache_info()
+    before = cached_layouts.cache_info()
     run()
-    after = remembered.cache_info()
+    after = cached_layouts.cache_info()
     return after.misses - before.misses, after.hits - before.hits
 
 
 def _alike(rank: int) -> list[str]:
-    remembered.cache_clear()
+    cached_layouts.cache_clear()
     assert _worked_out(lambda: _stack(_softmax_of_heads)(X)) == (4, 0)
     assert _worked_out(lambda: _stack(*[_softmax_of_heads] * 3)(X)) == (0, 12)
     messages = []
@@ -346,19 +346,19 @@ def _others(rank: int) -> None:
             calls.append(func)
             return func(*args, **(kwargs or {}))
 
-    remembered.cache_clear()
+    cached_layouts.cache_clear()
     model = _stack(lambda x: x * 1)
     with Sees():
         model(X)
     assert calls
-    assert remembered.cache_info().currsize == 0
+    assert cached_layouts.cache_info().currsize == 0
     _stack(lambda x: x * 1)(X)
     _stack(lambda x: x * 1.0)(X)
-    assert remembered.cache_info().currsize == 2
-    given = Question(len, (x,), (), None, plain(x), (), False, False, ())
+    assert cached_layouts.cache_info().currsize == 2
+    given = OpCall(len, (x,), (), None, untracked(x), (), False, False, ())
     assert not given.is_telling
     assert not dataclasses.replace(given, func=torch.add).is_telling
-    assert dataclasses.replace(given, func=torch.add, leaves=(plain(x), 1, Slice(0, None, 2))).is_telling
+    assert dataclasses.replace(given, func=torch.add, leaves=(untracked(x), 1, Slice(0, None, 2))).is_telling
     assert not dataclasses.replace(given, func=torch.add, leaves=(Slice(x, None, None),)).is_telling
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slapo_core import ShardSpec
-from slapo_sharding.communication.shard_ranges import chunks, head_copies, side_by_side
+from slapo_sharding.communication.shard_ranges import block_ranges, concatenated_ranges, key_head_ranges
 
 
 @st.composite
@@ -66,7 +66,7 @@ def test_every_element_counts_once(spec: ShardSpec):
 @given(st.integers(1, 4), st.lists(st.integers(1, 9), min_size=1, max_size=3))
 def test_chunks_are_torch_s(num_shards: int, blocks: list[int]):
     """Also where torch leaves out the last ones, as these would be empty."""
-    ranges = side_by_side(blocks, [chunks(size, num_shards) for size in blocks])
+    ranges = concatenated_ranges(blocks, [block_ranges(size, num_shards) for size in blocks])
     full = torch.arange(sum(blocks))
     spec = ShardSpec(0, (len(full),), 0, num_shards, tuple(blocks), dealt=ranges)
     for rank in range(num_shards):
@@ -105,7 +105,7 @@ def test_every_query_head_finds_its_key_head(num_shards: int, served: int, own: 
     for pairs in {queries // served, own} - {0}:
         if queries % pairs:
             continue
-        dealt = head_copies(queries, pairs, size, num_shards)
+        dealt = key_head_ranges(queries, pairs, size, num_shards)
         spec = ShardSpec(0, (pairs * size,), 0, num_shards, (pairs * size,), dealt=dealt)
         heads = torch.arange(pairs).repeat_interleave(size)
         local = [spec.local(heads, rank).view(-1, size)[:, 0] for rank in range(num_shards)]

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 from slapo_core import Schedule, build, create_schedule, shard_spec
 from slapo_sharding.rules.layers import LINEAR
-from slapo_sharding.rules.parametrizations import adapted
+from slapo_sharding.rules.parametrizations import restricted_rule
 from slapo_testing import run_distributed
 from tests.slapo_torch.layouts import message_of
 
@@ -240,7 +240,7 @@ def test_asking_for_what_does_not_follow_is_refused_by_name_and_changes_nothing(
 def test_groups_that_the_ranks_would_cut_are_seen() -> None:
     layer = nn.Linear(16, 8)
     registered(Grouped)(layer)
-    outputs = [{cut.output for cut in adapted(LINEAR, layer, ranks).cuts} for ranks in (2, 4)]
+    outputs = [{cut.output for cut in restricted_rule(LINEAR, layer, ranks).cuts} for ranks in (2, 4)]
     assert outputs == [{"sharded", "partial"}, {"sharded"}]
 
 

@@ -17,7 +17,7 @@ import slapo_tracing.plugin
 import slapo_training.plugin
 from slapo_core import Registry, Schedule, build, create_schedule
 from slapo_sharding import plugin
-from slapo_sharding.syncs.overlapped_reduction import _Again
+from slapo_sharding.syncs.overlapped_reduction import _RegatheredInput
 from slapo_testing import run_distributed
 from tests.slapo_sharding.operators import Operators
 
@@ -204,7 +204,7 @@ def _kept(rank: int) -> None:
     loss = model(_input()).sum()
     loss.backward(retain_graph=True)
     gc.collect()
-    alive = [each for each in gc.get_objects() if type(each) is _Again]
+    alive = [each for each in gc.get_objects() if type(each) is _RegatheredInput]
     assert alive
     assert all(each.sent is None and each.known is None for each in alive)
 

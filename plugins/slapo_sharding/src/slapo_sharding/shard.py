@@ -10,8 +10,8 @@ from torch import fx
 from slapo_core import Primitive, Schedule
 from slapo_tracing.graphs import as_untraced
 
-from .splitting.shard_planner import Blocks, Sharder
-from .splitting.shard_step import ShardStep, carry_out
+from .splitting.shard_planner import Blocks, ShardPlanner
+from .splitting.shard_step import ShardStep, apply_step
 
 
 class ShardPrimitive(Primitive):
@@ -72,7 +72,7 @@ class ShardPrimitive(Primitive):
     ) -> ShardStep:
         """Plan the step."""
         with _untraced(schedule):
-            return Sharder(schedule, name, axis, blocks, copied=copied, gathered=gathered, uneven=uneven).plan()
+            return ShardPlanner(schedule, name, axis, blocks, copied=copied, gathered=gathered, uneven=uneven).plan()
 
     @staticmethod
     def apply(
@@ -89,8 +89,8 @@ class ShardPrimitive(Primitive):
         with _untraced(schedule) as is_other:
             step = schedule.checked
             if is_other:
-                step = Sharder(schedule, name, axis, blocks, copied=copied, gathered=gathered, uneven=uneven).plan()
-            carry_out(schedule, step)
+                step = ShardPlanner(schedule, name, axis, blocks, copied=copied, gathered=gathered, uneven=uneven).plan()
+            apply_step(schedule, step)
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from slapo_training.gradient_hooks import register_first
 from .rules.sharding_rule import applied_cut
 from .splitting import attention_heads
 from .splitting.persistent_hooks import keep_hook
-from .syncs.shared_gradient_reduction import SharedSum
-from .syncs.sync_hooks import GradientSum, Sync, sums_gradient, trainable
+from .syncs.shared_gradient_reduction import SharedGradientReduction
+from .syncs.sync_hooks import GradientReductionHook, Sync, reduces_gradient, trainable
 
 _OPS = ("all_reduce", "all_gather", "reduce_scatter", "scatter")
 _MODES = {"fwd_pre": _OPS, "fwd_post": _OPS, "bwd_post": ("all_reduce",), "grad": ("all_reduce",)}
@@ -112,7 +112,7 @@ class SyncPrimitive(Primitive):
             for name, parameter in own.items():
                 seen = name == "bias" and "weight" in own  # its parts are equal where the loss is a mean of values
                 label = f"{schedule.path}.{name}" if schedule.path else name
-                total = GradientSum(schedule.group, label, seen=seen)
+                total = GradientReductionHook(schedule.group, label, seen=seen)
                 schedule.on_undo(register_first(parameter, total).remove)
                 keep_hook(schedule, module, name, total)
         elif sync.shared is not None:
@@ -165,7 +165,7 @@ def _make(
     default = "reduce_scatter" if mode == "fwd_pre" else "split"
     shared = None
     if mode == "bwd_post":
-        shared = SharedSum(schedule.group, 1 if of is None else len(of))
+        shared = SharedGradientReduction(schedule.group, 1 if of is None else len(of))
     return Sync(mode, op, axis, schedule.group, backward or default, shared=shared, new_axis=new_axis, path=schedule.path)
 
 
@@ -243,7 +243,7 @@ def _asked(schedule: Schedule, of: Sequence[str] | None) -> dict[str, nn.Paramet
 
 def _are_summed_by_plan(parameters: Mapping[str, nn.Parameter]) -> bool:
     """Return whether a plan sums these gradients already, so that asking for it changes nothing."""
-    return all(sums_gradient(parameter, by_plan=True) for parameter in parameters.values())
+    return all(reduces_gradient(parameter, by_plan=True) for parameter in parameters.values())
 
 
 def _check_grad(schedule: Schedule, op: Any, of: Sequence[str] | None, error: Callable[[str], ScheduleError]) -> None:
@@ -260,5 +260,5 @@ def _check_grad(schedule: Schedule, op: Any, of: Sequence[str] | None, error: Ca
         raise error("the module itself has no trainable parameters; take one inside of it")
     if _are_summed_by_plan(own):
         return
-    if any(map(sums_gradient, own.values())):
+    if any(map(reduces_gradient, own.values())):
         raise error("the gradients of its parameters are summed already; sync them once")

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from slapo_core import Primitive, Schedule, ScheduleError, get_logger
 from slapo_tracing.nodes import own_forward, wrap_forward
 
-from .communication.batch_norm_statistics import KINDS, ReplicaStatistics, replicas_of, statistics_of
+from .communication.batch_norm_statistics import FORWARDS, ReplicaStatistics, replicas_of, statistics_of
 
 
 class SyncBatchNormPrimitive(Primitive):
@@ -67,7 +67,7 @@ def _layers(schedule: Schedule) -> Iterator[nn.Module]:
 
 
 def _is_synced_kind(module: Any) -> bool:
-    return type(module).forward in KINDS and own_forward(module) is None
+    return type(module).forward in FORWARDS and own_forward(module) is None
 
 
 def _is_other(module: nn.Module) -> bool:

@@ -29,11 +29,11 @@ from .planning.published_plan import (
     tensor_parallel_plan,
     undeclared_parameters,
 )
-from .rules.parametrizations import computed_by
+from .rules.parametrizations import parametrization_of
 from .rules.rulebook import described, rules_of
 from .rules.sharding_rule import Cut
 from .splitting import attention_heads
-from .splitting.module_paths import kind
+from .splitting.module_paths import without_block_numbers
 from .syncs import parallel_loss as losses
 from .syncs.sync_hooks import trainable
 
@@ -87,7 +87,7 @@ class TensorParallelPrimitive(Primitive):
             _check_untouched(schedule, plan)
             steps = _planned(schedule, plan, sequence_parallel)
             if parallel_loss:
-                losses.with_parts(schedule, _vocabulary(schedule) if steps is None else steps)
+                losses.plan_with_sharded_logits(schedule, _vocabulary(schedule) if steps is None else steps)
             return steps
 
     @staticmethod
@@ -103,7 +103,7 @@ class TensorParallelPrimitive(Primitive):
         with as_untraced(schedule):
             before = layer_backends.split_modules(schedule)
             _split(schedule, schedule.checked, plan, sequence_parallel, parallel_loss)
-            loss = losses.put(schedule) if parallel_loss else None
+            loss = losses.install_loss(schedule) if parallel_loss else None
             if backend is not None:
                 layer_backends.replace_layers(schedule, backend, layer_backends.backend_of(schedule, backend), before, loss)
 
@@ -123,7 +123,7 @@ def _split(
         steps = {path: style for path, style in steps.items() if path not in shown}
         derived = True
     if parallel_loss:
-        steps = losses.with_parts(schedule, steps)
+        steps = losses.plan_with_sharded_logits(schedule, steps)
     columns = [path for path, style in steps.items() if STYLES[style](schedule[path] if path else schedule)]
     for paths in column_inputs.by_parent(columns):
         column_inputs.sum_gradients(schedule, paths)
@@ -295,7 +295,7 @@ def _steps(schedule: Schedule, plan: Mapping[str, str] | None) -> dict[str, str]
             module = schedule.mod.get_submodule(wrapper)
             hint = "give example_inputs to create_schedule, from which a plan is derived, or plan="
             why = f"a {described(module)}, which no sharding rule covers"
-            if computed := computed_by(module):
+            if computed := parametrization_of(module):
                 why = f"whose {computed}, and a part of it does not follow from parts"
             raise error(f"the published plan splits {wrapper!r}, {why}; {hint}")
         if undeclared := undeclared_parameters(schedule.mod, steps):
@@ -318,7 +318,7 @@ def _without_rule(schedule: Schedule, steps: Mapping[str, str]) -> Iterator[str]
 
 def _names_like(key: str, model: nn.Module) -> set[str]:
     """Paths of modules, as globs where the key is one."""
-    return {kind(path) if "*" in key else path for path, _ in model.named_modules()}
+    return {without_block_numbers(path) if "*" in key else path for path, _ in model.named_modules()}
 
 
 def _guess(name: str, known: Iterable[str]) -> str:
@@ -398,7 +398,7 @@ def _cut(schedule: Schedule, input: str, output: str) -> Cut:
     for cut in rules_of(schedule).ways(schedule.mod, input, output):
         return cut
     message = f"no sharding rule splits a {described(schedule.mod)} this way; take it out of the plan"
-    if computed := computed_by(schedule.mod):
+    if computed := parametrization_of(schedule.mod):
         message = f"its {computed}, and a part of it does not follow from parts; take the layer out of the plan"
     raise ScheduleError(message, path=schedule.path, primitive="tensor_parallel")
 

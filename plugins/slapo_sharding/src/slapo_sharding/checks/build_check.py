@@ -12,8 +12,8 @@ from ..rules.sharding_rule import AppliedCut, applied_cut, holds, is_kept_for_in
 from ..splitting import attention_heads
 from ..splitting.module_paths import ancestors
 from ..splitting.shard_step import user_code
-from ..syncs.sync_hooks import REDUCING, Sync, sums_gradient, syncs_of
-from ..syncs.sync_order import MOVING, OFF, check_moves
+from ..syncs.sync_hooks import REDUCING, Sync, reduces_gradient, syncs_of
+from ..syncs.sync_order import GATHERING_OPS, OFF_SWITCH, check_sync_order
 
 _LONGEST = 200  # of a step's arguments, which may be a whole plan
 
@@ -27,8 +27,8 @@ def check_syncs(schedule: Schedule) -> None:
             some projections sharded; and the last step taken there.
     """
     modules = dict(schedule.root_module.named_modules())
-    if not any(_is_cut(module) or is_synced(module) for module in modules.values()):
-        _check_summed(schedule.root_module)
+    if not any(_is_sharded(module) or is_synced(module) for module in modules.values()):
+        _check_reduced_gradients(schedule.root_module)
     for path in modules:
         try:
             _check_module(path, modules)
@@ -38,21 +38,21 @@ def check_syncs(schedule: Schedule) -> None:
 
 def _check_module(path: str, modules: dict[str, nn.Module]) -> None:
     module, name = modules[path], repr(path) if path else "the model"
-    _check_stray(name, module)
+    _check_superfluous_reduce(name, module)
     _check_gradients(name, module, path, modules)
     applied = applied_cut(module)
     if applied is None or applied.cut.output != "whole":
         _check_heads(name, module)
     if applied is None:
-        _check_unawares(name, module, [modules[outer] for outer in ancestors(path)])
+        _check_tied_shards(name, module, [modules[outer] for outer in ancestors(path)])
         _check_gathered_around(name, module, path)
     elif applied.spec.num_shards > 1 and applied.cut.output != "whole":
         _check_code(name, module)
         own = list(syncs_of(module))
         above = [sync for outer in ancestors(path) for sync in syncs_of(modules[outer])]
         _check_output(name, applied, own, above)
-        _check_input(name, applied, own, above, _beside(path, modules))
-    check_moves(name, module, split_of(module))
+        _check_input(name, applied, own, above, _neighbour_syncs(path, modules))
+    check_sync_order(name, module, split_of(module))
 
 
 def _last_step(schedule: Schedule, path: str) -> str:
@@ -73,12 +73,12 @@ def _synced(step: Step) -> set[str]:
     return own.union(*map(_synced, step.children))
 
 
-def cut_modules(root: nn.Module) -> list[nn.Module]:
+def sharded_modules(root: nn.Module) -> list[nn.Module]:
     """The modules that hold only a part on this rank."""
-    return [module for module in root.modules() if _is_cut(module)]
+    return [module for module in root.modules() if _is_sharded(module)]
 
 
-def _check_unawares(name: str, module: nn.Module, above: Iterable[nn.Module]) -> None:
+def _check_tied_shards(name: str, module: nn.Module, above: Iterable[nn.Module]) -> None:
     for own, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
         is_used = is_kept_for_inside(module, tensor) or any(split_of(outer) and holds(outer, tensor) for outer in above)
         if is_sharded(tensor) and not is_used:
@@ -94,28 +94,31 @@ def _check_unawares(name: str, module: nn.Module, above: Iterable[nn.Module]) ->
 def _check_code(name: str, module: nn.Module) -> None:
     if own := user_code(module):
         raise BuildError(
-            f"{name} has a {own} of its own that would see a part only; put it on a module around, or give it to sync; {OFF}"
+            f"{name} has a {own} of its own that would see a part only; put it on a module around, or give it to sync; "
+            f"{OFF_SWITCH}"
         )
 
 
 def _check_gathered_around(name: str, module: nn.Module, path: str) -> None:
     """Parts that are not equal are put together where their sizes are known."""
-    if not any(sync.mode == "fwd_post" and sync.op in MOVING and sync.axis == -1 for sync in syncs_of(module)):
+    if not any(sync.mode == "fwd_post" and sync.op in GATHERING_OPS and sync.axis == -1 for sync in syncs_of(module)):
         return
     for other, inside in module.named_modules(prefix=path):
         applied = applied_cut(inside)
         if applied is not None and applied.spec.dealt is not None and applied.cut.output == "sharded" and not applied.gathered:
-            raise BuildError(f"{name}: the output of {other!r} is not in equal parts; gather it at {other!r} itself; {OFF}")
+            raise BuildError(
+                f"{name}: the output of {other!r} is not in equal parts; gather it at {other!r} itself; {OFF_SWITCH}"
+            )
 
 
-def _check_stray(name: str, module: nn.Module) -> None:
+def _check_superfluous_reduce(name: str, module: nn.Module) -> None:
     """A sum over ranks that all hold the same is that many times too large."""
     stray = next((sync for sync in syncs_of(module) if sync.op in REDUCING), None)
-    if stray is None or any(_is_cut(inside) for inside in module.modules()):
+    if stray is None or any(_is_sharded(inside) for inside in module.modules()):
         return
     raise BuildError(
         f"{name}: sync({stray.mode!r}, {stray.op!r}) adds up what is the same on every rank, as nothing in it is sharded; "
-        f"shard it, after any replace, or leave the sync out; {OFF}"
+        f"shard it, after any replace, or leave the sync out; {OFF_SWITCH}"
     )
 
 
@@ -124,22 +127,24 @@ def _check_gradients(name: str, module: nn.Module, path: str, modules: dict[str,
     summing = next((sync for sync in syncs_of(module) if _reduces_gradient(sync)), None)
     if summing is None or any(sync.op == "function" for inside in module.modules() for sync in syncs_of(inside)):
         return
-    if _sums(module) or any(_uses_own(inside, other, path, modules) for other, inside in module.named_modules(prefix=path)):
+    if _declares_reduced_gradients(module) or any(
+        _uses_input_for_shard(inside, other, path, modules) for other, inside in module.named_modules(prefix=path)
+    ):
         return
     remedy = "leave it out" if summing.mode == "bwd_post" else "give it backward='split', or leave it out"
     raise BuildError(
         f"{name}: sync({summing.mode!r}, {summing.op!r}) adds up gradients that are the same on every rank, as nothing in it "
-        f"is sharded and takes the whole of its input; {remedy}; {OFF}"
+        f"is sharded and takes the whole of its input; {remedy}; {OFF_SWITCH}"
     )
 
 
-def _uses_own(module: nn.Module, path: str, around: str, modules: dict[str, nn.Module]) -> bool:
+def _uses_input_for_shard(module: nn.Module, path: str, around: str, modules: dict[str, nn.Module]) -> bool:
     """Return whether a rank may use the input of an outer module for its own shard of this one.
 
     One that takes a part of its input may have it cut out by the model's code, but not by a sync, which has a backward.
     """
     applied = applied_cut(module)
-    if applied is None or not _is_cut(module) or applied.cut.input in ("indices", "whole"):
+    if applied is None or not _is_sharded(module) or applied.cut.input in ("indices", "whole"):
         return False
     if applied.cut.input == "replicated":
         return True
@@ -148,15 +153,15 @@ def _uses_own(module: nn.Module, path: str, around: str, modules: dict[str, nn.M
     return path != around and not scattered
 
 
-def _sums(module: nn.Module) -> bool:
+def _declares_reduced_gradients(module: nn.Module) -> bool:
     """Return whether the schedule says that each rank uses a replicated value in its own way; the first run checks it."""
-    return any(sums_gradient(parameter) for parameter in module.parameters())
+    return any(reduces_gradient(parameter) for parameter in module.parameters())
 
 
-def _check_summed(root: nn.Module) -> None:
+def _check_reduced_gradients(root: nn.Module) -> None:
     for name, parameter in root.named_parameters():
-        if sums_gradient(parameter):
-            raise BuildError(f"the gradient of {name!r} is summed, but nothing is sharded; leave the sync out; {OFF}")
+        if reduces_gradient(parameter):
+            raise BuildError(f"the gradient of {name!r} is summed, but nothing is sharded; leave the sync out; {OFF_SWITCH}")
 
 
 def _check_heads(name: str, owner: nn.Module) -> None:
@@ -168,7 +173,7 @@ def _check_heads(name: str, owner: nn.Module) -> None:
     if local[True] and local[False]:
         raise BuildError(
             f"{name}: {', '.join(local[True])} make local heads, {', '.join(local[False])} all of them; "
-            f"shard all projections of the attention or none; {OFF}"
+            f"shard all projections of the attention or none; {OFF_SWITCH}"
         )
 
 
@@ -184,10 +189,10 @@ def is_synced(module: nn.Module) -> bool:
 
 def _makes_local_heads(module: nn.Module) -> bool:
     applied = applied_cut(module)
-    return _is_cut(module) and applied is not None and applied.cut.output == "sharded" and not applied.gathered
+    return _is_sharded(module) and applied is not None and applied.cut.output == "sharded" and not applied.gathered
 
 
-def _is_cut(module: nn.Module) -> bool:
+def _is_sharded(module: nn.Module) -> bool:
     return split_of(module) is not None
 
 
@@ -196,22 +201,24 @@ def _check_output(name: str, applied: AppliedCut, own: list[Sync], above: list[S
     after = [sync for sync in own if sync.mode == "fwd_post"]
     if applied.cut.output == "sharded":
         if reducing:
-            raise BuildError(f"{name}: its output is sharded, {reducing[0].op} would add different parts; gather it; {OFF}")
-        moving = next((sync.op for sync in after if sync.op in MOVING), None)
+            raise BuildError(
+                f"{name}: its output is sharded, {reducing[0].op} would add different parts; gather it; {OFF_SWITCH}"
+            )
+        moving = next((sync.op for sync in after if sync.op in GATHERING_OPS), None)
         if moving and len(applied.spec.blocks) > 1 and not applied.cut.parts:
             mixed = f"its output is made of blocks, each split for itself, which {moving} would mix"
-            raise BuildError(f"{name}: {mixed}; shard it with gathered=True; {OFF}")
+            raise BuildError(f"{name}: {mixed}; shard it with gathered=True; {OFF_SWITCH}")
         if moving == "all_to_all" and applied.spec.dealt is not None:
-            raise BuildError(f"{name}: its output is not in equal parts, which all_to_all needs; all_gather it; {OFF}")
+            raise BuildError(f"{name}: its output is not in equal parts, which all_to_all needs; all_gather it; {OFF_SWITCH}")
         if applied.gathered and not any(sync.op in ("all_gather", "function") for sync in after):
-            raise BuildError(f"{name}: sharded with gathered=True; needs sync('fwd_post', 'all_gather', axis=-1); {OFF}")
+            raise BuildError(f"{name}: sharded with gathered=True; needs sync('fwd_post', 'all_gather', axis=-1); {OFF_SWITCH}")
         return
     if len(reducing) > 1:
-        raise BuildError(f"{name}: its output is reduced {len(reducing)} times; sync it once; {OFF}")
+        raise BuildError(f"{name}: its output is reduced {len(reducing)} times; sync it once; {OFF_SWITCH}")
     if any(sync.op == "function" for sync in after) or reducing:
         return
     if applied.late_bias or not any(sync.mode == "fwd_post" and sync.op in (*REDUCING, "function") for sync in above):
-        raise BuildError(f"{name}: its output is partial; needs sync('fwd_post', 'all_reduce'); {OFF}")
+        raise BuildError(f"{name}: its output is partial; needs sync('fwd_post', 'all_reduce'); {OFF_SWITCH}")
 
 
 def _check_input(name: str, applied: AppliedCut, own: list[Sync], above: list[Sync], beside: Iterator[Sync]) -> None:
@@ -223,18 +230,18 @@ def _check_input(name: str, applied: AppliedCut, own: list[Sync], above: list[Sy
         return
     reducing = [sync for sync in (*own, *above) if _reduces_gradient(sync)]
     if len(reducing) > 1:
-        raise BuildError(f"{name}: the gradient of its input is reduced {len(reducing)} times; sync it once; {OFF}")
+        raise BuildError(f"{name}: the gradient of its input is reduced {len(reducing)} times; sync it once; {OFF_SWITCH}")
     if reducing or any(sync.op == "function" and sync.mode != "fwd_post" for sync in (*own, *above)):
         return
     if not any(_reduces_gradient(sync, "fwd_post") for sync in beside):
-        raise BuildError(f"{name}: the gradient of its input is partial; needs sync('bwd_post', 'all_reduce'); {OFF}")
+        raise BuildError(f"{name}: the gradient of its input is partial; needs sync('bwd_post', 'all_reduce'); {OFF_SWITCH}")
 
 
-def _beside(path: str, modules: dict[str, nn.Module]) -> Iterator[Sync]:
+def _neighbour_syncs(path: str, modules: dict[str, nn.Module]) -> Iterator[Sync]:
     """The syncs of what stands beside a module, or beside one around it, and is whole itself."""
     for outer in ancestors(path):
         for child in modules[outer].children():
-            if not cut_modules(child):
+            if not sharded_modules(child):
                 yield from syncs_of(child)
 
 

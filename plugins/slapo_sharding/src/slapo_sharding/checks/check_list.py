@@ -13,7 +13,7 @@ from ..rules.sharding_rule import split_of
 from ..splitting.aliased_tensors import check_shared_memory, note_shared_memory
 from .build_check import check_syncs, is_synced
 from .comparison.original_sizes import record_sizes
-from .first_run_check import watch
+from .first_run_check import install_first_run_check
 
 CHECKS = {
     "syncs": "shards that lack a sync, and syncs that are doubled, impossible or reduce equal values, are then not seen",
@@ -53,7 +53,7 @@ def start_checks(schedule: Schedule, target: str | None, config: dict[str, Any])
     if "syncs" not in disabled:
         check_syncs(schedule)
     if not FIRST_RUN.issubset(disabled):
-        watch(root, checked, frozenset(disabled))
+        install_first_run_check(root, checked, frozenset(disabled))
     if "shared_memory" not in disabled and not _trains_whole_replicas(schedule, target, config):
         check_shared_memory(root)
     if target is None or not schedule.registry.dialect(target).takes_check:

@@ -1,10 +1,9 @@
-"""Code outside of a sharded module takes the part it reads, or is given, for the whole: found at the first run.
+"""Check of the first run: code outside a sharded module must not take a shard for the whole value.
 
-``watch`` is called when a schedule is built. The first forward of that model, or of whatever contains a part of it (an engine,
-a stage, a wrapper), then runs with every torch function looked at; so does the first with gradients, and the first in training,
-if that is a later one.
-After them nothing is left in the way of a call; a model that only infers is awaited as long as it lives. A recompute in a
-backward runs code that was looked at in the forward.
+``install_first_run_check`` is called when a schedule is built. The first forward of the model, or of any module that contains
+a part of it (an engine, a stage, a wrapper), then runs under a mode that sees every torch function. So does the first forward
+with gradients, and the first in training, if these come later. Nothing is left in the way of a call after these runs; a model
+that only infers is awaited as long as it lives. A recomputation in a backward repeats code that was checked in the forward.
 """
 
 from __future__ import annotations
@@ -34,22 +33,22 @@ from ..splitting import weight_digests
 from ..syncs.sync_hooks import REDUCING, map_output, syncs_of
 from ..syncs.sync_order import off_switch
 from . import size_errors
-from .comparison.module_comparison import WholeComparison
+from .comparison.module_comparison import ModuleComparison
 from .comparison.module_rerun import Rerun
-from .local_numel import COUNTS, PartCount, asks_slapo
-from .partial_gradients import OwnGradients
-from .reentrant_checkpoints import with_graph
-from .value_tracking.sharded_values import ShardedValues, is_of_hook, is_ours
+from .local_numel import NUMEL_METHODS, LocalNumel, is_called_by_slapo
+from .partial_gradients import PartialGradients
+from .reentrant_checkpoints import run_as_non_reentrant
+from .value_tracking.sharded_values import ShardedValues, is_called_by_hook, is_called_by_sharding
 from .value_tracking.tracked_value import makes_new, tensors_in
 
 _HARMLESS = frozenset(("untyped_storage", "data_ptr"))
-_ASKS = frozenset(("requires_grad_", "requires_grad"))
-_TYPES = frozenset(("to", "type_as"))
+_REQUIRES_GRAD = frozenset(("requires_grad_", "requires_grad"))
+_CASTS = frozenset(("to", "type_as"))
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _MODES = ((True, True), (True, False), (False, True), (False, False))
 
 
-class _Build:
+class _PendingRuns:
     """The sharded modules of one build, and in which modes, with gradients and in training or not, it has yet to run.
 
     A part of the model that is called alone is looked at, and then all of the model is once more.
@@ -90,19 +89,19 @@ def _mode(module: nn.Module) -> tuple[bool, bool]:
     return torch.is_grad_enabled(), module.training
 
 
-_waiting: list[_Build] = []
-_reads: ContextVar[_Reads | Rerun | None] = ContextVar("reads", default=None)
+_waiting: list[_PendingRuns] = []
+_running_mode: ContextVar[_FirstRunMode | Rerun | None] = ContextVar("reads", default=None)
 _plain_call: Callable[..., Any] = nn.Module.__call__
 
 
-def watch(root: nn.Module, owners: Iterable[nn.Module], disabled: frozenset[str] = frozenset()) -> None:
+def install_first_run_check(root: nn.Module, owners: Iterable[nn.Module], disabled: frozenset[str] = frozenset()) -> None:
     """Look at the first run of the model that has these sharded modules.
 
     The run raises ``BuildError`` where code outside of them uses one of their sharded tensors for more than its type, device
     and the like, or needs all of a value of which each rank has a part (see ``sharded_values``). As all ranks run the same
     code, all of them raise it.
     """
-    build = _Build(root, owners, disabled)
+    build = _PendingRuns(root, owners, disabled)
     if not build.owners:
         return
     global _plain_call
@@ -115,50 +114,50 @@ def watch(root: nn.Module, owners: Iterable[nn.Module], disabled: frozenset[str]
 def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling() or nn.Module.__call__ is not _call:  # what is being traced is not run yet
         return _plain_call(module, *args, **kwargs)
-    reads = _reads.get()
+    reads = _running_mode.get()
     if reads is not None:
         return reads.inside(module, args, kwargs)
     builds = [build for build in _waiting if build.awaits(module)]
     if not builds:
         if not all(build.owners for build in _waiting):
-            _leave()
+            _end_first_runs()
         return _plain_call(module, *args, **kwargs)
     is_whole = any(module not in build.inside for build in builds)
     disabled = frozenset[str].intersection(*(build.disabled for build in builds))
     if "weights" not in disabled and any(build.is_first(module) for build in builds):
-        weight_digests.check(module)
-    comparison = WholeComparison([root for build in builds if (root := build.root()) is not None], _told, _plain_call)
-    reads = _Reads(module, is_whole, comparison, disabled)
-    with _eager(), with_graph(), reads, watched_functions(reads.applied):
-        token = _reads.set(reads)
+        weight_digests.check_same_weights(module)
+    comparison = ModuleComparison([root for build in builds if (root := build.root()) is not None], _rerun_modules, _plain_call)
+    reads = _FirstRunMode(module, is_whole, comparison, disabled)
+    with _eager(), run_as_non_reentrant(), reads, watched_functions(reads.applied):
+        token = _running_mode.set(reads)
         try:
             result = reads.inside(module, args, kwargs)
-        except size_errors.OF_SIZES as err:
+        except size_errors.SIZE_ERRORS as err:
             if "sizes" in disabled or (explained := reads.explained(err)) is None:
                 raise
             raise explained from err
         finally:
-            _reads.reset(token)
+            _running_mode.reset(token)
     for build in builds:
         build.seen(module)
-    _leave()
+    _end_first_runs()
     return result
 
 
 @contextmanager
-def _told(rerun: Rerun) -> Iterator[None]:
+def _rerun_modules(rerun: Rerun) -> Iterator[None]:
     """Give the modules that are called in the block to a rerun, and let the first run look away."""
-    reads = _reads.get()
-    assert isinstance(reads, _Reads)
-    token, reads.paused = _reads.set(rerun), True
+    reads = _running_mode.get()
+    assert isinstance(reads, _FirstRunMode)
+    token, reads.paused = _running_mode.set(rerun), True
     try:
         yield
     finally:
-        _reads.reset(token)
+        _running_mode.reset(token)
         reads.paused = False
 
 
-def _leave() -> None:
+def _end_first_runs() -> None:
     _waiting[:] = [build for build in _waiting if build.unseen and build.owners]
     if not _waiting and nn.Module.__call__ is _call:
         nn.Module.__call__ = _plain_call  # type: ignore[method-assign]
@@ -169,17 +168,17 @@ def _eager() -> Any:
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
-class _Reads(TorchFunctionMode):
+class _FirstRunMode(TorchFunctionMode):
     """Knows which modules run; refuses to use a sharded tensor that the innermost does not hold, and to mix sharded values."""
 
-    def __init__(self, model: nn.Module, is_whole: bool, comparison: WholeComparison, disabled: frozenset[str]) -> None:
+    def __init__(self, model: nn.Module, is_whole: bool, comparison: ModuleComparison, disabled: frozenset[str]) -> None:
         super().__init__()
         self.comparison, self.paused, self.disabled = comparison, False, disabled
         self.is_whole = is_whole
         """True if the whole model runs, False if a part of it runs alone."""
         self.running: list[nn.Module] = []
-        self.values = ShardedValues(self._mixed, *weight_digests.sharers(model), disabled)
-        self.gradients = OwnGradients(partial(self._error, "gradients"), "gradients" in disabled)
+        self.values = ShardedValues(self._mixed, *weight_digests.sharding_group(model), disabled)
+        self.gradients = PartialGradients(partial(self._error, "gradients"), "gradients" in disabled)
         self.failed: tuple[Exception, str] | None = None
         self.columns: list[nn.Module] = []
         """Modules that returned parts, in the order in which they ran."""
@@ -206,7 +205,7 @@ class _Reads(TorchFunctionMode):
             with no_functions():
                 if self.is_whole and len(self.running) == 1:
                     result = self.gradients.returned(result)
-        except size_errors.OF_SIZES as err:
+        except size_errors.SIZE_ERRORS as err:
             self._note(module, args, kwargs, err)
             raise
         finally:
@@ -228,7 +227,7 @@ class _Reads(TorchFunctionMode):
 
     def applied(self, function: Any, args: tuple[Any, ...], result: Any) -> None:
         """Look at what an autograd function of the model's own has made of sharded values."""
-        if not self.paused and not is_ours() and not is_of_hook() and split_of(self.running[-1]) is None:
+        if not self.paused and not is_called_by_sharding() and not is_called_by_hook() and split_of(self.running[-1]) is None:
             with no_functions():
                 self.values.applied(function, args, result)
 
@@ -241,7 +240,7 @@ class _Reads(TorchFunctionMode):
         if self.failed is None or self.failed[0] is not err:
             inside = {*module.modules()}
             column = next((each for each in reversed(self.columns) if each in inside), None)
-            reason = size_errors.reason(module, args, kwargs, err, None if column is None else self._path(column))
+            reason = size_errors.explain_size_error(module, args, kwargs, err, None if column is None else self._path(column))
             self.failed = None if reason is None else (err, f"{self._named(module)}: {reason}; {off_switch('sizes')}")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -250,27 +249,27 @@ class _Reads(TorchFunctionMode):
             return func(*args, **kwargs)
         tensors = [*tensors_in(args), *tensors_in(kwargs)]
         owner = None
-        for tensor in tensors[:1] if name_of(func) in _TYPES else tensors:
+        for tensor in tensors[:1] if name_of(func) in _CASTS else tensors:
             if is_sharded(tensor) and not self._is_own(tensor) and not _is_harmless(func):
                 owner = self._traced_owner(tensor)
                 if owner is None and "shard_reads" not in self.disabled:
                     message = self._message(func, tensor)
-                    if name_of(func) not in COUNTS:
+                    if name_of(func) not in NUMEL_METHODS:
                         raise BuildError(message)
                     count = func(*args, **kwargs)
-                    return count if asks_slapo() else PartCount(count, partial(self._refuse, message))
+                    return count if is_called_by_slapo() else LocalNumel(count, partial(self._refuse, message))
         for number in (*args, *kwargs.values()):
-            if isinstance(number, PartCount):
+            if isinstance(number, LocalNumel):
                 number.refuse()
         if owner is not None:
             return self.values.call_of(owner, func, args, kwargs)
         if split_of(self.running[-1]) is not None:
             return self.values.call(func, args, kwargs, tensors, self.running)
-        gradient = self.gradients.call(func, tensors, is_ours)
+        gradient = self.gradients.call(func, tensors, is_called_by_sharding)
         result = self.values.call(func, args, kwargs, tensors, self.running)
         made = args[0] if result is None and args else result
         is_leaf = isinstance(made, torch.Tensor) and made.requires_grad and made.is_leaf
-        if name_of(func) in _ASKS and is_leaf and not is_sharded(made):
+        if name_of(func) in _REQUIRES_GRAD and is_leaf and not is_sharded(made):
             self.gradients.start(made, is_whole=made not in self.values.known)
         if not (isinstance(gradient, BuildError) and self.values.are_mixed(made)):  # the values are wrong before it
             self.gradients.note(made, gradient, tensors)
@@ -295,7 +294,7 @@ class _Reads(TorchFunctionMode):
 
     def _refuse(self, message: str) -> None:
         """Refuse to compute with a number of a part, as long as this run lasts."""
-        if _reads.get() is self:
+        if _running_mode.get() is self:
             raise BuildError(message)
 
     def _path(self, module: nn.Module) -> str:
@@ -312,13 +311,13 @@ class _Reads(TorchFunctionMode):
 
     def _error(self, check: str, why: str) -> BuildError:
         """Make the error of a check for the code that runs now."""
-        return BuildError(f"{self._named(self.running[-1])} at {_source()}: {why}; {off_switch(check)}")
+        return BuildError(f"{self._named(self.running[-1])} at {_model_line()}: {why}; {off_switch(check)}")
 
     def _message(self, func: Any, tensor: torch.Tensor) -> str:
         reader = self.running[-1]
         name = " = ".join(parameter_facts(tensor).names) or f"a parameter of shape {tuple(tensor.shape)}"
         return (
-            f"{self._named(reader)} uses {name!r} in {name_of(func)} at {_source()}, but this rank "
+            f"{self._named(reader)} uses {name!r} in {name_of(func)} at {_model_line()}, but this rank "
             "has only its part of it, which its own module alone can use; call that module instead, or leave the parameter "
             f"whole; {off_switch('shard_reads')}"
         )
@@ -335,10 +334,10 @@ def _is_harmless(func: Any) -> bool:
     name = name_of(func)
     if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
         return True  # ZeRO gathers a parameter when somebody looks at it
-    return name in _HARMLESS | _ASKS or makes_new(name) or (is_metadata(func, name) and name not in SHAPES)
+    return name in _HARMLESS | _REQUIRES_GRAD or makes_new(name) or (is_metadata(func, name) and name not in SHAPES)
 
 
-def _source() -> str:
+def _model_line() -> str:
     """Return the line of the model's own code that runs now: engines and checks around it may look at what it calls, too."""
     frames = ((frame, f"{frame.f_code.co_filename}:{line}") for frame, line in walk_stack(sys._getframe(1)))
     theirs = (line for frame, line in frames if not str(frame.f_globals.get("__name__")).startswith("slapo_"))

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch.utils._pytree import tree_map_only
 
-COUNTS = frozenset(("numel", "nelement"))
+NUMEL_METHODS = frozenset(("numel", "nelement"))
 
 
-class PartCount:
+class LocalNumel:
     """Number of elements of a part, or a sum of such numbers: it may be added up and shown, as in a count of what is trained.
 
     Computing with it calls ``refuse`` first, as the unmodified model has another number. It is no ``int``, for ``1.0 / count``
@@ -47,8 +47,8 @@ class PartCount:
         return bool(self.number)
 
     def __add__(self, other: Any) -> Any:
-        if isinstance(other, int | PartCount):
-            return PartCount(self.number + int(other), self.refuse)
+        if isinstance(other, int | LocalNumel):
+            return LocalNumel(self.number + int(other), self.refuse)
         self.refuse()
         return self.number + other
 
@@ -56,7 +56,7 @@ class PartCount:
 
 
 def _refusing(operation: Callable[..., Any], is_reflected: bool = False) -> Callable[..., Any]:
-    def compute(count: PartCount, *others: Any) -> Any:
+    def compute(count: LocalNumel, *others: Any) -> Any:
         count.refuse()
         return operation(*others, count.number) if is_reflected else operation(count.number, *others)
 
@@ -64,13 +64,13 @@ def _refusing(operation: Callable[..., Any], is_reflected: bool = False) -> Call
 
 
 for _operation in (operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.pow, operator.sub, divmod):
-    setattr(PartCount, f"__{_operation.__name__}__", _refusing(_operation))
-    setattr(PartCount, f"__r{_operation.__name__}__", _refusing(_operation, is_reflected=True))
+    setattr(LocalNumel, f"__{_operation.__name__}__", _refusing(_operation))
+    setattr(LocalNumel, f"__r{_operation.__name__}__", _refusing(_operation, is_reflected=True))
 for _question in (operator.neg, operator.index, operator.lt, operator.le, operator.gt, operator.ge, float):
-    setattr(PartCount, f"__{_question.__name__}__", _refusing(_question))
+    setattr(LocalNumel, f"__{_question.__name__}__", _refusing(_question))
 
 
-def asks_slapo() -> bool:
+def is_called_by_slapo() -> bool:
     """Return whether a package of Slapo calls the torch function, and not the model."""
     frames = (frame for frame, _ in walk_stack(sys._getframe(2)) if frame.f_code.co_name != "__torch_function__")
     names = (str(frame.f_globals.get("__name__")) for frame in frames)

@@ -23,11 +23,11 @@ from slapo_tracing.nodes import is_metadata, name_of
 
 from ..rules.sharding_rule import split_of
 from ..syncs import overlapped_reduction
-from ..syncs.sync_hooks import Sync, map_input, map_output, sums_gradient, syncs_of
-from .value_tracking.tracked_value import looks_at_others, makes_new, tensors_in
+from ..syncs.sync_hooks import Sync, map_first_input, map_output, reduces_gradient, syncs_of
+from .value_tracking.tracked_value import makes_new, reads_metadata_only, tensors_in
 
 
-class Gradient(Enum):
+class GradientLayout(Enum):
     """What ranks have of a value's gradient; of a parameter's that is summed, whatever what it meets has."""
 
     WHOLE = "all of it"
@@ -38,22 +38,22 @@ class Gradient(Enum):
 
 
 _MADE = {
-    ("all_reduce", "split"): Gradient.WHOLE,
-    ("all_gather", "split"): Gradient.WHOLE,
-    ("all_gather", "reduce_scatter"): Gradient.USE,
+    ("all_reduce", "split"): GradientLayout.WHOLE,
+    ("all_gather", "split"): GradientLayout.WHOLE,
+    ("all_gather", "reduce_scatter"): GradientLayout.USE,
 }
 """By the operation, and the backward of a gather; of the others ranks have parts."""
 
 
-_PARTS = frozenset((Gradient.OWN, Gradient.USE))
-_EVERYWHERE = frozenset((Gradient.WHOLE, Gradient.USE))  # of values that are the same on every rank
+_PARTS = frozenset((GradientLayout.OWN, GradientLayout.USE))
+_EVERYWHERE = frozenset((GradientLayout.WHOLE, GradientLayout.USE))  # of values that are the same on every rank
 
 _WRONG = {
-    Gradient.WHOLE: (
+    GradientLayout.WHOLE: (
         "{} uses {!r} on a value of which each rank has its own part or use, so each has a part of its gradient; "
         "needs sync('grad', 'all_reduce') of the module that holds it"
     ),
-    Gradient.SUMMED: (
+    GradientLayout.SUMMED: (
         "{} uses {!r}, whose gradient a sync sums, on a value whose gradient is the same on every rank, so that one of the two "
         "would be wrong; leave sync('grad', 'all_reduce') out"
     ),
@@ -61,7 +61,7 @@ _WRONG = {
 """By what ranks have of the gradient of the parameter."""
 
 
-class OwnGradients:
+class PartialGradients:
     """What ranks have of the gradients of the values in a running forward.
 
     Args:
@@ -83,16 +83,16 @@ class OwnGradients:
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if moved and moved[-1].mode == "bwd_post":
                 for tensor in tensors_in((args, kwargs)) if torch.is_grad_enabled() else ():  # else it is what was given
-                    if tensor.requires_grad and self.of(tensor) is not Gradient.OWN:
-                        self._mark(tensor, Gradient.USE)
+                    if tensor.requires_grad and self.of(tensor) is not GradientLayout.OWN:
+                        self._mark(tensor, GradientLayout.USE)
             elif moved:
-                self._moved(moved[-1], (args, kwargs), lambda mark: map_input(mark, args, kwargs))
+                self._moved(moved[-1], (args, kwargs), lambda mark: map_first_input(mark, args, kwargs))
             if takes_whole:
                 self._check_given((args, kwargs))
 
         def check_twice(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad and torch.is_grad_enabled()]
-            if any(self.of(tensor) is Gradient.USE for tensor in given):
+            if any(self.of(tensor) is GradientLayout.USE for tensor in given):
                 raise self.error(
                     "sync('bwd_post', 'all_reduce') sums the gradient of what it is given, and a sync before sums it already; "
                     "leave one of them out"
@@ -119,7 +119,7 @@ class OwnGradients:
     def _check_given(self, given: Any) -> None:
         """A sharded layer returns a part of the gradient of what it is given, and somebody has to sum that."""
         for tensor in tensors_in(given):
-            if torch.is_grad_enabled() and tensor.requires_grad and self.of(tensor) is Gradient.WHOLE:
+            if torch.is_grad_enabled() and tensor.requires_grad and self.of(tensor) is GradientLayout.WHOLE:
                 raise self.error(
                     "it returns a part of the gradient of what it is given, and no sync sums that: of an input that is not the "
                     "first, or of what whole parameters made; give sync('bwd_post', 'all_reduce') to this module itself, or "
@@ -133,7 +133,7 @@ class OwnGradients:
             self._moved(after[-1], output, lambda mark: map_output(mark, output))
         elif (split := split_of(module)) is not None:
             for tensor in tensors_in(output):
-                self._mark(tensor, Gradient.WHOLE if split.cut.output == "whole" else Gradient.OWN)
+                self._mark(tensor, GradientLayout.WHOLE if split.cut.output == "whole" else GradientLayout.OWN)
 
     def returned(self, output: Any) -> Any:
         """What the model returns; a gradient for what was made inside of a sync of gradients is a ``BuildError`` then.
@@ -141,7 +141,7 @@ class OwnGradients:
         An auxiliary loss would get one, say. What else the model does with such a value has its gradient as before.
         """
         leaves = pytree.tree_leaves(output)
-        if not any(isinstance(leaf, torch.Tensor) and self.of(leaf) is Gradient.USE for leaf in leaves):
+        if not any(isinstance(leaf, torch.Tensor) and self.of(leaf) is GradientLayout.USE for leaf in leaves):
             return output
         message = str(
             self.error(
@@ -154,7 +154,7 @@ class OwnGradients:
             raise BuildError(message)  # one that was raised before would keep alive what its traceback knows
 
         def watched(x: torch.Tensor) -> torch.Tensor:
-            if not x.requires_grad or self.of(x) is not Gradient.USE:
+            if not x.requires_grad or self.of(x) is not GradientLayout.USE:
                 return x
             x = x.view_as(x)
             x.register_hook(refuse)  # type: ignore[no-untyped-call]
@@ -167,31 +167,31 @@ class OwnGradients:
         if sync.op == "function":
             for leaf in pytree.tree_leaves(value):
                 if isinstance(leaf, torch.Tensor):
-                    self._mark(leaf, Gradient.UNKNOWN)
+                    self._mark(leaf, GradientLayout.UNKNOWN)
         else:
-            to_moved(lambda x: self._mark(x, _MADE.get((sync.op, sync.backward), Gradient.OWN)))
+            to_moved(lambda x: self._mark(x, _MADE.get((sync.op, sync.backward), GradientLayout.OWN)))
 
-    def _mark(self, x: torch.Tensor, made: Gradient) -> torch.Tensor:
+    def _mark(self, x: torch.Tensor, made: GradientLayout) -> torch.Tensor:
         self.known[x] = made
         return x
 
-    def of(self, x: torch.Tensor) -> Gradient | None:
+    def of(self, x: torch.Tensor) -> GradientLayout | None:
         """What ranks have of the gradient of ``x``; None if there is none."""
         if self.is_off:
-            return Gradient.UNKNOWN
+            return GradientLayout.UNKNOWN
         if x in self.known:
             return self.known[x]  # type: ignore[no-any-return]
         if not (x.requires_grad and torch.is_grad_enabled()):
             return None
-        if overlapped_reduction.of(x) is not None:
-            return Gradient.USE
+        if overlapped_reduction.reduction_of(x) is not None:
+            return GradientLayout.USE
         if not isinstance(x, nn.Parameter):
-            return Gradient.UNKNOWN
-        return Gradient.OWN if is_sharded(x) else Gradient.SUMMED if sums_gradient(x) else Gradient.WHOLE
+            return GradientLayout.UNKNOWN
+        return GradientLayout.OWN if is_sharded(x) else GradientLayout.SUMMED if reduces_gradient(x) else GradientLayout.WHOLE
 
     def call(
         self, func: Callable[..., Any], tensors: Sequence[torch.Tensor], is_ours: Callable[[], bool]
-    ) -> Gradient | BuildError | None:
+    ) -> GradientLayout | BuildError | None:
         """What ranks have of the results of a torch function outside of sharded modules that is about to be called.
 
         It is an error if it is given what has the whole gradient, and what has a part of it or is summed.
@@ -199,21 +199,21 @@ class OwnGradients:
         name = name_of(func)
         if not torch.is_grad_enabled() or is_metadata(func, name) or name.endswith("_like") or makes_new(name):
             return None
-        given = [(tensor, self.of(tensor)) for tensor in (tensors[:1] if looks_at_others(name) else tensors)]
+        given = [(tensor, self.of(tensor)) for tensor in (tensors[:1] if reads_metadata_only(name) else tensors)]
         found = {gradient for _, gradient in given} - {None}
         if found and is_ours():
-            return Gradient.UNKNOWN
-        if Gradient.WHOLE in found and Gradient.UNKNOWN not in found and found & {*_PARTS, Gradient.SUMMED}:
-            wrong = Gradient.WHOLE if found & _PARTS else Gradient.SUMMED
+            return GradientLayout.UNKNOWN
+        if GradientLayout.WHOLE in found and GradientLayout.UNKNOWN not in found and found & {*_PARTS, GradientLayout.SUMMED}:
+            wrong = GradientLayout.WHOLE if found & _PARTS else GradientLayout.SUMMED
             return self.error(_wrong(name, wrong, next(tensor for tensor, gradient in given if gradient is wrong)))
-        return next((kind for kind in (Gradient.UNKNOWN, *Gradient) if kind in found), None)
+        return next((kind for kind in (GradientLayout.UNKNOWN, *GradientLayout) if kind in found), None)
 
     def start(self, x: torch.Tensor, is_whole: bool) -> None:
         """The model asks for the gradient of a value that has none as yet, as it does of frozen embeddings."""
         if x not in self.known and not isinstance(x, nn.Parameter):
-            self._mark(x, Gradient.WHOLE if is_whole else Gradient.UNKNOWN)
+            self._mark(x, GradientLayout.WHOLE if is_whole else GradientLayout.UNKNOWN)
 
-    def note(self, result: Any, gradient: Gradient | BuildError | None, tensors: Iterable[torch.Tensor]) -> None:
+    def note(self, result: Any, gradient: GradientLayout | BuildError | None, tensors: Iterable[torch.Tensor]) -> None:
         """Mark what the function returned; numbers taken out of the graph of autograd have no gradient any more.
 
         Raises:
@@ -229,10 +229,10 @@ class OwnGradients:
                 self.known[tensor] = gradient
 
 
-def _wrong(name: str, gradient: Gradient, x: torch.Tensor) -> str:
+def _wrong(name: str, gradient: GradientLayout, x: torch.Tensor) -> str:
     if isinstance(x, nn.Parameter):
         return _WRONG[gradient].format(name, " = ".join(parameter_facts(x).names) or f"a parameter of shape {tuple(x.shape)}")
-    if gradient is Gradient.SUMMED:
+    if gradient is GradientLayout.SUMMED:
         return _WRONG[gradient].format(name, "a value made of a parameter")
     return (
         f"{name} puts a value whose gradient is the same on every rank together with one of which each rank has its own part "

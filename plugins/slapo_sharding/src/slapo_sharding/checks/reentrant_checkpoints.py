@@ -13,7 +13,7 @@ import torch
 from torch.utils import checkpoint
 
 
-class _WithGraph:
+class _NonReentrantCheckpoint:
     """In the place of torch's function of autograd.
 
     Args:
@@ -31,10 +31,10 @@ class _WithGraph:
 
 
 @contextmanager
-def with_graph() -> Iterator[None]:
+def run_as_non_reentrant() -> Iterator[None]:
     """Run reentrant checkpoints as the other kind."""
     reentrant = checkpoint.CheckpointFunction
-    checkpoint.CheckpointFunction = _WithGraph(reentrant)  # type: ignore[misc, assignment]
+    checkpoint.CheckpointFunction = _NonReentrantCheckpoint(reentrant)  # type: ignore[misc, assignment]
     try:
         yield
     finally:

@@ -11,13 +11,15 @@ from slapo_tracing.nodes import model_source
 from ..rules.sharding_rule import AppliedCut, split_of
 from ..syncs.sync_hooks import first_input, syncs_of
 
-OF_SIZES = (RuntimeError, ValueError, IndexError, AssertionError)
+SIZE_ERRORS = (RuntimeError, ValueError, IndexError, AssertionError)
 """Errors of torch, and of Python code, where a size is not the one expected."""
 
 _GROUPED = "multiple of 16 bytes"
 
 
-def reason(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], err: Exception, part_of: str | None) -> str | None:
+def explain_size_error(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], err: Exception, part_of: str | None
+) -> str | None:
     """Why the innermost module that failed did; None where it is not for its sizes.
 
     Args:
@@ -33,7 +35,7 @@ def reason(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], err
     if applied is not None and _GROUPED in line:
         return _too_narrow(module, applied)
     if part_of is not None and applied is None and _may_be_of_sizes(err, line):
-        return _unfit(err, line, part_of)
+        return _whole_size_in_code(err, line, part_of)
     if not isinstance(err, RuntimeError) or not any(word in line for word in ("shape", "size", "dimension")) or x is None:
         return None
     shape = x.shape
@@ -54,7 +56,7 @@ def _may_be_of_sizes(err: Exception, line: str) -> bool:
     return any(word in line for word in ("unpack", "shape", "size", "dimension", "index out of range"))
 
 
-def _unfit(err: Exception, line: str, part_of: str) -> str:
+def _whole_size_in_code(err: Exception, line: str, part_of: str) -> str:
     """Code that takes sizes from whole values, of which tensor_parallel() without a plan makes parts."""
     what = line if isinstance(err, RuntimeError) else f"{type(err).__name__}: {line}".rstrip(": ")
     return (

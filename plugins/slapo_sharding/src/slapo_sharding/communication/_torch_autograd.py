@@ -14,11 +14,11 @@ no_functions = torch._C.DisableTorchFunction
 """A context in which no code but torch's own sees torch functions."""
 
 
-versions_kept = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
+preserve_versions = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
 """A context after which one or several tensors count as not written to in place, whatever was set to what it was."""
 
 
-def swap_turns(start: Any, weights: Any) -> None:
+def swap_sequence_numbers(start: Any, weights: Any) -> None:
     """Let ``weights`` have its turn in a backward after ``start``, a node of autograd that was recorded before it.
 
     Of the nodes that are ready the one with the highest number runs first. Where torch has no numbers to set, the turns stay as
@@ -31,7 +31,7 @@ def swap_turns(start: Any, weights: Any) -> None:
             weights._set_sequence_nr(earlier)
 
 
-def saving() -> Any:
+def saved_tensor_hook() -> Any:
     """Return the hook for tensors that autograd saves now, inside of a checkpoint, say; None outside of all."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if hooks is None else hooks[0]

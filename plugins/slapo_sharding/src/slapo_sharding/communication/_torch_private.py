@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from slapo_tracing.nodes import current_modes, in_function_transform, leave_modes, quiet
 
-MOVES = ("redistribution", "placement changes")
+REDISTRIBUTION_WORDS = ("redistribution", "placement changes")
 """Words in the error of an operation that cannot be done without sending data."""
 
 NO_BACKWARD = -1
@@ -34,7 +34,7 @@ no_modes = _disable_current_modes
 _ALONG = "argmax argmin cumsum cumsum_ cumprod cumprod_ logcumsumexp"
 
 
-class _Along(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _RefuseSilentRedistribution(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses what DTensor sends data for unasked, or takes for local where the dimension is given as a negative number."""
 
     supports_higher_order_operators = True
@@ -54,7 +54,7 @@ class _Along(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def layouts_kept() -> Iterator[None]:
+def no_redistribution() -> Iterator[None]:
     """DTensor operations inside never move data: one that would is a ``RuntimeError``. Plain tensors count as replicated.
 
     Attention is computed from its parts, for which DTensor has rules on every device. Autocast and gradient mode are restored:
@@ -66,7 +66,7 @@ def layouts_kept() -> Iterator[None]:
         ExplicitRedistributionContext(strict=True),
         implicit_replication(),
         sdpa_kernel(SDPBackend.MATH),
-        _Along(),  # type: ignore[no-untyped-call]
+        _RefuseSilentRedistribution(),  # type: ignore[no-untyped-call]
         quiet(),
     ):
         warnings.filterwarnings("ignore", "DTensor random operators", UserWarning)  # nothing is drawn
@@ -78,7 +78,7 @@ def layouts_kept() -> Iterator[None]:
                 leave_modes(before)
 
 
-def mesh_of(size: int) -> DeviceMesh:
+def fake_mesh(size: int) -> DeviceMesh:
     """A mesh of any number of ranks, whether there are so many or not: nothing can be sent on it.
 
     It is no other's equal, as DTensor remembers what it found for equal ones, and would give this one to those who send.
@@ -86,7 +86,7 @@ def mesh_of(size: int) -> DeviceMesh:
     return DeviceMesh("cpu", list(range(size)), mesh_dim_names=("rules of slapo",), _init_backend=False, _rank=0)
 
 
-def surroundings(device: torch.device) -> tuple[Any, ...] | None:
+def global_state(device: torch.device) -> tuple[Any, ...] | None:
     """Return the global state that a torch function's result may depend on; None where it may depend on anything.
 
     It may under a ``TorchDispatchMode``, and inside of transforms like ``vmap``.
@@ -98,14 +98,14 @@ def surroundings(device: torch.device) -> tuple[Any, ...] | None:
     return (torch.get_default_dtype(), torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled(), casts)
 
 
-def with_numbers(nested: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+def with_values(nested: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """Return a nested tensor of the same sizes as another one, of all its numbers one after the other."""
     sizes, strides = nested._nested_tensor_size(), nested._nested_tensor_strides()
     made: torch.Tensor = torch._nested_view_from_buffer(numbers, sizes, strides, nested._nested_tensor_storage_offsets())
     return made
 
 
-def nested_of(padded: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+def nested_without_padding(padded: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
     """Return a nested tensor, of the layout that torch's encoders use, without what is padding."""
     made: torch.Tensor = torch._nested_tensor_from_mask(padded, ~padding, mask_check=False)
     return made

@@ -21,7 +21,7 @@ from slapo_tracing.nodes import forward_wrappers
 from . import collectives
 from .collectives import Group
 
-KINDS = (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward)
+FORWARDS = (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward)
 """Forwards that it stands for; those of BatchNorm 1d, 2d and 3d, of lazy ones and of most subclasses are one function."""
 
 
@@ -43,7 +43,7 @@ class ReplicaStatistics:
 
     def __call__(self, call: Callable[..., Any], input: torch.Tensor) -> Any:
         """Run the layer's forward. Collective over the replicas in training."""
-        module = module_of(call)
+        module = wrapped_module(call)
         alone = collectives.num_ranks(self.group) == 1
         if not module.training or (alone and not isinstance(module, nn.SyncBatchNorm)):
             return call(input)
@@ -55,7 +55,7 @@ class ReplicaStatistics:
         return output
 
 
-def module_of(call: Callable[..., Any]) -> Any:
+def wrapped_module(call: Callable[..., Any]) -> Any:
     """Return the layer whose forward a wrapper is given; other wrappers may lie between."""
     while isinstance(call, partial):
         call = call.args[0]
@@ -90,40 +90,40 @@ class _Normalise(torch.autograd.Function):
         group: collectives.Group,
     ) -> tuple[torch.Tensor, ...]:
         wide = torch.promote_types(x.dtype, torch.float32)
-        count, mean, squares = _combined(x.to(wide), group)
+        count, mean, squares = _combined_statistics(x.to(wide), group)
         scale = torch.rsqrt(squares / count + eps)
         ctx.save_for_backward(x, weight, mean, scale, count)
         ctx.group, ctx.has_bias = group, bias is not None
         ctx.mark_non_differentiable(count, mean, squares)
         factor = scale if weight is None else scale * weight
-        output = (x.to(wide) - _along(mean, x)) * _along(factor, x)
-        output = output if bias is None else output + _along(bias, x)
+        output = (x.to(wide) - _per_channel(mean, x)) * _per_channel(factor, x)
+        output = output if bias is None else output + _per_channel(bias, x)
         return output.to(x.dtype), count, mean, squares
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
         x, weight, mean, scale, count = ctx.saved_tensors
-        dims = _others(x)
+        dims = _reduced_dims(x)
         grad = grad.to(mean.dtype)
-        normal = (x.to(mean.dtype) - _along(mean, x)) * _along(scale, x)
+        normal = (x.to(mean.dtype) - _per_channel(mean, x)) * _per_channel(scale, x)
         own = torch.stack([grad.sum(dims), (grad * normal).sum(dims)])
         of_input = None
         if ctx.needs_input_grad[0]:
-            sums = collectives.total(own, ctx.group) / count
+            sums = collectives.sum_over_ranks(own, ctx.group) / count
             factor = scale if weight is None else scale * weight
-            of_input = (grad - _along(sums[0], x) - normal * _along(sums[1], x)) * _along(factor, x)
+            of_input = (grad - _per_channel(sums[0], x) - normal * _per_channel(sums[1], x)) * _per_channel(factor, x)
             of_input = of_input.to(x.dtype)
         of_weight = own[1].to(weight.dtype) if weight is not None else None
         return of_input, of_weight, own[0].to(weight.dtype) if ctx.has_bias else None, None, None
 
 
-def _combined(x: torch.Tensor, group: collectives.Group) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _combined_statistics(x: torch.Tensor, group: collectives.Group) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Number, mean and M2 of all ranks' values, per channel; a rank may have none."""
-    dims, channels = _others(x), x.size(1)
+    dims, channels = _reduced_dims(x), x.size(1)
     size = x.numel() // max(channels, 1)
     mean = x.mean(dims) if size else x.new_zeros(channels)
-    squares = (x - _along(mean, x)).square().sum(dims)
+    squares = (x - _per_channel(mean, x)).square().sum(dims)
     own = torch.stack([torch.full_like(mean, size), mean, squares])
     counts, means, each = own[None].unbind(1)
     if collectives.num_ranks(group) > 1:
@@ -133,12 +133,12 @@ def _combined(x: torch.Tensor, group: collectives.Group) -> tuple[torch.Tensor, 
     return count, mean, (each + counts * (means - mean).square()).sum(0)
 
 
-def _others(x: torch.Tensor) -> list[int]:
+def _reduced_dims(x: torch.Tensor) -> list[int]:
     """All dimensions but that of the channels."""
     return [dim for dim in range(x.dim()) if dim != 1]
 
 
-def _along(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _per_channel(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """One value per channel, in the shape that goes with the input's."""
     return values.view(-1, *(1,) * (x.dim() - 2))
 

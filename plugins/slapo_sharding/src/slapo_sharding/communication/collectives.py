@@ -27,14 +27,14 @@ import torch
 import torch.distributed as dist
 
 from ._torch_autograd import is_batched
-from .shard_ranges import share
+from .shard_ranges import shard_range
 
 Group = dist.ProcessGroup | None
 
 
 def all_reduce(x: torch.Tensor, group: Group = None) -> torch.Tensor:
     """Sum a partial tensor over the group; what follows is replicated, so its gradient passes unchanged."""
-    return x if num_ranks(group) == 1 else apply(_AllReduce, x, group)
+    return x if num_ranks(group) == 1 else apply_function(_AllReduce, x, group)
 
 
 def all_reduce_grad(x: torch.Tensor, group: Group = None, *, apart: bool = False) -> torch.Tensor:
@@ -48,7 +48,11 @@ def all_reduce_grad(x: torch.Tensor, group: Group = None, *, apart: bool = False
     """
     if group is None or num_ranks(group) == 1:
         return x
-    return apply(_Start, apply(_Wait, x), group) if apart else apply(_AllReduceGrad, x, group)
+    return (
+        apply_function(_StartGradAllReduce, apply_function(_WaitGrad, x), group)
+        if apart
+        else apply_function(_AllReduceGrad, x, group)
+    )
 
 
 def all_gather(
@@ -73,11 +77,11 @@ def all_gather(
     if group is None or num_ranks(group) == 1:
         return x
     dim = dim % x.dim()
-    if size is not None and x.size(dim) != _width(size, group):
+    if size is not None and x.size(dim) != _piece_size(size, group):
         raise ValueError(f"dim {dim} of a shard of shape {tuple(x.shape)} is not rank {group.rank()}'s part of {size}")
     if apart and backward == "reduce_scatter":
-        return apply(_Gather, apply(_Wait, x), dim, group, size)
-    return apply(_AllGather, x, dim, group, backward, size)
+        return apply_function(_GatherStartGradReduceScatter, apply_function(_WaitGrad, x), dim, group, size)
+    return apply_function(_AllGather, x, dim, group, backward, size)
 
 
 def reduce_scatter(x: torch.Tensor, dim: int, group: Group = None) -> torch.Tensor:
@@ -89,7 +93,7 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: Group = None) -> torch.Tens
     if group is None or num_ranks(group) == 1:
         return x
     _check_divides(x, dim % x.dim(), group)
-    return apply(_ReduceScatter, x, dim % x.dim(), group)
+    return apply_function(_ReduceScatter, x, dim % x.dim(), group)
 
 
 def scatter(x: torch.Tensor, dim: int, group: Group = None, *, uneven: bool = False) -> torch.Tensor:
@@ -108,7 +112,7 @@ def scatter(x: torch.Tensor, dim: int, group: Group = None, *, uneven: bool = Fa
         return x
     if not uneven:
         _check_divides(x, dim % x.dim(), group)
-    return apply(_Scatter, x, dim % x.dim(), group)
+    return apply_function(_Scatter, x, dim % x.dim(), group)
 
 
 def all_to_all(x: torch.Tensor, dim: int, new_dim: int, group: Group = None) -> torch.Tensor:
@@ -126,20 +130,20 @@ def all_to_all(x: torch.Tensor, dim: int, new_dim: int, group: Group = None) -> 
     if group is None or num_ranks(group) == 1:
         return x
     _check_divides(x, new_dim % x.dim(), group)
-    return apply(_AllToAll, x, dim % x.dim(), new_dim % x.dim(), group)
+    return apply_function(_AllToAll, x, dim % x.dim(), new_dim % x.dim(), group)
 
 
-def total(x: torch.Tensor, group: Group = None) -> torch.Tensor:
+def sum_over_ranks(x: torch.Tensor, group: Group = None) -> torch.Tensor:
     """Sum over the group, without a gradient."""
     return x if num_ranks(group) == 1 else _reduce(x, "sum", group)
 
 
-def largest(x: torch.Tensor, group: Group = None) -> torch.Tensor:
+def max_over_ranks(x: torch.Tensor, group: Group = None) -> torch.Tensor:
     """Elementwise maximum over the group, without a gradient."""
     return x if num_ranks(group) == 1 else _reduce(x, "max", group)
 
 
-def apply(function: Any, *args: Any) -> torch.Tensor:
+def apply_function(function: Any, *args: Any) -> torch.Tensor:
     """Call an autograd function, which torch leaves without types."""
     result: torch.Tensor = function.apply(*args)
     return result
@@ -176,18 +180,18 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup, backward: str, size: int | None) -> torch.Tensor:
         ctx.dim, ctx.group, ctx.cut = dim, group, _Scatter if backward == "split" else _ReduceScatter
-        return _join(x, dim, group, group.size() * x.size(dim) if size is None else size)
+        return _all_gathered(x, dim, group, group.size() * x.size(dim) if size is None else size)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return apply(ctx.cut, grad, ctx.dim, ctx.group), None, None, None, None
+        return apply_function(ctx.cut, grad, ctx.dim, ctx.group), None, None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.dim, ctx.group, ctx.size = dim, group, x.size(dim)
-        return _sum_piece(x, dim, group)
+        return _reduce_scattered(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -198,7 +202,7 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.dim, ctx.group, ctx.size = dim, group, x.size(dim)
-        return _piece(x, dim, group)
+        return _local_piece(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -209,14 +213,14 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, new_dim: int, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.dim, ctx.new_dim, ctx.group = dim, new_dim, group
-        return _exchange(x, dim, new_dim, group)
+        return _all_to_all(x, dim, new_dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return all_to_all(grad, ctx.new_dim, ctx.dim, ctx.group), None, None, None
 
 
-class _Start(torch.autograd.Function):
+class _StartGradAllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
@@ -226,24 +230,24 @@ class _Start(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         if torch.is_grad_enabled() or torch.is_anomaly_enabled():  # a graph is made of this, or somebody looks at it
             return all_reduce(grad, ctx.group), None
-        return _send(grad, "sum", ctx.group), None
+        return _start_reduction(grad, "sum", ctx.group), None
 
 
-class _Gather(torch.autograd.Function):
+class _GatherStartGradReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup, size: int | None) -> torch.Tensor:
         ctx.dim, ctx.group = dim, group
-        return _join(x, dim, group, group.size() * x.size(dim) if size is None else size)
+        return _all_gathered(x, dim, group, group.size() * x.size(dim) if size is None else size)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         uneven = grad.size(ctx.dim) % ctx.group.size()  # cut after the wait
         if torch.is_grad_enabled() or torch.is_anomaly_enabled() or uneven:
-            return apply(_ReduceScatter, grad, ctx.dim, ctx.group), None, None, None
-        return _send_sums(grad, ctx.dim, ctx.group), None, None, None
+            return apply_function(_ReduceScatter, grad, ctx.dim, ctx.group), None, None, None
+        return _start_reduce_scatter(grad, ctx.dim, ctx.group), None, None, None
 
 
-class _Wait(torch.autograd.Function):
+class _WaitGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x.view_as(x)
@@ -262,32 +266,36 @@ def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 def _reduce(x: torch.Tensor, op: str, group: Any) -> torch.Tensor:
     if x.is_nested:  # torch's encoders make such of padded ones, in evaluation
-        from ._torch_private import with_numbers  # noqa: PLC0415  it imports torch.distributed.tensor
+        from ._torch_private import with_values  # noqa: PLC0415  it imports torch.distributed.tensor
 
-        return with_numbers(x, _reduce(x.values(), op, group))
-    result: torch.Tensor = _ops.wait_tensor(_send(x, op, group))
+        return with_values(x, _reduce(x.values(), op, group))
+    result: torch.Tensor = _ops.wait_tensor(_start_reduction(x, op, group))
     return result
 
 
-def _send(x: torch.Tensor, op: str, group: Any) -> torch.Tensor:
-    return _ops.all_reduce(_plain(x).contiguous(), op, group.group_name)  # type: ignore[no-any-return]
+def _start_reduction(x: torch.Tensor, op: str, group: Any) -> torch.Tensor:
+    return _ops.all_reduce(_checked_unbatched(x).contiguous(), op, group.group_name)  # type: ignore[no-any-return]
 
 
-def _plain(x: torch.Tensor) -> torch.Tensor:
+def _checked_unbatched(x: torch.Tensor) -> torch.Tensor:
     if not torch.compiler.is_compiling() and is_batched(x):  # torch would send numbers that are none
         raise RuntimeError("a collective of sharded layers takes one gradient at a time; leave out is_grads_batched and vmap")
     return x
 
 
-def send(x: torch.Tensor, dim: int, group: Group, size: int) -> torch.Tensor:
+def start_all_gather(x: torch.Tensor, dim: int, group: Group, size: int) -> torch.Tensor:
     """Start to gather ``size`` along ``dim``; the backend puts ranks, all with as much, along dimension 0."""
     assert group is not None
-    mine = _padded(_plain(x), dim, -(-size // group.size())) if size % group.size() else _plain(x).contiguous()
+    mine = (
+        _padded(_checked_unbatched(x), dim, -(-size // group.size()))
+        if size % group.size()
+        else _checked_unbatched(x).contiguous()
+    )
     return _ops.all_gather_into_tensor(mine, group.size(), group.group_name)  # type: ignore[no-any-return]
 
 
-def received(sent: torch.Tensor, dim: int, group: Group, size: int) -> torch.Tensor:
-    """What ``send`` started, waited for and put together along ``dim``."""
+def wait_all_gather(sent: torch.Tensor, dim: int, group: Group, size: int) -> torch.Tensor:
+    """What ``start_all_gather`` started, waited for and put together along ``dim``."""
     assert group is not None
     gathered: torch.Tensor = _ops.wait_tensor(sent)
     uneven = size % group.size()
@@ -295,43 +303,43 @@ def received(sent: torch.Tensor, dim: int, group: Group, size: int) -> torch.Ten
         return gathered.narrow(0, 0, size) if uneven else gathered
     parts = list(gathered.chunk(group.size()))
     if uneven:
-        parts = [part.narrow(dim, 0, _width(size, group, rank)) for rank, part in enumerate(parts)]
+        parts = [part.narrow(dim, 0, _piece_size(size, group, rank)) for rank, part in enumerate(parts)]
     return torch.cat(parts, dim)
 
 
-def _join(x: torch.Tensor, dim: int, group: dist.ProcessGroup, size: int) -> torch.Tensor:
-    return received(send(x, dim, group, size), dim, group, size)
+def _all_gathered(x: torch.Tensor, dim: int, group: dist.ProcessGroup, size: int) -> torch.Tensor:
+    return wait_all_gather(start_all_gather(x, dim, group, size), dim, group, size)
 
 
-def _send_sums(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+def _start_reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """Start to reduce-scatter along ``dim``; the backend cuts along dimension 0, into equal pieces."""
-    rows = torch.cat(_plain(x).chunk(group.size(), dim)) if dim else _plain(x).contiguous()
+    rows = torch.cat(_checked_unbatched(x).chunk(group.size(), dim)) if dim else _checked_unbatched(x).contiguous()
     return _ops.reduce_scatter_tensor(rows, "sum", group.size(), group.group_name)  # type: ignore[no-any-return]
 
 
-def _sum_piece(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+def _reduce_scattered(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     ranks, size = group.size(), x.size(dim)
     if size % ranks:
         x = _padded(x, dim, -(-size // ranks) * ranks)
-    result: torch.Tensor = _ops.wait_tensor(_send_sums(x, dim, group))
-    return result.narrow(dim, 0, _width(size, group)) if size % ranks else result
+    result: torch.Tensor = _ops.wait_tensor(_start_reduce_scatter(x, dim, group))
+    return result.narrow(dim, 0, _piece_size(size, group)) if size % ranks else result
 
 
-def _exchange(x: torch.Tensor, dim: int, new_dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+def _all_to_all(x: torch.Tensor, dim: int, new_dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """Send each rank its piece along ``new_dim``, and put what the ranks send together along ``dim``."""
     ranks = group.size()
-    rows = torch.stack(_plain(x).chunk(ranks, new_dim))
+    rows = torch.stack(_checked_unbatched(x).chunk(ranks, new_dim))
     sent = _ops.wait_tensor(_ops.all_to_all_single(rows, [1] * ranks, [1] * ranks, group.group_name))
     return torch.cat(sent.unbind(), dim)
 
 
-def _piece(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    start, stop = share(x.size(dim), group.size(), group.rank())
+def _local_piece(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    start, stop = shard_range(x.size(dim), group.size(), group.rank())
     return x.narrow(dim, start, stop - start).contiguous()
 
 
-def _width(size: int, group: dist.ProcessGroup, rank: int | None = None) -> int:
-    start, stop = share(size, group.size(), group.rank() if rank is None else rank)
+def _piece_size(size: int, group: dist.ProcessGroup, rank: int | None = None) -> int:
+    start, stop = shard_range(size, group.size(), group.rank() if rank is None else rank)
     return stop - start
 
 

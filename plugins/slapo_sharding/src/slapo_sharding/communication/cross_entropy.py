@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from . import collectives
-from .shard_ranges import share
+from .shard_ranges import shard_range
 
 
 def parallel_cross_entropy(
@@ -52,7 +52,7 @@ def parallel_cross_entropy(
     ranks = collectives.num_ranks(group)
     width, rank = logits.shape[-1], 0 if group is None else group.rank()
     size = width * ranks if vocab_size is None else vocab_size
-    part, (low, high) = -(-size // ranks), share(size, ranks, rank)
+    part, (low, high) = -(-size // ranks), shard_range(size, ranks, rank)
     if logits.shape[:-1] != target.shape:
         raise ValueError(f"logits {list(logits.shape)} and target {list(target.shape)} differ in more than the vocabulary")
     if reduction not in ("mean", "sum", "none"):
@@ -63,7 +63,7 @@ def parallel_cross_entropy(
         raise ValueError(f"vocab_size is {size}, but there are {width} columns on rank {rank} of {ranks}")
     start = rank * max(width, part)
     real = min(max(size - start, 0), width)  # the columns after these are padding
-    highest = _highest(logits.detach()[..., :real], width, group, same=vocab_size is None)
+    highest = _row_maxima(logits.detach()[..., :real], width, group, same=vocab_size is None)
     counts = target != ignore_index
     if not torch.compiler.is_compiling() and bool((counts & ((target < 0) | (target >= size))).any()):
         raise IndexError(f"a target is outside of the vocabulary of {size} and is not ignore_index ({ignore_index})")
@@ -116,11 +116,11 @@ class ParallelCrossEntropy(nn.Module):
         return vocab_parallel_cross_entropy(outputs, labels, group=self.group)
 
 
-def _highest(values: torch.Tensor, width: int, group: collectives.Group, same: bool) -> torch.Tensor:
+def _row_maxima(values: torch.Tensor, width: int, group: collectives.Group, same: bool) -> torch.Tensor:
     """The highest logit of each row, over all ranks; the same reduction says whether these have the same number of columns."""
     highest = values.amax(-1) if values.shape[-1] else values.new_full(values.shape[:-1], -torch.inf)
     highest = highest.to(torch.promote_types(values.dtype, torch.float32))
-    all_highest = collectives.largest(torch.cat([highest.flatten(), highest.new_tensor([width, -width])]), group)
+    all_highest = collectives.max_over_ranks(torch.cat([highest.flatten(), highest.new_tensor([width, -width])]), group)
     if same and not torch.compiler.is_compiling() and bool(all_highest[-2] != -all_highest[-1]):
         most, fewest = int(all_highest[-2]), -int(all_highest[-1])
         raise ValueError(f"the ranks have from {fewest} to {most} columns; give vocab_size=, the size of the whole vocabulary")
@@ -149,7 +149,7 @@ class _CrossEntropy(torch.autograd.Function):
         )
         exponentials = shifted.exp()
         sums = torch.stack([exponentials.sum(-1), picked, shifted.sum(-1)][: 3 if smoothing else 2])
-        sums = collectives.total(sums, group)
+        sums = collectives.sum_over_ranks(sums, group)
         losses = sums[0].log() - (1 - smoothing) * sums[1]
         if smoothing:
             losses = losses - smoothing / size * sums[2]

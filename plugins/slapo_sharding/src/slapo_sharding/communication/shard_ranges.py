@@ -10,7 +10,7 @@ Ranges = tuple[tuple[int, int], ...]
 """``(start, stop)`` ranges that one rank holds, in order."""
 
 
-def share(size: int, num_shards: int, rank: int) -> tuple[int, int]:
+def shard_range(size: int, num_shards: int, rank: int) -> tuple[int, int]:
     """The ``(start, stop)`` range of a rank, as ``torch.chunk`` and DTensor deal it.
 
     The first ranks all have the same, so only the end of a whole put together of parts of one size is padding.
@@ -19,12 +19,12 @@ def share(size: int, num_shards: int, rank: int) -> tuple[int, int]:
     return min(rank * part, size), min((rank + 1) * part, size)
 
 
-def chunks(size: int, num_shards: int) -> tuple[Ranges, ...]:
+def block_ranges(size: int, num_shards: int) -> tuple[Ranges, ...]:
     """What each rank holds of one block."""
-    return tuple((share(size, num_shards, rank),) for rank in range(num_shards))
+    return tuple((shard_range(size, num_shards, rank),) for rank in range(num_shards))
 
 
-def head_copies(queries: int, keys: int, size: int, num_shards: int) -> tuple[Ranges, ...]:
+def key_head_ranges(queries: int, keys: int, size: int, num_shards: int) -> tuple[Ranges, ...]:
     """What each rank holds of a block of key or value heads: those that its equal share of the query heads needs.
 
     Each is held as often as it takes to let every one serve as many query heads as the next, which is how models pair them.
@@ -37,10 +37,10 @@ def head_copies(queries: int, keys: int, size: int, num_shards: int) -> tuple[Ra
     """
     own, served = queries // num_shards, queries // keys
     firsts = [range(rank * own, (rank + 1) * own, gcd(own, served)) for rank in range(num_shards)]
-    return tuple(_joined((query // served * size, (query // served + 1) * size) for query in each) for each in firsts)
+    return tuple(_merged((query // served * size, (query // served + 1) * size) for query in each) for each in firsts)
 
 
-def side_by_side(blocks: Sequence[int], dealt: Iterable[tuple[Ranges, ...]]) -> tuple[Ranges, ...]:
+def concatenated_ranges(blocks: Sequence[int], dealt: Iterable[tuple[Ranges, ...]]) -> tuple[Ranges, ...]:
     """What each rank holds of all blocks, from what it holds of each."""
     starts = [stop - size for stop, size in zip(accumulate(blocks), blocks, strict=True)]
     moved = [
@@ -50,7 +50,7 @@ def side_by_side(blocks: Sequence[int], dealt: Iterable[tuple[Ranges, ...]]) -> 
     return tuple(tuple(part for own in parts for part in own) for parts in zip(*moved, strict=True))
 
 
-def _joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
+def _merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
     joined: list[tuple[int, int]] = []
     for start, stop in ranges:
         if joined and joined[-1][1] == start:

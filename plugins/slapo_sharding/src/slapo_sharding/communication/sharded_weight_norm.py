@@ -13,7 +13,7 @@ from .collectives import Group, all_reduce
 _NORMS = frozenset((torch.linalg.norm, torch.linalg.vector_norm, torch.norm, torch.Tensor.norm))
 
 
-class Norms(TorchFunctionMode):
+class NormMode(TorchFunctionMode):
     """Mode in which each norm that a forward takes is what ``given`` makes of it."""
 
     def __init__(self, given: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -27,27 +27,27 @@ class Norms(TorchFunctionMode):
         return self.given(found) if func in _NORMS else found
 
 
-def norms_over(group: Group) -> Norms:
+def reduced_norms(group: Group) -> NormMode:
     """Return the mode in which the norm of this rank's part is the norm over the group, without a gradient."""
 
     def of_all(norm: torch.Tensor) -> torch.Tensor:
         part = norm.detach().to(torch.promote_types(norm.dtype, torch.float32))
         return all_reduce(part.square(), group).sqrt().to(norm.dtype)
 
-    return Norms(of_all)
+    return NormMode(of_all)
 
 
-def recorded_norms(found: list[torch.Tensor]) -> Norms:
+def recorded_norms(found: list[torch.Tensor]) -> NormMode:
     """Return the mode that adds the norms of a forward to ``found``."""
 
     def kept(norm: torch.Tensor) -> torch.Tensor:
         found.append(norm.detach())
         return norm
 
-    return Norms(kept)
+    return NormMode(kept)
 
 
-def given_norms(norms: Sequence[torch.Tensor]) -> Norms:
+def given_norms(norms: Sequence[torch.Tensor]) -> NormMode:
     """Return the mode in which the norms of a forward are these, one after the other."""
     left = iter(norms)
-    return Norms(lambda norm: next(left, norm))
+    return NormMode(lambda norm: next(left, norm))

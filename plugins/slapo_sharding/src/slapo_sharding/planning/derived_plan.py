@@ -10,13 +10,13 @@ from slapo_core import Schedule, ScheduleError, TraceError, get_logger, is_shard
 from slapo_tracing.nodes import is_opaque, own_forward
 
 from ..rules.norms import counts_channels_only
-from ..rules.parametrizations import registrations
+from ..rules.parametrizations import no_parametrization_in_forward
 from ..rules.rulebook import rules_of
 from ..rules.sharding_rule import split_of
 from ..splitting import attention_heads
 from ..splitting.module_paths import ancestors
-from ..splitting.shard_planner import Sharder
-from ..syncs.sync_hooks import sums_gradient, trainable, trust_sums
+from ..splitting.shard_planner import ShardPlanner
+from ..syncs.sync_hooks import mark_gradients_verified, reduces_gradient, trainable
 from .derivation.flat_graphs import TakenName, flat_graph, layer_paths
 from .derivation.layer_search import Derived
 from .derivation.plan_forwards import local_forwards
@@ -102,7 +102,7 @@ def _carried_out(schedule: Schedule, whole: LeftWhole, sequence_parallel: bool, 
     """Carry out the first plan that can be; fill ``whole`` with what the ones before could not be carried out with."""
     while True:
         try:
-            with savepoint(schedule), registrations():  # which an attempt that fails would take for writes
+            with savepoint(schedule), no_parametrization_in_forward():  # which an attempt that fails would take for writes
                 return carry_out(schedule, whole, sequence_parallel, splits_more or bool(whole.opaque))
         except (ScheduleError, TraceError) as err:
             if sequence_parallel and whole.adapts:
@@ -219,7 +219,7 @@ def _stacks(schedule: Schedule, derived: Derived) -> list[str]:
             continue
         name = cut.main(schedule.mod.get_submodule(path))
         try:
-            Sharder(schedule[path], name, cut.dims[name], None).plan()
+            ShardPlanner(schedule[path], name, cut.dims[name], None).plan()
         except ScheduleError as err:
             derived.reasons[path] = str(err)
         else:
@@ -284,10 +284,10 @@ def _sum_gradients(schedule: Schedule, derived: Derived, from_graph: Mapping[str
         handle = schedule[path] if path else schedule
         held = trainable(handle.mod)
         parameters = {name: each for name, each in held.items() if name in names}
-        if not parameters or any(map(sums_gradient, parameters.values())):  # frozen, or tied to one that is done
+        if not parameters or any(map(reduces_gradient, parameters.values())):  # frozen, or tied to one that is done
             continue
         handle.sync("grad", "all_reduce", **({"of": sorted(parameters)} if held.keys() > parameters.keys() else {}))
-        trust_sums(handle.mod)
+        mark_gradients_verified(handle.mod)
 
 
 def _fork(schedule: Schedule, derived: Derived, from_graph: Collection[str]) -> None:
@@ -353,7 +353,7 @@ def _count_locally(
         raise Misfit(schedule, what, near or _given_to(derived, wrong.module) or _layers_of(derived, wrong.module) or stacks)
     for module in schedule.mod.modules():
         schedule.touch(module)
-    attention_heads.trust_counts(schedule.mod)
+    attention_heads.mark_counts_verified(schedule.mod)
     return installed
 
 

@@ -32,7 +32,7 @@ def computes_linear(module: nn.Linear) -> bool:
     """Whether the forward of the module's class computes ``input @ weight.T + bias``, and its gradients, whatever the input."""
     extra = {name for name in vars(module) if name not in _STATE and not name.startswith("_slapo")}
     state = {*module._parameters, *module._buffers, *module._modules} - {"weight", "bias"}
-    return not extra and not state and _same(type(module), module.bias is not None)
+    return not extra and not state and _is_linear_class(type(module), module.bias is not None)
 
 
 def only_input(module: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -54,7 +54,7 @@ def only_input(module: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any])
 _known: WeakKeyDictionary[type[nn.Linear], dict[bool, bool]] = WeakKeyDictionary()
 
 
-def _same(cls: type[nn.Linear], bias: bool) -> bool:
+def _is_linear_class(cls: type[nn.Linear], bias: bool) -> bool:
     known = _known.setdefault(cls, {})
     if bias not in known:
         cases = [(training, shape) for training in (True, False) for shape in ((3,), (2, 3), (2, 4, 3))]

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..communication import collectives
-from ..communication._torch_private import nested_of
+from ..communication._torch_private import nested_without_padding
 from .sharding_rule import AppliedCut, Cut, ShardingRule, applied_cut, computes_as
 
 
@@ -148,7 +148,7 @@ def _nested(module: Any, x: torch.Tensor, need_weights: bool, average: bool) -> 
     padded = x.to_padded_tensor(0.0)
     padding = torch.arange(padded.shape[1], device=x.device) >= lengths[:, None]
     output, weights = with_local_heads(module, padded, padded, padded, padding, need_weights, None, average)
-    return nested_of(output, padding), weights
+    return nested_without_padding(output, padding), weights
 
 
 _DIMS = {

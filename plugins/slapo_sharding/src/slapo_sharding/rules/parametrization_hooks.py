@@ -18,7 +18,7 @@ def is_computing(hook: object) -> bool:
     return isinstance(hook, tuple(_SOURCES))
 
 
-def computing_hooks(module: nn.Module) -> Mapping[str, Any]:
+def parametrization_hooks(module: nn.Module) -> Mapping[str, Any]:
     """Return the hooks that compute tensors of the module, by the tensors' names."""
     hooks: list[Any] = [hook for hook in module.__dict__["_forward_pre_hooks"].values() if is_computing(hook)]
     return {hook._tensor_name if isinstance(hook, BasePruningMethod) else hook.name: hook for hook in hooks}
@@ -29,7 +29,7 @@ def sources_of(hook: Any, name: str) -> tuple[str, ...]:
     return tuple(f"{name}{suffix}" for kind, suffixes in _SOURCES.items() if isinstance(hook, kind) for suffix in suffixes)
 
 
-def follows(hook: Any, dim: int) -> bool:
+def splits_along(hook: Any, dim: int) -> bool:
     """Return whether each part along a dimension follows from the same part of all sources.
 
     A mask multiplies elements; weight norm divides what lies along its own dimension by one norm each.

@@ -2,7 +2,7 @@
 
 Such a layer is split as its class is, by the tensors its weight is computed from, where each part of the weight follows from
 the same part of all of them: of an elementwise function in both ways, of weight norm along the outputs, of a spectral norm in
-none. Which it is, a trial on random numbers tells; of torch's own hooks it is known, see ``computing_hooks``.
+none. Which it is, a trial on random numbers tells; of torch's own hooks it is known, see ``parametrization_hooks``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from ..communication._torch_autograd import versions_kept
-from .parametrization_hooks import computing_hooks, follows, sources_of
+from ..communication._torch_autograd import preserve_versions
+from .parametrization_hooks import parametrization_hooks, sources_of, splits_along
 from .sharding_rule import Cut, ShardingRule, holder_of
 
 _LIST = "parametrizations"
@@ -27,7 +27,7 @@ _CASES = ((True, 1.0), (True, 1e-2), (True, 1e2), (False, 1.0))
 """Modes and sizes of the random numbers: a bound on a norm of the whole shows on one side of it alone."""
 
 
-def computed_by(module: nn.Module) -> str | None:
+def parametrization_of(module: nn.Module) -> str | None:
     """Return which tensors of a module are computed, and by what, as a sentence starts; None where none is.
 
     Example:
@@ -35,20 +35,20 @@ def computed_by(module: nn.Module) -> str | None:
         "'weight' is computed by _WeightNorm"
     """
     found = {name: [type(each).__name__ for each in functions.children()] for name, functions in _functions(module).items()}
-    found.update({name: [type(hook).__name__] for name, hook in computing_hooks(module).items()})
+    found.update({name: [type(hook).__name__] for name, hook in parametrization_hooks(module).items()})
     return " and ".join(f"{name!r} is computed by {', '.join(names)}" for name, names in found.items()) or None
 
 
-def sources(module: nn.Module, name: str) -> tuple[str, ...]:
+def source_parameters(module: nn.Module, name: str) -> tuple[str, ...]:
     """Return the names of the parameters that a tensor is computed from, counted from the module; of any other, its own."""
     holder, own = holder_of(module, name)
-    if (hook := computing_hooks(holder).get(own)) is not None:
+    if (hook := parametrization_hooks(holder).get(own)) is not None:
         return sources_of(hook, name)
     functions, below = _functions(holder).get(own), name.removesuffix(own)
     return (name,) if functions is None else tuple(f"{below}{_LIST}.{own}.{source}" for source in functions._parameters)
 
 
-def adapted(rule: ShardingRule, module: nn.Module, ranks: int) -> ShardingRule:
+def restricted_rule(rule: ShardingRule, module: nn.Module, ranks: int) -> ShardingRule:
     """Return the rule for a module of the kind whose tensors may be computed: without the cuts that would be wrong."""
     held = {*module._parameters, *module._buffers}
     if {name for cut in rule.cuts for name in cut.dims} <= held and not parametrize.is_parametrized(module):
@@ -74,12 +74,12 @@ def _adapted_cut(module: nn.Module, cut: Cut, ranks: int) -> Cut | None:
         return cut
     if any("." in name and not isinstance(found, nn.Module) for name, found in split.items()):
         return None  # hooks of a layer inside do not run where its weight alone is used
-    if not all(_follows(found, cut.dims[name], ranks * cut.parts.get(name, 1)) for name, found in split.items()):
+    if not all(_splits_elementwise(found, cut.dims[name], ranks * cut.parts.get(name, 1)) for name, found in split.items()):
         return None
     return replace(
         cut,
-        dims={source: dim for name, dim in cut.dims.items() for source in sources(module, name)},
-        parts={source: number for name, number in cut.parts.items() for source in sources(module, name)},
+        dims={source: dim for name, dim in cut.dims.items() for source in source_parameters(module, name)},
+        parts={source: number for name, number in cut.parts.items() for source in source_parameters(module, name)},
         shown=True,
     )
 
@@ -91,13 +91,13 @@ def _computing(module: nn.Module, name: str) -> Any:
         holder = module.get_submodule(below)
     except AttributeError:
         return None
-    return computing_hooks(holder).get(own) or _functions(holder).get(own)
+    return parametrization_hooks(holder).get(own) or _functions(holder).get(own)
 
 
-def _follows(functions: Any, dim: int, pieces: int) -> bool:
+def _splits_elementwise(functions: Any, dim: int, pieces: int) -> bool:
     """Return whether each piece along a dimension, and its gradients, follow from the same piece of all sources."""
     if not isinstance(functions, nn.Module):
-        return follows(functions, dim)
+        return splits_along(functions, dim)
     try:
         own = copy.deepcopy(functions).cpu().double()
         shapes = {name: parameter.shape for name, parameter in own.named_parameters(recurse=False)}
@@ -144,13 +144,13 @@ def _piece(tensor: torch.Tensor, dim: int, pieces: int, number: int) -> torch.Te
 
 
 @contextmanager
-def registrations() -> Iterator[list[nn.Module]]:
+def no_parametrization_in_forward() -> Iterator[list[nn.Module]]:
     """Give the modules of which a forward parametrises a tensor while it runs, as PEFT's for ``target_parameters`` does."""
     plain, found = parametrize.register_parametrization, list[nn.Module]()
 
     def register(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         found.append(module)
-        with versions_kept(tuple(module.parameters())):  # it sets them to what they are
+        with preserve_versions(tuple(module.parameters())):  # it sets them to what they are
             return plain(module, *args, **kwargs)
 
     parametrize.register_parametrization = register

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..communication.sharded_weight_norm import given_norms, norms_over, recorded_norms
+from ..communication.sharded_weight_norm import given_norms, recorded_norms, reduced_norms
 from .sharding_rule import Cut, applied_cut, holder_of, tensor_of
 
 _INPUTS = (((2, 3), 1.0), ((5,), 1e5))
@@ -23,7 +23,7 @@ NAMES = (("in_features", "infeatures", "in_dim", "input_size"), ("out_features",
 """Attributes that hold the width of the input, and of the output."""
 
 
-def part_of_sum(module: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def row_parallel_forward(module: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Forward of a row-parallel projection that adds something to its product: each rank adds an equal share of it."""
     applied = applied_cut(module)
     assert applied is not None
@@ -39,23 +39,23 @@ def _part_of_sum(module: Any, x: torch.Tensor, ranks: int, *args: Any, **kwargs:
     return part
 
 
-def part_with_norms(module: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def row_parallel_norm_forward(module: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Forward of a row-parallel projection that divides by norms of its weights: those of the parts of all ranks."""
-    with norms_over(applied_cut(module).spec.group):  # type: ignore[union-attr]
+    with reduced_norms(applied_cut(module).spec.group):  # type: ignore[union-attr]
         return type(module).forward(module, x, *args, **kwargs)  # type: ignore[no-any-return]
 
 
-def part_of_sum_with_norms(module: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def row_parallel_bias_norm_forward(module: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Forward of a row-parallel projection that divides by norms of its weights, and adds something to its product."""
-    with norms_over(applied_cut(module).spec.group):  # type: ignore[union-attr]
-        return part_of_sum(module, x, *args, **kwargs)
+    with reduced_norms(applied_cut(module).spec.group):  # type: ignore[union-attr]
+        return row_parallel_forward(module, x, *args, **kwargs)
 
 
-_ADDING = (part_of_sum, part_of_sum_with_norms)
-_WITH_NORMS = (part_with_norms, part_of_sum_with_norms)
+_ADDING = (row_parallel_forward, row_parallel_bias_norm_forward)
+_WITH_NORMS = (row_parallel_norm_forward, row_parallel_bias_norm_forward)
 
 
-class Trial:
+class ProjectionProbe:
     """Trials of one module.
 
     Args:
@@ -140,8 +140,8 @@ class Trial:
     def _forward(self, output: str) -> Callable[..., Any] | None:
         adds = output == "partial" and bool(self._run(torch.zeros_like(self.x)).any())
         if self.norms:
-            return part_of_sum_with_norms if adds else part_with_norms
-        return part_of_sum if adds else None
+            return row_parallel_bias_norm_forward if adds else row_parallel_norm_forward
+        return row_parallel_forward if adds else None
 
     def _norms(self, module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
         found: list[torch.Tensor] = []
@@ -164,7 +164,7 @@ class Trial:
     def _run(self, x: torch.Tensor, changed: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
         module = _copied(self.probe)
         for name, tensor in (changed or {}).items():
-            _put(module, name, tensor)
+            _replace_tensor(module, name, tensor)
         with torch.no_grad(), given_norms(self.norms):
             found: torch.Tensor = module(x)
         return found
@@ -258,7 +258,7 @@ class Trial:
         for name, dim in cut.dims.items():
             whole = tensor_of(source, name)
             assert whole is not None
-            _put(module, name, _share(whole, dim, ranks, rank).clone())
+            _replace_tensor(module, name, _share(whole, dim, ranks, rank).clone())
         for name in cut.attributes:
             setattr(module, name, self.widths[cut.output] // ranks)
         if cut.forward in _ADDING:
@@ -273,7 +273,7 @@ def _copied(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, held)
 
 
-def _put(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+def _replace_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
     holder, own = holder_of(module, name)
     if own in holder._parameters:
         holder._parameters[own] = nn.Parameter(tensor, requires_grad=False)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .parametrization_hooks import computing_hooks
-from .projection_probe import NAMES, Trial
+from .parametrization_hooks import parametrization_hooks
+from .projection_probe import NAMES, ProjectionProbe
 from .sharding_rule import Cut, ShardingRule, applied_cut, computes_as
 
 KIND = "projection"
@@ -51,7 +51,7 @@ def is_projection(module: nn.Module) -> bool:
 def _cuts(module: nn.Module, ranks: int, inputs: int, outputs: int) -> tuple[Cut, ...]:
     try:
         with torch.random.fork_rng(devices=[]), redirect_stdout(io.StringIO()):
-            trial = Trial(module, ranks, inputs, outputs)
+            trial = ProjectionProbe(module, ranks, inputs, outputs)
             is_projection = trial.is_needed() and (_own_sizes(module) is not None or not trial.mixes_rows())
             return tuple(trial.cuts()) if is_projection else ()
     except Exception:  # whatever a stranger's forward does on random numbers
@@ -80,7 +80,7 @@ def _has_hooks(module: nn.Module) -> bool:
     """Return whether any code but forwards runs with the module; what hooks of torch compute has a rule of its own."""
     tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(
-        "forward" in each.__dict__ or computing_hooks(each) or any(each.__dict__[table] for table in tables)
+        "forward" in each.__dict__ or parametrization_hooks(each) or any(each.__dict__[table] for table in tables)
         for each in module.modules()
     )
 

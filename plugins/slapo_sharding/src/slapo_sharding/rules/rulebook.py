@@ -15,7 +15,7 @@ from slapo_tracing.nodes import as_layer
 from slapo_training.model import is_wrapper
 
 from .convolutions import channel_dim
-from .parametrizations import adapted, computed_by
+from .parametrizations import parametrization_of, restricted_rule
 from .projections import projection_rule
 from .sharding_rule import Cut, ShardingRule, applied_cut, tensor_of
 
@@ -49,7 +49,9 @@ class Rulebook:
     def _matching(self, module: nn.Module) -> Iterator[tuple[ShardingRule, str]]:
         layer = as_layer(module)
         return (
-            (adapted(rule, layer, self.ranks), owner) for rule, owner in self.rules if _ask(rule, owner, rule.matches, layer)
+            (restricted_rule(rule, layer, self.ranks), owner)
+            for rule, owner in self.rules
+            if _ask(rule, owner, rule.matches, layer)
         )
 
     def ways(self, module: nn.Module, input: str, output: str) -> Iterator[Cut]:
@@ -115,7 +117,7 @@ def described(module: nn.Module) -> str:
 
 def _cut(rule: ShardingRule, owner: str, module: nn.Module, name: str, dim: int) -> Cut:
     cut = next((cut for cut in rule.cuts if cut.dims.get(name) == dim), None)
-    if cut is None and (computed := next(filter(None, map(computed_by, module.modules())), None)):
+    if cut is None and (computed := next(filter(None, map(parametrization_of, module.modules())), None)):
         raise LookupError(f"cannot be split along {dim}: {computed}, and a part of it does not follow from parts")
     if cut is None:
         held = {*module._parameters, *module._buffers}

@@ -154,7 +154,7 @@ def record_cut(module: nn.Module, applied: AppliedCut) -> None:
     module.__dict__[_CUT] = applied
 
 
-class _Instead:
+class _AttributeOverride:
     """Stands for a module with other values of some attributes."""
 
     def __init__(self, module: nn.Module, values: Mapping[str, Any]) -> None:
@@ -164,11 +164,11 @@ class _Instead:
         return getattr(self.__dict__["_slapo_module"], name)
 
 
-def standing_in(module: nn.Module, values: Mapping[str, Any]) -> Any:
+def with_attributes(module: nn.Module, values: Mapping[str, Any]) -> Any:
     """Return what a method of the module's class may take for the module: other values of some attributes."""
-    return _Instead(module, values)
+    return _AttributeOverride(module, values)
 
 
 def forward_with(module: nn.Module, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
     """Call the forward of the module's class with other values of some attributes, its bias say; the module stays as it is."""
-    return type(module).forward(_Instead(module, values), *args, **kwargs)
+    return type(module).forward(_AttributeOverride(module, values), *args, **kwargs)

@@ -69,7 +69,9 @@ class Heads(NamedTuple):
         return {**dict.fromkeys(_KEY_COUNTS, self.keys), **dict.fromkeys(_GROUPS, self.queries // self.keys), **widths}
 
 
-def deal(owner: nn.Module, child: str, blocks: tuple[int, ...], num_shards: int) -> tuple[shard_ranges.Ranges, ...] | None:
+def head_ranges(
+    owner: nn.Module, child: str, blocks: tuple[int, ...], num_shards: int
+) -> tuple[shard_ranges.Ranges, ...] | None:
     """How the output of a projection that makes heads is dealt out; None for equal parts of every block.
 
     Args:
@@ -88,21 +90,21 @@ def deal(owner: nn.Module, child: str, blocks: tuple[int, ...], num_shards: int)
     for index, width in enumerate(blocks):
         keys = copied if _is_keys(child, index) else None
         if keys is not None and keys.keys * size == width and keys.queries % num_shards == 0:
-            dealt.append(shard_ranges.head_copies(keys.queries, keys.keys, size, num_shards))
+            dealt.append(shard_ranges.key_head_ranges(keys.queries, keys.keys, size, num_shards))
         elif keys is None and width % size == 0 and (width // size) % num_shards == 0:
-            dealt.append(shard_ranges.chunks(width, num_shards))
+            dealt.append(shard_ranges.block_ranges(width, num_shards))
         else:
             raise LookupError(f"{width / size:g} attention heads of size {size} cannot be dealt out to {num_shards} ranks")
     if not counts_local_heads(owner):
         _check_counts(owner, heads, num_shards)
-    return shard_ranges.side_by_side(blocks, dealt) if any(width // size % num_shards for width in blocks) else None
+    return shard_ranges.concatenated_ranges(blocks, dealt) if any(width // size % num_shards for width in blocks) else None
 
 
 def copied_heads(owner: nn.Module, child: str, blocks: tuple[int, ...], num_shards: int) -> Heads | None:
     """The heads of an attention of which ranks have to hold keys in copies; None where they need not, or cannot."""
     heads = _heads(owner, child, blocks)
     try:
-        deal(owner, child, blocks, num_shards)
+        head_ranges(owner, child, blocks, num_shards)
     except LookupError:
         return None
     return heads if heads is not None and heads.keys % num_shards else None
@@ -113,7 +115,7 @@ def may_be_fused(child: str) -> bool:
     return child in _FUSED
 
 
-def with_keys(child: str, blocks: tuple[int, ...], heads: Heads) -> tuple[int, ...]:
+def blocks_with_key_heads(child: str, blocks: tuple[int, ...], heads: Heads) -> tuple[int, ...]:
     """The blocks of a projection, its keys and values as many as ``heads`` says."""
     width = heads.keys * heads.size
     return tuple(width if _is_keys(child, index) else old for index, old in enumerate(blocks))
@@ -188,22 +190,22 @@ def norms_heads(owner: nn.Module, child: str) -> bool:
     return size is not None and child in _HEAD_NORMS and shapes == {(size,)}
 
 
-def attends(module: nn.Module) -> bool:
+def is_attention(module: nn.Module) -> bool:
     """Whether a module is an attention: its class says so, or a child makes heads."""
     return "attention" in type(module).__name__.lower() or any(makes_heads(module, child) for child in module._modules)
 
 
 def has_local_heads(module: nn.Module) -> bool:
     """Whether a module is an attention of which this rank has a part of the heads."""
-    return attends(module) and any(_is_column(inside) for inside in module.modules())
+    return is_attention(module) and any(_is_column(inside) for inside in module.modules())
 
 
-def whole_attentions(root: nn.Module) -> Iterator[str]:
+def replicated_attentions(root: nn.Module) -> Iterator[str]:
     """Paths of the attentions, the innermost ones, of whose weights nothing is split."""
     for path, module in root.named_modules():
-        if attends(module) and any(parameter.dim() > 1 for parameter in module.parameters()):
+        if is_attention(module) and any(parameter.dim() > 1 for parameter in module.parameters()):
             inner, *others = module.modules()
-            if not any(map(split_of, (inner, *others))) and not any(map(attends, others)):
+            if not any(map(split_of, (inner, *others))) and not any(map(is_attention, others)):
                 yield path
 
 
@@ -212,7 +214,7 @@ def counts_local_heads(owner: nn.Module) -> bool:
     return _LOCAL in owner.__dict__
 
 
-def trust_counts(module: nn.Module) -> None:
+def mark_counts_verified(module: nn.Module) -> None:
     """What counts heads or a width in this module and all it has is right for this rank, as its graph shows."""
     for part in module.modules():
         part.__dict__[_TRACED] = True
@@ -220,7 +222,7 @@ def trust_counts(module: nn.Module) -> None:
             part.__dict__[_SHOWN] = True
 
 
-def is_shown(module: nn.Module) -> bool:
+def counts_verified(module: nn.Module) -> bool:
     """Return whether a trace of this rank's model has shown that what the module returns is used as a part."""
     return _TRACED in module.__dict__
 

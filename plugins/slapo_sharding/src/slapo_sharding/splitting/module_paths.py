@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 
-def kind(path: str) -> str:
+def without_block_numbers(path: str) -> str:
     """Return a path without the numbers of blocks: the same for the modules at one place of all of them."""
     return ".".join("*" if name.isdigit() else name for name in path.split("."))
 

@@ -19,10 +19,10 @@ from slapo_training.gradient_hooks import register_first
 
 from ..communication._torch_autograd import no_functions
 from ..rules.sharding_rule import tensor_of
-from ..syncs.sync_hooks import GradientSum
+from ..syncs.sync_hooks import GradientReductionHook
 
 
-class LastingHook:
+class PersistentHook:
     """A hook of a module: before its forward the parameter of this name has the hook that was meant for it.
 
     A module that tracing dissolves is no longer called: only the parameter it has then has the hook.
@@ -56,7 +56,7 @@ class LastingHook:
 
 def keep_hook(schedule: Schedule, module: nn.Module, name: str, hook: Callable[[torch.Tensor], Any]) -> None:
     """Whatever tensor becomes the module's parameter of this name gets this hook too; the present one has it."""
-    lasting = LastingHook(name, hook)
+    lasting = PersistentHook(name, hook)
     module.register_forward_pre_hook(lasting)
     schedule.on_undo(partial(lasting.drop, module))
 
@@ -64,14 +64,14 @@ def keep_hook(schedule: Schedule, module: nn.Module, name: str, hook: Callable[[
 def keep_sum(schedule: Schedule, module: nn.Module, name: str) -> None:
     """Sum the gradient of a whole parameter, in the module or below it: each rank has a part of it, as was shown."""
     label = f"{schedule.path}.{name}" if schedule.path else name
-    total, parameter = GradientSum(schedule.group, label, seen=True), tensor_of(module, name)
+    total, parameter = GradientReductionHook(schedule.group, label, seen=True), tensor_of(module, name)
     total.by_plan = True
     if parameter is not None and parameter.requires_grad:
         schedule.on_undo(register_first(parameter, total).remove)
     keep_hook(schedule, module, name, total)
 
 
-class _LastingFacts:
+class _FactsAfterLoad:
     """A hook of a module behind its loading of a state.
 
     Args:
@@ -81,8 +81,8 @@ class _LastingFacts:
     def __init__(self, known: dict[str, ParameterFacts]) -> None:
         self.known = known
 
-    def __deepcopy__(self, memo: Any) -> _LastingFacts:
-        return _LastingFacts(dict(self.known))
+    def __deepcopy__(self, memo: Any) -> _FactsAfterLoad:
+        return _FactsAfterLoad(dict(self.known))
 
     def __call__(self, module: nn.Module, keys: Any) -> None:
         for name, known in self.known.items():
@@ -100,4 +100,4 @@ def keep_facts(module: nn.Module) -> None:
         for name, tensor in own.items()
         if tensor is not None and parameter_facts(tensor).spec is not None
     }
-    module.register_load_state_dict_post_hook(_LastingFacts(known))  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_post_hook(_FactsAfterLoad(known))  # type: ignore[no-untyped-call]

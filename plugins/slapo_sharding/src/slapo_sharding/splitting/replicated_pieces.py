@@ -14,7 +14,7 @@ from slapo_training.gradient_hooks import register_first
 from ..communication import collectives
 
 
-class CopySum:
+class PieceReductionHook:
     """A hook of a parameter: each micro-batch's gradient is summed over all that hold the same, on this rank as well.
 
     Only what lies between the first and the last copy is sent: of a fused projection the keys and values.
@@ -33,7 +33,7 @@ class CopySum:
         copied = (held > 1).nonzero()
         self.start, self.stop = int(copied[0]), int(copied[-1]) + 1
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CopySum:
+    def __deepcopy__(self, memo: dict[int, Any]) -> PieceReductionHook:
         return self
 
     def __call__(self, grad: torch.Tensor | None) -> torch.Tensor | None:
@@ -59,15 +59,15 @@ class CopySum:
             offset += stop - start
 
 
-def sum_copies(parameter: nn.Parameter, spec: ShardSpec) -> CopySum:
+def reduce_replicated_pieces(parameter: nn.Parameter, spec: ShardSpec) -> PieceReductionHook:
     """Let every copy that the parameter holds get the whole gradient, also when it is unfrozen only later."""
-    frozen, hook = not parameter.requires_grad, CopySum(spec)
+    frozen, hook = not parameter.requires_grad, PieceReductionHook(spec)
     parameter.requires_grad_(True)  # torch takes hooks of no other
     register_first(parameter, hook)
     parameter.requires_grad_(not frozen)
     return hook
 
 
-def has_copies(spec: ShardSpec) -> bool:
+def has_replicated_pieces(spec: ShardSpec) -> bool:
     """Return whether a part of the parameter is held more than once."""
     return spec.dealt is not None and sum(spec.sizes) > spec.full_shape[spec.dim]

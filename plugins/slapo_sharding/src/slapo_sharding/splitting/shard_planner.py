@@ -14,17 +14,17 @@ from slapo_core import Schedule, ScheduleError, ShardSpec, shard_spec
 from slapo_tracing.nodes import forward_wrappers
 
 from ..communication import shard_ranges
-from ..rules.parametrizations import sources
+from ..rules.parametrizations import source_parameters
 from ..rules.rulebook import rules_of
 from ..rules.sharding_rule import AppliedCut, Cut, applied_cut, holder_of, tensor_of
-from ..syncs.sync_hooks import sums_gradient
+from ..syncs.sync_hooks import reduces_gradient
 from . import attention_heads
 from .shard_step import ShardStep, has_late_bias, needs_forward, user_code
 
 Blocks = int | Sequence[int] | None
 
 
-class Sharder:
+class ShardPlanner:
     """Plans one call of ``shard``; changes nothing."""
 
     def __init__(
@@ -42,7 +42,9 @@ class Sharder:
         self.module, self.child = schedule.mod, schedule.name
         self.owner = parent.mod if (parent := schedule.parent) is not None else None
         names = (name,) if isinstance(name, str) or not isinstance(name, Iterable) else tuple(name)
-        self.names = tuple(each for name in names for each in (sources(self.module, name) if isinstance(name, str) else [name]))
+        self.names = tuple(
+            each for name in names for each in (source_parameters(self.module, name) if isinstance(name, str) else [name])
+        )
         self.axis = axis
         self.blocks, self.copied = blocks, copied
         self.gathered = gathered
@@ -75,7 +77,7 @@ class Sharder:
         late = self.size > 1 and has_late_bias(self.module, cut)
         step = ShardStep(self.module, AppliedCut(cut, spec, late, self.names, self.gathered))
         self._spread(step, cut, first, sizes)
-        if summed := next((name for _, name, tensor, _ in step.pieces if self.size > 1 and sums_gradient(tensor)), None):
+        if summed := next((name for _, name, tensor, _ in step.pieces if self.size > 1 and reduces_gradient(tensor)), None):
             raise self._error(
                 f"the gradient of {summed!r} is summed over the ranks, which would add up those of different parts; "
                 "leave sync('grad', 'all_reduce') out"
@@ -221,7 +223,7 @@ class Sharder:
             raise self._error(f"{what}, the blocks add up to {sum(sizes)}")
         dealt = self.heads if self.heads is not None or known is None else known.dealt
         if dealt is None and any(size % self.size for size in sizes):
-            dealt = shard_ranges.side_by_side(sizes, [shard_ranges.chunks(size, self.size) for size in sizes])
+            dealt = shard_ranges.concatenated_ranges(sizes, [shard_ranges.block_ranges(size, self.size) for size in sizes])
             self._check_uneven(cut, f"dim {dim} of {self._label(module, name)} has size {shape[dim]}", sizes)
         if dealt is not None and not cut.uneven:
             what = f"a {type(module).__name__} has to have equal parts of {self._label(module, name)} on all ranks"
@@ -239,7 +241,7 @@ class Sharder:
         if not self.uneven or not cut.uneven:
             hint = "pad it, give uneven=True" if cut.uneven else "pad it"
             raise self._error(f"{what}, not divisible by {self.size} ranks; {hint} or use another axis")
-        start, stop = shard_ranges.share(first, self.size, self.size - 1)
+        start, stop = shard_ranges.shard_range(first, self.size, self.size - 1)
         if (cut.input, cut.output) == ("indices", "partial") and start == stop:
             raise self._error(f"{what}, of which the last of {self.size} ranks would get nothing; use fewer ranks")
 
@@ -250,7 +252,7 @@ class Sharder:
             return None
         assert owner is not None
         try:
-            self.heads = attention_heads.deal(owner, self.child, sizes, self.size)
+            self.heads = attention_heads.head_ranges(owner, self.child, sizes, self.size)
         except LookupError as err:
             raise self._error(f"{err.args[0]}; use fewer ranks, or gathered=True and an all_gather of the output") from err
         return None if attention_heads.counts_local_heads(owner) else owner
@@ -264,10 +266,10 @@ class Sharder:
         if bad := [size for place, size in enumerate(sizes) if place not in self.copied and size % self.size]:
             raise self._error(f"a block has size {bad[0]}, not divisible by {self.size} ranks; use fewer ranks")
         dealt = [
-            (((0, size),),) * self.size if place in self.copied else shard_ranges.chunks(size, self.size)
+            (((0, size),),) * self.size if place in self.copied else shard_ranges.block_ranges(size, self.size)
             for place, size in enumerate(sizes)
         ]
-        self.heads = shard_ranges.side_by_side(sizes, dealt)
+        self.heads = shard_ranges.concatenated_ranges(sizes, dealt)
 
     def _check_forward(self, module: nn.Module, cut: Cut) -> None:
         """A forward of our own goes to the innermost place, which must be free; what the user put there would see a part."""

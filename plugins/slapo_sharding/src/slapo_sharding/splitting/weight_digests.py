@@ -25,11 +25,11 @@ from ..rules.sharding_rule import split_of
 from ..syncs.sync_order import off_switch
 
 _SAMPLES = 64
-_cut_from: Any = WeakIdKeyDictionary()
+_digests: Any = WeakIdKeyDictionary()
 """Shard to its digest, and to that of the whole tensor that it was cut from."""
 
 
-def sharers(model: nn.Module) -> tuple[Group, torch.device]:
+def sharding_group(model: nn.Module) -> tuple[Group, torch.device]:
     """The ranks that share out a model, None where nobody has a part, and where their parts are."""
     for module in model.modules():
         if (applied := split_of(module)) is not None:
@@ -37,13 +37,13 @@ def sharers(model: nn.Module) -> tuple[Group, torch.device]:
     return None, torch.device("cpu")
 
 
-def remember(shard: torch.Tensor, full: torch.Tensor) -> None:
+def record_digest(shard: torch.Tensor, full: torch.Tensor) -> None:
     """Note what a shard was just cut from."""
     if not full.is_meta:
-        _cut_from[shard] = (_digest(shard), _digest(full))
+        _digests[shard] = (_digest(shard), _digest(full))
 
 
-def check(model: nn.Module) -> None:
+def check_same_weights(model: nn.Module) -> None:
     """Compare the weights of the ranks that share out a model. Collective over their group.
 
     Those are left out that are on no device, that were written since they were split, or that an engine has taken over.
@@ -51,11 +51,11 @@ def check(model: nn.Module) -> None:
     Raises:
         BuildError: they differ; on every rank, with the first weight that does.
     """
-    group, _ = sharers(model)
+    group, _ = sharding_group(model)
     if group is None or in_function_transform() or dist.get_backend(group) == "fake":
         return
     with no_functions(), no_modes(), torch.no_grad():
-        digests = {name: digest for name, parameter in model.named_parameters() if (digest := _known(parameter))}
+        digests = {name: digest for name, parameter in model.named_parameters() if (digest := _digest_of_full(parameter))}
         if len(set(gather_objects(_hash(repr(digests).encode()), None, group))) == 1:
             return
         found = gather_objects(digests, None, group)
@@ -69,10 +69,10 @@ def check(model: nn.Module) -> None:
         )
 
 
-def _known(parameter: torch.Tensor) -> str:
+def _digest_of_full(parameter: torch.Tensor) -> str:
     """The digest of the whole tensor that this parameter is or was cut from; empty where it is not known."""
-    if parameter in _cut_from:
-        shard, full = _cut_from[parameter]
+    if parameter in _digests:
+        shard, full = _digests[parameter]
         return str(full) if shard == _digest(parameter) else ""
     if (
         is_sharded(parameter)

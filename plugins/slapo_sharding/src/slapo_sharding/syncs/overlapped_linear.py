@@ -41,9 +41,9 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     if len(args) != 1 or kwargs:
         only_input(module, args, kwargs)
     elif not torch.compiler.is_compiling() and isinstance(args[0], torch.Tensor):
-        found = overlapped_reduction.of(args[0])
+        found = overlapped_reduction.reduction_of(args[0])
         if found is not None and _wants_gradient(module, args[0]):
-            return _apart(module, args[0], found)
+            return _overlapped_forward(module, args[0], found)
     return type(module).forward(module, *args, **kwargs)  # type: ignore[no-any-return]
 
 
@@ -58,16 +58,16 @@ def _wants_gradient(module: nn.Module, x: torch.Tensor) -> bool:
     return weight.requires_grad and x.is_floating_point() and weight.is_floating_point()
 
 
-def _apart(module: Any, x: torch.Tensor, found: overlapped_reduction.Started) -> torch.Tensor:
+def _overlapped_forward(module: Any, x: torch.Tensor, found: overlapped_reduction.OverlappedReduction) -> torch.Tensor:
     weight, bias, transposed = module.weight, module.bias, is_conv1d(module)
     shape = (*x.shape[:-1], weight.shape[1 if transposed else 0])
     found.source.expect(_dtype(x))
-    weights = collectives.apply(_Weights, found.kept, weight, bias, shape, transposed, found.source)
+    weights = collectives.apply_function(_WeightGradient, found.kept, weight, bias, shape, transposed, found.source)
     found.precede(weights)
-    return collectives.apply(_Data, x, weights, weight, bias, transposed, found.kept, found.source)
+    return collectives.apply_function(_InputGradient, x, weights, weight, bias, transposed, found.kept, found.source)
 
 
-class _Weights(torch.autograd.Function):
+class _WeightGradient(torch.autograd.Function):
     """Stands for a layer's parameters: empty in the forward, their gradients in the backward."""
 
     @staticmethod
@@ -78,7 +78,7 @@ class _Weights(torch.autograd.Function):
         bias: torch.Tensor | None,
         shape: tuple[int, ...],
         transposed: bool,
-        source: overlapped_reduction.Source,
+        source: overlapped_reduction.InputSource,
     ) -> torch.Tensor:
         ctx.save_for_backward(kept)
         ctx.transposed, ctx.source = transposed, source
@@ -95,7 +95,7 @@ class _Weights(torch.autograd.Function):
         return None, product.to(weight), rows.sum(0).to(bias) if ctx.needs_input_grad[2] else None, None, None, None
 
 
-class _Data(torch.autograd.Function):
+class _InputGradient(torch.autograd.Function):
     """A linear layer whose backward computes the input's gradient, and passes that of the output on to the weights."""
 
     @staticmethod
@@ -107,7 +107,7 @@ class _Data(torch.autograd.Function):
         bias: torch.Tensor | None,
         transposed: bool,
         kept: torch.Tensor,
-        source: overlapped_reduction.Source,
+        source: overlapped_reduction.InputSource,
     ) -> torch.Tensor:
         ctx.save_for_backward(weight, kept)
         ctx.transposed, ctx.dtype, ctx.source = transposed, x.dtype, source

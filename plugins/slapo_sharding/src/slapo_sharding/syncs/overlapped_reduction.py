@@ -15,10 +15,10 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..communication import collectives
-from ..communication._torch_autograd import saving, swap_turns
+from ..communication._torch_autograd import saved_tensor_hook, swap_sequence_numbers
 
 
-class Source(Protocol):
+class InputSource(Protocol):
     """Where a weight's gradient has the layer's input from, given what the forward kept of it."""
 
     def start(self, kept: torch.Tensor) -> None:
@@ -31,7 +31,7 @@ class Source(Protocol):
         """One more layer of the forward computes in this dtype."""
 
 
-class Started:
+class OverlappedReduction:
     """Of a value: what layers keep of it, and the node of autograd that starts the sum of its gradient.
 
     Args:
@@ -42,7 +42,7 @@ class Started:
             given the value, or a copy of it, must keep as much as its forward did.
     """
 
-    def __init__(self, value: torch.Tensor, kept: torch.Tensor, source: Source, held: Any = None) -> None:
+    def __init__(self, value: torch.Tensor, kept: torch.Tensor, source: InputSource, held: Any = None) -> None:
         self.kept, self.source, self.held = kept, source, held
         self.node = value.grad_fn
         self.versions = value._version, kept._version
@@ -50,22 +50,22 @@ class Started:
     def precede(self, weights: torch.Tensor) -> None:
         """What stands for a layer's weights takes its turn in the backward after the start, and before the wait."""
         if self.node is not None and weights.grad_fn is not None:
-            swap_turns(self.node, weights.grad_fn)
+            swap_sequence_numbers(self.node, weights.grad_fn)
 
 
-_ANYHOW = object()
-_known: Any = WeakIdKeyDictionary()
+_ANY_SAVED_TENSOR_HOOK = object()
+_reductions: Any = WeakIdKeyDictionary()
 
 
-def of(x: torch.Tensor) -> Started | None:
+def reduction_of(x: torch.Tensor) -> OverlappedReduction | None:
     """What is known of ``x``, if it is such a value, unchanged, or all of one in another shape."""
     if not torch.is_grad_enabled():
         return None
-    value = x if x in _known else x._base
-    found: Started | None = None if value is None else _known.get(value)
+    value = x if x in _reductions else x._base
+    found: OverlappedReduction | None = None if value is None else _reductions.get(value)
     if value is None or found is None:
         return None
-    if found.held is not _ANYHOW and found.held is not saving():
+    if found.held is not _ANY_SAVED_TENSOR_HOOK and found.held is not saved_tensor_hook():
         return None
     if found.versions != (value._version, found.kept._version) or x.dtype != value.dtype:
         return None
@@ -73,26 +73,28 @@ def of(x: torch.Tensor) -> Started | None:
     return found if same else None
 
 
-def summed(x: torch.Tensor, group: collectives.Group) -> torch.Tensor:
+def with_reduced_gradient(x: torch.Tensor, group: collectives.Group) -> torch.Tensor:
     """``x``, its gradient summed over the group."""
     if torch.compiler.is_compiling():  # the compiler orders the backward itself
         return collectives.all_reduce_grad(x, group)
     value = collectives.all_reduce_grad(x, group, apart=True)
     if value is not x:
-        _known[value] = Started(value, x, _Kept(group), _ANYHOW)
+        _reductions[value] = OverlappedReduction(value, x, _SavedInput(group), _ANY_SAVED_TENSOR_HOOK)
     return value
 
 
-def gathered(x: torch.Tensor, dim: int, group: collectives.Group, size: int | None) -> torch.Tensor:
+def gather_with_overlap(x: torch.Tensor, dim: int, group: collectives.Group, size: int | None) -> torch.Tensor:
     """All parts of a value, of which each rank goes on to use its own."""
     apart = torch.is_grad_enabled() and not (torch.compiler.is_compiling() or x.is_inference())
     value = collectives.all_gather(x, dim, group, backward="reduce_scatter", size=size, apart=apart)
     if apart and value is not x:
-        _known[value] = Started(value, x, _Again(dim % x.dim(), group, value.size(dim)), saving())
+        _reductions[value] = OverlappedReduction(
+            value, x, _RegatheredInput(dim % x.dim(), group, value.size(dim)), saved_tensor_hook()
+        )
     return value
 
 
-class _Kept:
+class _SavedInput:
     """The input as it was kept."""
 
     def __init__(self, group: collectives.Group) -> None:
@@ -109,7 +111,7 @@ class _Kept:
         """It is kept in its own."""
 
 
-class _Again:
+class _RegatheredInput:
     """Gathers a part once more in the backward, once for all layers that use it.
 
     Args:
@@ -136,7 +138,7 @@ class _Again:
         self.left += 1
         if self.sent is None and self.known is None:
             (dtype,) = self.dtypes if len(self.dtypes) == 1 else (kept.dtype,)
-            self.sent = collectives.send(kept.to(dtype), self.dim, self.group, self.size)
+            self.sent = collectives.start_all_gather(kept.to(dtype), self.dim, self.group, self.size)
 
     def whole(self, kept: torch.Tensor) -> torch.Tensor:
         """All parts, let go with the last layer that asks."""
@@ -145,7 +147,7 @@ class _Again:
         if self.sent is None and self.known is None:
             self.start(kept)
         if self.sent is not None:
-            self.known, self.sent = collectives.received(self.sent, self.dim, self.group, self.size), None
+            self.known, self.sent = collectives.wait_all_gather(self.sent, self.dim, self.group, self.size), None
         whole, self.left = self.known, self.left - 1
         assert whole is not None
         if not self.left:

@@ -27,7 +27,7 @@ from .sync_hooks import Sync
 _LOSS, _STYLE = "ForCausalLMLoss", "colwise_gather_output"
 
 
-def with_parts(schedule: Schedule, steps: dict[str, str]) -> dict[str, str]:
+def plan_with_sharded_logits(schedule: Schedule, steps: dict[str, str]) -> dict[str, str]:
     """The steps of a plan, the head's such that its output stays in parts.
 
     Raises:
@@ -42,7 +42,7 @@ def with_parts(schedule: Schedule, steps: dict[str, str]) -> dict[str, str]:
     return {**steps, head: "colwise"}
 
 
-def put(schedule: Schedule) -> ParallelLoss | None:
+def install_loss(schedule: Schedule) -> ParallelLoss | None:
     """Let the model, whose head is split, compute its loss from parts; None where it is whole, on one rank."""
     model: Any = schedule.mod
     applied = split_of(_head(model))
@@ -72,7 +72,7 @@ def _error(schedule: Schedule, why: str) -> ScheduleError:
 
 
 @dataclass(frozen=True)
-class _Gather(Sync):
+class _UnevenGather(Sync):
     """A gather of parts that need not be equal.
 
     Args:
@@ -116,9 +116,9 @@ class ParallelLoss(nn.Module):
         self.spec = spec
         self.losses: nn.Module = TokenLosses(spec)
         self.whole = nn.Identity()
-        gather = _Gather("fwd_post", "all_gather", -1, spec.group, size=self._size if spec.dealt is not None else None)
+        gather = _UnevenGather("fwd_post", "all_gather", -1, spec.group, size=self._size if spec.dealt is not None else None)
         self.whole.register_forward_hook(gather, with_kwargs=True)
-        wrap_forward(self, _as_one)
+        wrap_forward(self, _single_node)
 
     @property
     def _size(self) -> int:
@@ -156,7 +156,7 @@ class ParallelLoss(nn.Module):
 _IGNORED = -100
 
 
-def _as_one(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _single_node(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Keeps the loss one step of a traced model, whose collectives a graph would lack."""
     return call(*args, **kwargs)
 

@@ -28,21 +28,21 @@ def layer_norm(
     eps: float = 1e-5,
 ) -> torch.Tensor:
     """Return this rank's part of ``F.layer_norm`` over the last dimension; weight and bias are parts too."""
-    given = _precise(x)
+    given = _at_least_float32(x)
     centered = given - statistic(given.mean(-1, keepdim=True), group)
     normed = centered * torch.rsqrt(statistic(centered.square().mean(-1, keepdim=True), group) + eps)
     normed = normed if weight is None else normed * weight
-    return (normed if bias is None else normed + bias).to(_kept(F.layer_norm, x))
+    return (normed if bias is None else normed + bias).to(_output_dtype(F.layer_norm, x))
 
 
 def rms_norm(
     group: Group, x: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
     """Return this rank's part of ``F.rms_norm`` over the last dimension; the weight is a part too."""
-    given = _precise(x)
+    given = _at_least_float32(x)
     least = torch.finfo(x.dtype).eps if eps is None else eps
     normed = given * torch.rsqrt(statistic(given.square().mean(-1, keepdim=True), group) + least)
-    return (normed if weight is None else normed * weight).to(_kept(F.rms_norm, x))
+    return (normed if weight is None else normed * weight).to(_output_dtype(F.rms_norm, x))
 
 
 def variance(
@@ -51,37 +51,37 @@ def variance(
     """Return ``x.var`` along a dimension of which ranks have parts; the same on every rank."""
     (along,) = (dim,) if isinstance(dim, int) else dim
     number = x.size(along) * num_ranks(group)
-    mean = all_reduce_grad(mean_of(x.mean(along, keepdim=True), group), group)
-    found = mean_of((x - mean).square().mean(along, keepdim=keepdim), group)
+    mean = all_reduce_grad(mean_over_group(x.mean(along, keepdim=True), group), group)
+    found = mean_over_group((x - mean).square().mean(along, keepdim=keepdim), group)
     return found * (number / (number - (int(unbiased) if correction is None else correction)))
 
 
-def deviation(group: Group, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def standard_deviation(group: Group, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Return ``x.std`` along a dimension of which ranks have parts; the same on every rank."""
     return variance(group, x, *args, **kwargs).sqrt()
 
 
-def mean_of(x: torch.Tensor, group: Group) -> torch.Tensor:
+def mean_over_group(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Return the mean over the group of means over equal parts."""
     return all_reduce(x, group) / num_ranks(group)
 
 
 def statistic(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Return the mean over the group of a value that each rank then uses on its part."""
-    return all_reduce_grad(mean_of(x, group), group)
+    return all_reduce_grad(mean_over_group(x, group), group)
 
 
-def _precise(x: torch.Tensor) -> torch.Tensor:
+def _at_least_float32(x: torch.Tensor) -> torch.Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def _kept(norm: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.dtype:
+def _output_dtype(norm: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.dtype:
     """Return the dtype that torch's own norm gives, which autocast may choose."""
     return norm(x.new_zeros(1, 1), (1,)).dtype if torch.is_autocast_enabled(x.device.type) else x.dtype
 
 
 _NORMS: dict[str, Callable[..., torch.Tensor]] = {"layer_norm": layer_norm, "rms_norm": rms_norm}
-_SPREADS: dict[str, Callable[..., torch.Tensor]] = {"var": variance, "std": deviation}
+_VARIANCES: dict[str, Callable[..., torch.Tensor]] = {"var": variance, "std": standard_deviation}
 _MODULES: dict[type[nn.Module], Callable[..., torch.Tensor]] = {nn.LayerNorm: layer_norm, nn.RMSNorm: rms_norm}
 
 
@@ -98,9 +98,9 @@ def norm_in(node: fx.Node) -> Callable[..., torch.Tensor] | None:
     return found if node.op == "call_function" and isinstance(shape, tuple | list) and len(shape) == 1 else None
 
 
-def spread_in(node: fx.Node) -> Callable[..., torch.Tensor] | None:
+def variance_in(node: fx.Node) -> Callable[..., torch.Tensor] | None:
     """Return the variance or deviation of parts that takes the place of a node; None where there is none."""
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     along = [dim] if isinstance(dim, int) and not isinstance(dim, bool) else dim
     is_one = isinstance(along, tuple | list) and len(along) == 1
-    return _SPREADS.get(function_name(node)) if is_one and "out" not in node.kwargs else None
+    return _VARIANCES.get(function_name(node)) if is_one and "out" not in node.kwargs else None

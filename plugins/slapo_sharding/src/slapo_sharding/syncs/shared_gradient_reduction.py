@@ -8,7 +8,7 @@ from ..communication import collectives
 from . import overlapped_reduction
 
 
-class SharedSum:
+class SharedGradientReduction:
     """Modules that use the same tensor sum its gradient over the group once, all their parts of it together.
 
     Which tensor that is shows when they run: one that another module has not been given has a sum of its own, so the
@@ -34,7 +34,7 @@ class SharedSum:
             return collectives.all_reduce_grad(x, self.group)
         version = 0 if compiling else x._version
         if self.known is None or self.known[0] is not x or self.known[1] != version:
-            self.known, self.left = (x, version, overlapped_reduction.summed(x, self.group)), self.members
+            self.known, self.left = (x, version, overlapped_reduction.with_reduced_gradient(x, self.group)), self.members
         taken = self.known[2]
         self.left -= 1
         if self.left == 0:

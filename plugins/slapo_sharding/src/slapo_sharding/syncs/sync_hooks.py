@@ -18,11 +18,11 @@ from slapo_core import ScheduleError
 from slapo_tracing.nodes import Hidden
 
 from ..communication import collectives
-from ..communication._torch_private import with_numbers
+from ..communication._torch_private import with_values
 from ..rules.sharding_rule import applied_cut
 from . import overlapped_reduction
-from .shared_gradient_reduction import SharedSum
-from .vocabulary_ids import whole_vocabulary
+from .shared_gradient_reduction import SharedGradientReduction
+from .vocabulary_ids import with_global_ids
 
 REDUCING = ("all_reduce", "reduce_scatter")
 """Operations that make a partial output whole."""
@@ -33,7 +33,7 @@ class Sync(Hidden):
     """One sync of a module; registered as a hook of torch that is given keyword inputs.
 
     Args:
-        mode: ``"fwd_pre"``, ``"fwd_post"`` or ``"bwd_post"``; for ``"grad"`` see ``GradientSum``.
+        mode: ``"fwd_pre"``, ``"fwd_post"`` or ``"bwd_post"``; for ``"grad"`` see ``GradientReductionHook``.
         op: Name of the operation, or ``"function"``.
         axis: Dimension it works along.
         group: Ranks that take part.
@@ -52,7 +52,7 @@ class Sync(Hidden):
     backward: str = "split"
     fn: Callable[..., Any] | None = None
     takes_kwargs: bool = False
-    shared: SharedSum | None = None
+    shared: SharedGradientReduction | None = None
     new_axis: int | None = None
     path: str = ""
 
@@ -71,8 +71,8 @@ class Sync(Hidden):
             return self.fn(module, args, kwargs)  # torch calls a backward hook with (module, grad_input, grad_output)
         if self.mode == "bwd_post":
             if len(args) == 1 and isinstance(args[0], torch.Tensor) and not kwargs:
-                return (synced(args[0], self),), kwargs
-            return pytree.tree_map_only(torch.Tensor, partial(synced, sync=self), (args, kwargs))
+                return (run_sync(args[0], self),), kwargs
+            return pytree.tree_map_only(torch.Tensor, partial(run_sync, sync=self), (args, kwargs))
         return self._before(module, args, kwargs)
 
     def run(self, x: torch.Tensor, uneven: int | None = None) -> torch.Tensor:
@@ -87,7 +87,7 @@ class Sync(Hidden):
             assert self.new_axis is not None
             return collectives.all_to_all(x, self.axis, self.new_axis, self.group)
         if self.op == "all_gather" and self.backward == "reduce_scatter":
-            return overlapped_reduction.gathered(x, self.axis, self.group, uneven)
+            return overlapped_reduction.gather_with_overlap(x, self.axis, self.group, uneven)
         if self.op == "all_gather":
             return collectives.all_gather(x, self.axis, self.group, backward=self.backward, size=uneven)
         if self.op == "scatter":
@@ -115,12 +115,12 @@ class Sync(Hidden):
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.fn is None:
-            return map_input(partial(self._along_cut, module), args, kwargs)
+            return map_first_input(partial(self._along_cut, module), args, kwargs)
         result = self.fn(module, args, kwargs) if self.takes_kwargs else self.fn(module, args)
         if result is None or (self.takes_kwargs and not (isinstance(result, tuple) and len(result) == 2)):
             return result  # torch says what is wrong with it
         found, named = result if self.takes_kwargs else (result, kwargs)
-        return whole_vocabulary(module, args, found if isinstance(found, tuple) else (found,)), named
+        return with_global_ids(module, args, found if isinstance(found, tuple) else (found,)), named
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if self.fn is None:
@@ -155,7 +155,7 @@ class Sync(Hidden):
             bias = collectives.scatter(bias, 0, self.group) if same else collectives.all_reduce_grad(bias, self.group)
         bias = bias.to(x.dtype)
         if x.is_nested:
-            return with_numbers(x, (x.values().view(-1, len(bias)) + bias).flatten())
+            return with_values(x, (x.values().view(-1, len(bias)) + bias).flatten())
         return x + (bias.view(-1, *(1,) * (x.dim() - 1 - dim)) if dim < x.dim() - 1 else bias)
 
     def _along_cut(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -165,24 +165,24 @@ class Sync(Hidden):
             side = {"fwd_post all_gather": applied.cut.output, "fwd_pre scatter": applied.cut.input}
             assert self.axis is not None
             if side.get(f"{self.mode} {self.op}") != "sharded":
-                return synced(x, self)
+                return run_sync(x, self)
             if (self.axis - applied.cut.dim) % x.dim():
                 what = f"a {type(module).__name__} is sharded along {applied.cut.dim} there, not along {self.axis}"
                 message = f"{self.mode} {self.op}: {what}; give axis={applied.cut.dim}"
                 raise ScheduleError(message, path=self.path, primitive="sync")
             if applied.spec.dealt is not None:
-                return synced(x, self, applied.spec.full_shape[applied.spec.dim])
-        return synced(x, self)
+                return run_sync(x, self, applied.spec.full_shape[applied.spec.dim])
+        return run_sync(x, self)
 
 
-def synced(x: torch.Tensor, sync: Sync, uneven: int | None = None) -> torch.Tensor:
+def run_sync(x: torch.Tensor, sync: Sync, uneven: int | None = None) -> torch.Tensor:
     """Run a sync on a tensor, as one operation of a trace that goes into the module; see ``Sync.run``."""
     if has_torch_function_unary(x):
-        return handle_torch_function(synced, (x,), x, sync, uneven)
+        return handle_torch_function(run_sync, (x,), x, sync, uneven)
     return sync.run(x, uneven)
 
 
-class GradientSum:
+class GradientReductionHook:
     """A hook of a parameter: each micro-batch's gradient is summed over the group as it arrives.
 
     Args:
@@ -198,8 +198,8 @@ class GradientSum:
     def __init__(self, group: collectives.Group, name: str, *, seen: bool = False) -> None:
         self.group, self.name, self.seen = group, name, seen
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> GradientSum:
-        return GradientSum(self.group, self.name, seen=self.seen)
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradientReductionHook:
+        return GradientReductionHook(self.group, self.name, seen=self.seen)
 
     def __call__(self, grad: torch.Tensor | None) -> torch.Tensor | None:
         if grad is None:  # of a backward that reaches the parameter and has nothing for it
@@ -211,7 +211,7 @@ class GradientSum:
 
     def _check(self, grad: torch.Tensor, total: torch.Tensor) -> None:
         """Parts that are the same on all ranks, in each of several numbers, are not parts."""
-        telling = grad.numel() * grad.element_size() >= _TELLING_BYTES and bool(grad.any())
+        telling = grad.numel() * grad.element_size() >= _MIN_BYTES_TO_COMPARE and bool(grad.any())
         self.seen = telling
         ranks = collectives.num_ranks(self.group)
         if telling and torch.allclose(total, grad * ranks, rtol=torch.finfo(grad.dtype).eps, atol=0):
@@ -222,7 +222,7 @@ class GradientSum:
             )
 
 
-_TELLING_BYTES = 8
+_MIN_BYTES_TO_COMPARE = 8
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -230,15 +230,15 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in module.named_parameters(recurse=False) if parameter.requires_grad}
 
 
-def trust_sums(module: nn.Module) -> None:
+def mark_gradients_verified(module: nn.Module) -> None:
     """It is shown that the gradients of this module's own parameters are parts, also where these are equal."""
     for parameter in trainable(module).values():
         for hook in (parameter._backward_hooks or {}).values():
-            if isinstance(hook, GradientSum):
+            if isinstance(hook, GradientReductionHook):
                 hook.seen = hook.by_plan = True
 
 
-def sums_gradient(parameter: torch.Tensor, by_plan: bool = False) -> bool:
+def reduces_gradient(parameter: torch.Tensor, by_plan: bool = False) -> bool:
     """Return whether a sync sums the gradient of a parameter over the group.
 
     Args:
@@ -246,10 +246,10 @@ def sums_gradient(parameter: torch.Tensor, by_plan: bool = False) -> bool:
         by_plan: Count only the syncs of plans that were shown right.
     """
     hooks = (parameter._backward_hooks or {}).values()
-    return any(isinstance(hook, GradientSum) and (hook.by_plan or not by_plan) for hook in hooks)
+    return any(isinstance(hook, GradientReductionHook) and (hook.by_plan or not by_plan) for hook in hooks)
 
 
-def map_input(
+def map_first_input(
     fn: Callable[[torch.Tensor], torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Apply ``fn`` to the first floating-point input, positional ones before keyword ones; the others pass as they are."""
@@ -292,7 +292,7 @@ def first_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor |
         return x
 
     try:
-        map_input(note, args, kwargs)
+        map_first_input(note, args, kwargs)
     except ScheduleError:
         return None
     return found[0]

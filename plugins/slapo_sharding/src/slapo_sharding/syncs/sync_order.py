@@ -11,7 +11,7 @@ from slapo_core import BuildError
 from ..rules.sharding_rule import AppliedCut
 from .sync_hooks import syncs_of
 
-MOVING = ("all_gather", "all_to_all")
+GATHERING_OPS = ("all_gather", "all_to_all")
 """Operations that put parts together."""
 
 
@@ -20,7 +20,7 @@ def off_switch(check: str) -> str:
     return f"check=False turns this check off with all others, SLAPO_DISABLE_CHECKS={check} alone"
 
 
-OFF = off_switch("syncs")
+OFF_SWITCH = off_switch("syncs")
 
 _State = Literal["whole", "sharded", "partial"]
 _NEEDS: dict[str, _State] = {
@@ -39,7 +39,7 @@ _MAKES: dict[str, _State] = {
 }
 
 
-def check_moves(name: str, module: nn.Module, applied: AppliedCut | None) -> None:
+def check_sync_order(name: str, module: nn.Module, applied: AppliedCut | None) -> None:
     """Follow the input and the output of a module through its syncs.
 
     Args:
@@ -50,18 +50,18 @@ def check_moves(name: str, module: nn.Module, applied: AppliedCut | None) -> Non
     Raises:
         BuildError: a sync is given what it cannot work on, or the module what it was not split for.
     """
-    _follow(name, module, "fwd_post", applied.cut.output if applied is not None else None)
-    given = _follow(name, module, "fwd_pre", None)
+    _state_after_syncs(name, module, "fwd_post", applied.cut.output if applied is not None else None)
+    given = _state_after_syncs(name, module, "fwd_pre", None)
     if applied is None or given is None or applied.cut.input == "indices":
         return
     taken: _State = "sharded" if applied.cut.input == "sharded" else "whole"
     if given != taken:
         raise BuildError(
-            f"{name}: its input is {given} after its syncs, and it takes one that is {taken}; leave them out; {OFF}"
+            f"{name}: its input is {given} after its syncs, and it takes one that is {taken}; leave them out; {OFF_SWITCH}"
         )
 
 
-def _follow(name: str, module: nn.Module, mode: str, state: _State | None) -> _State | None:
+def _state_after_syncs(name: str, module: nn.Module, mode: str, state: _State | None) -> _State | None:
     """What the value is at last; None where that cannot be known."""
     side, last = "output" if mode == "fwd_post" else "input", ""
     for sync in syncs_of(module, mode):
@@ -70,6 +70,6 @@ def _follow(name: str, module: nn.Module, mode: str, state: _State | None) -> _S
             remedy = "sync it once" if sync.op == last else "leave one of them out" if last else "leave it out, or make it so"
             after = f" after {last}" if last else ""
             wrong = f"its {side} is {state}{after}, and sync({mode!r}, {sync.op!r}) needs it {needed}"
-            raise BuildError(f"{name}: {wrong}; {remedy}; {OFF}")
+            raise BuildError(f"{name}: {wrong}; {remedy}; {OFF_SWITCH}")
         state, last = _MAKES.get(sync.op), sync.op
     return state

@@ -10,7 +10,7 @@ from torch import nn
 from ..rules.sharding_rule import split_of
 
 
-def whole_vocabulary(module: nn.Module, given: tuple[Any, ...], found: tuple[Any, ...]) -> tuple[Any, ...]:
+def with_global_ids(module: nn.Module, given: tuple[Any, ...], found: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return what a function before the module made of its inputs, with ids of the whole vocabulary.
 
     The classic function masks the ids of other ranks and counts its own from 0. The split embedding looks up ids of the whole

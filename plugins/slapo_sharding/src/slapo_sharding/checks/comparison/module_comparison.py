@@ -27,12 +27,12 @@ from ...communication import collectives
 from ...communication._torch_private import no_modes
 from ...communication.collectives import Group
 from ...rules.sharding_rule import split_of
-from ...splitting.attention_heads import is_shown
+from ...splitting.attention_heads import counts_verified
 from ...syncs.sync_hooks import REDUCING, syncs_of
 from ..value_tracking.op_rules import SAME
-from ..value_tracking.tracked_value import Followed
+from ..value_tracking.tracked_value import TrackedValue
 from .call_records import CallRecords, first_difference
-from .module_rerun import Rerun, reason_against
+from .module_rerun import Rerun, rerun_obstacle
 
 _CUTTING = ("scatter", "reduce_scatter", "all_to_all")
 _GATHERING = ("all_gather", "function")
@@ -41,7 +41,7 @@ _FEW = 1 / 8
 """Share of the whole numbers and truth values that may differ, as rounding may choose another one."""
 
 
-_UNLIKE = (
+_DIFFERS_FROM_WHOLE = (
     "from here on it computes something else than the unmodified module does, which has all of the values: code takes the size "
     "or an element of a part for that of the whole; tensor_parallel() without plan= divides sizes that code takes from whole "
     "values; or gather the output of the layers before, sync('fwd_post', 'all_gather', axis=-1), with what follows whole"
@@ -52,7 +52,7 @@ _SUMMED_TWICE = (
 )
 
 
-class Call:
+class RecordedCall:
     """Record of a call, to be repeated.
 
     Args:
@@ -100,7 +100,7 @@ class Call:
             random.put_back()
 
 
-class WholeComparison:
+class ModuleComparison:
     """Comparison of the modules of a running forward.
 
     Args:
@@ -117,13 +117,13 @@ class WholeComparison:
         self.told, self.call = told, call
         self.covered: set[nn.Module] = set()
 
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedCall | None:
         """A module is called; return the record of the call, if it may have to be repeated."""
         if module not in self.inside or split_of(module) is not None or not self._uncovered(module):
             return None
-        return Call(module, args, kwargs)
+        return RecordedCall(module, args, kwargs)
 
-    def leave(self, call: Call, output: Any, known: Any, around: Iterable[nn.Module]) -> tuple[str, str] | None:
+    def leave(self, call: RecordedCall, output: Any, known: Any, around: Iterable[nn.Module]) -> tuple[str, str] | None:
         """A module has returned.
 
         Args:
@@ -141,7 +141,7 @@ class WholeComparison:
             return None
         if not is_root and (any(each is not SAME for each in results) or any(map(_reduces, around))):
             return None
-        if (reason := reason_against([*module.modules()])) is not None:
+        if (reason := rerun_obstacle([*module.modules()])) is not None:
             _skip(call, reason)
             return None
         group = next(group for each in layers if (group := _group(each)) is not None)
@@ -149,7 +149,7 @@ class WholeComparison:
             _skip(call, "the ranks are given other values")
             return None
         verdict = self._verdict(call, results, len(layers), group)
-        verdict = int(collectives.largest(torch.tensor([verdict], device=_device(module)), group))
+        verdict = int(collectives.max_over_ranks(torch.tensor([verdict], device=_device(module)), group))
         if verdict == _UNKNOWN:
             _skip(call, "its results cannot be compared")
             return None
@@ -158,9 +158,11 @@ class WholeComparison:
 
     def _uncovered(self, module: nn.Module) -> set[nn.Module]:
         """Return the modules inside that return parts, which neither a trace nor a comparison has covered."""
-        return {each for each in module.modules() if _returns_parts(each) and each not in self.covered and not is_shown(each)}
+        return {
+            each for each in module.modules() if _returns_parts(each) and each not in self.covered and not counts_verified(each)
+        }
 
-    def _verdict(self, call: Call, results: Sequence[Any], num_layers: int, group: Group) -> int:
+    def _verdict(self, call: RecordedCall, results: Sequence[Any], num_layers: int, group: Group) -> int:
         """Return how the call compares, as far as this rank knows."""
         found, has_drawn = [], False
         for is_whole in (False, True):
@@ -176,7 +178,7 @@ class WholeComparison:
         if not len(parts) == len(whole) == len(results):
             return _UNKNOWN
         near = _tolerance(call.module, [*parts, *whole]) * sqrt(num_layers)
-        owns = [_own(x, known, group) for x, known in zip(whole, results, strict=True)]
+        owns = [_expected_shard(x, known, group) for x, known in zip(whole, results, strict=True)]
         pairs = [(part, x) for part, x in zip(parts, owns, strict=True) if x is not None and part.shape == x.shape]
         if not pairs:
             return _UNKNOWN
@@ -185,7 +187,7 @@ class WholeComparison:
             return _EQUAL if len(pairs) == len(parts) or call.module in self.roots else _UNKNOWN
         return _UNKNOWN if has_drawn else _DIFFERENT
 
-    def _explained(self, call: Call, group: Group) -> tuple[str, str]:
+    def _explained(self, call: RecordedCall, group: Group) -> tuple[str, str]:
         """Repeat the call once more to find the line; return it, and what is wrong there."""
         parts, whole = CallRecords(), CallRecords()
         for records in (parts, whole):
@@ -193,7 +195,7 @@ class WholeComparison:
             with self.told(rerun):
                 call.rerun(rerun)
         line = first_difference(parts, whole, group)
-        return line, _SUMMED_TWICE if call.is_multiple and _reduces(call.module) else _UNLIKE
+        return line, _SUMMED_TWICE if call.is_multiple and _reduces(call.module) else _DIFFERS_FROM_WHOLE
 
 
 def _is_real(x: torch.Tensor) -> bool:
@@ -220,13 +222,13 @@ def _device(module: nn.Module) -> torch.device:
     return next((x.device for x in module.parameters()), torch.device("cpu"))
 
 
-def _skip(call: Call, reason: str) -> None:
+def _skip(call: RecordedCall, reason: str) -> None:
     get_logger().debug("%s is not compared with its run on whole values: %s", type(call.module).__name__, reason)
 
 
-def _own(whole: torch.Tensor, known: Any, group: Group) -> torch.Tensor | None:
+def _expected_shard(whole: torch.Tensor, known: Any, group: Group) -> torch.Tensor | None:
     """Return what this rank should have of a result; None where that is not known."""
-    if not isinstance(known, Followed):
+    if not isinstance(known, TrackedValue):
         return whole
     if known.is_part_of_sum or group is None or not isinstance(known.layout.placement, Shard):
         return None

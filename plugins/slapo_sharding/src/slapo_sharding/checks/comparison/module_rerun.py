@@ -30,7 +30,7 @@ from ...communication._torch_private import no_modes
 from ...communication.collectives import Group
 from ...planning.execution.layer_backends import DoneInside
 from ...rules.sharding_rule import AppliedCut, split_of
-from ...syncs.sync_hooks import Sync, map_input, map_output, syncs_of
+from ...syncs.sync_hooks import Sync, map_first_input, map_output, syncs_of
 from . import original_sizes
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -75,7 +75,7 @@ class Rerun(TorchFunctionMode):
                 for context in (torch.no_grad(), no_modes(), _without_hooks(inside, self.is_whole), _copied_buffers(inside)):
                     stack.enter_context(context)
                 if self.is_whole:
-                    stack.enter_context(original_sizes.restored(inside))
+                    stack.enter_context(original_sizes.original_sizes(inside))
                     stack.enter_context(_Communication(self, group))
                 stack.enter_context(self)
                 return self.inside(module, args, kwargs)
@@ -96,8 +96,8 @@ class Rerun(TorchFunctionMode):
             if not self.is_whole:
                 return self.call(module, *args, **kwargs)
             if applied.cut.input == "sharded":
-                args, kwargs = map_input(lambda x: _cut(x, applied), args, kwargs)
-            return _made_whole(module, applied, args, kwargs, self.call(module, *args, **kwargs))
+                args, kwargs = map_first_input(lambda x: _local_input(x, applied), args, kwargs)
+            return _gathered_output(module, applied, args, kwargs, self.call(module, *args, **kwargs))
         finally:
             self.in_layer -= 1
 
@@ -135,11 +135,11 @@ class _Communication(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.group is None or self.group in unboxed or self.group.group_name in names
 
 
-def _cut(x: torch.Tensor, applied: AppliedCut) -> torch.Tensor:
-    return _line(applied, x, x.shape[applied.cut.dim]).local(x)
+def _local_input(x: torch.Tensor, applied: AppliedCut) -> torch.Tensor:
+    return _shard_layout(applied, x, x.shape[applied.cut.dim]).local(x)
 
 
-def _made_whole(module: nn.Module, applied: AppliedCut, args: Any, kwargs: Any, output: Any) -> Any:
+def _gathered_output(module: nn.Module, applied: AppliedCut, args: Any, kwargs: Any, output: Any) -> Any:
     """Return what a layer returned as the unmodified one does."""
     if applied.cut.output == "sharded":
         return map_output(lambda x: _gathered(x, applied), output)
@@ -155,10 +155,10 @@ def _gathered(x: torch.Tensor, applied: AppliedCut) -> torch.Tensor:
     missing = (max(spec.sizes) - x.shape[dim]) if is_known else 0
     padded = torch.cat([x, x.new_zeros(*x.shape[:dim], missing, *x.shape[dim + 1 :])], dim) if missing else x
     shards = collectives.all_gather(padded.contiguous().unsqueeze(0), 0, spec.group)
-    return _line(applied, x, whole).assemble(shards)
+    return _shard_layout(applied, x, whole).assemble(shards)
 
 
-def _line(applied: AppliedCut, x: torch.Tensor, whole: int) -> ShardSpec:
+def _shard_layout(applied: AppliedCut, x: torch.Tensor, whole: int) -> ShardSpec:
     """Return how a value is cut along its sharded dimension: as the weight, or in equal parts."""
     spec, dim = applied.spec, applied.cut.dim % x.dim()
     shape = (*x.shape[:dim], whole, *x.shape[dim + 1 :])
@@ -174,14 +174,14 @@ def _without_hooks(modules: list[nn.Module], is_whole: bool) -> Iterator[None]:
     try:
         for table, name, hooks in kept:
             if hooks:
-                table[name] = type(hooks)((key, hook) for key, hook in hooks.items() if _stays(hook, is_whole))
+                table[name] = type(hooks)((key, hook) for key, hook in hooks.items() if _is_kept_hook(hook, is_whole))
         yield
     finally:
         for table, name, hooks in kept:
             table[name] = hooks
 
 
-def _stays(hook: Any, is_whole: bool) -> bool:
+def _is_kept_hook(hook: Any, is_whole: bool) -> bool:
     if isinstance(hook, Sync):
         return not is_whole or isinstance(hook, DoneInside)
     hook = getattr(hook, "func", hook)
@@ -210,7 +210,7 @@ def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(state, other[device]) for device, state in one.items())
 
 
-def reason_against(modules: list[nn.Module]) -> str | None:
+def rerun_obstacle(modules: list[nn.Module]) -> str | None:
     """Return why modules cannot be run on whole values; None where nothing is known against it."""
     from ...planning.local_sizes.local_forward import LocalForward  # noqa: PLC0415  (it imports the tracer)
 

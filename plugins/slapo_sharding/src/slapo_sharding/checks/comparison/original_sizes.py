@@ -15,24 +15,24 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...rules.sharding_rule import split_of
 
-_whole: Any = WeakIdKeyDictionary()
+_recorded: Any = WeakIdKeyDictionary()
 """Module to its attributes of sizes, and those of its config."""
 
 
 def record_sizes(model: nn.Module) -> None:
     """Record the sizes in the attributes of an unmodified model."""
     for module in model.modules():
-        if module not in _whole:
-            _whole[module] = [(in_config, dict(_sizes(holder))) for in_config, holder in _holders(module)]
+        if module not in _recorded:
+            _recorded[module] = [(in_config, dict(_sizes(holder))) for in_config, holder in _holders(module)]
 
 
 @contextmanager
-def restored(modules: Iterable[nn.Module]) -> Iterator[None]:
+def original_sizes(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Let modules count whole sizes in the block; layers that are split go on to count their parts."""
     changed: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for module in modules:
-            for holder, name, value in _divided(module) if split_of(module) is None else ():
+            for holder, name, value in _divided_attributes(module) if split_of(module) is None else ():
                 changed.append((holder, name, holder[name]))
                 holder[name] = value
         yield
@@ -41,10 +41,10 @@ def restored(modules: Iterable[nn.Module]) -> Iterator[None]:
             holder[name] = value
 
 
-def _divided(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
+def _divided_attributes(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """Yield the attributes whose sizes were multiples of what they are now: table, name and former value."""
     now = dict(_holders(module))
-    for in_config, sizes in _whole.get(module, ()):
+    for in_config, sizes in _recorded.get(module, ()):
         table = vars(now[in_config]) if in_config in now else {}
         for name, value in sizes.items():
             if _is_multiple(value, table.get(name)):

@@ -11,10 +11,10 @@ from torch import nn
 from .tracked_value import Layout, tensors_in
 
 if TYPE_CHECKING:
-    from .op_rules import Question
+    from .op_rules import OpCall
 
 
-class Mixed(Exception):
+class MixesShards(Exception):
     """An operation needs the parts of other ranks, or may; the reason and, if there is a better one than usual, the remedy."""
 
 
@@ -22,7 +22,7 @@ _OF_CLASSES = frozenset("cross_entropy nll_loss multi_margin_loss".split())
 """Functions that are given whole numbers that count along another dimension than this, as many as there happen to be."""
 
 
-def trial(question: Question, attempt: Sequence[Any], numbers: Mapping[int, torch.Tensor]) -> list[int | None]:
+def probe(question: OpCall, attempt: Sequence[Any], numbers: Mapping[int, torch.Tensor]) -> list[int | None]:
     """What ranks compute part by part, of random numbers.
 
     Args:
@@ -43,7 +43,7 @@ def trial(question: Question, attempt: Sequence[Any], numbers: Mapping[int, torc
     if any(of.shape[of.dim] in given.shape for given in others):  # it may have been made as long as this rank's part
         return []
     cases = []
-    for ones in _ones(question):
+    for ones in _shares_of_ones(question):
         results = _results(question, _arguments(question, attempt, numbers, ones, generator))
         if len({len(found) for found in results}) != 1:  # heads one by one, say
             return []
@@ -52,7 +52,7 @@ def trial(question: Question, attempt: Sequence[Any], numbers: Mapping[int, torc
     return [] if of.blocks and of.whole[0] in [value.shape for value in results[0]] else dims  # it is fused still
 
 
-def _ones(question: Question) -> list[list[float]]:
+def _shares_of_ones(question: OpCall) -> list[list[float]]:
     """For each draw the share of ones in each rank's part, of truth values and whole numbers.
 
     None or nothing else on one rank tells ``any``, ``all`` and the first one of a part from those of the whole.
@@ -68,7 +68,7 @@ def _ones(question: Question) -> list[list[float]]:
 
 
 def _arguments(
-    question: Question,
+    question: OpCall,
     attempt: Sequence[Any],
     numbers: Mapping[int, torch.Tensor],
     ones: Sequence[float],
@@ -85,7 +85,7 @@ def _arguments(
                 leaves[place] = given.to(given.device if is_safe else "cpu", copy=True)
         elif isinstance(leaf, Layout):
             device = leaf.device if is_safe else torch.device("cpu")  # an index out of range would be the end of CUDA
-            drawn = [draw(leaf, share, generator).to(device) for share in ones]
+            drawn = [random_like(leaf, share, generator).to(device) for share in ones]
             for part, own in zip(parts, drawn, strict=True):
                 part[place] = own.clone()
             blocks = zip(*(torch.split(own, [*leaf.blocks] or own.shape[leaf.dim], leaf.dim) for own in drawn), strict=True)
@@ -98,7 +98,7 @@ def is_continuous(leaf: Layout | torch.Tensor) -> bool:
     return leaf.dtype.is_floating_point or leaf.dtype.is_complex
 
 
-def draw(leaf: Layout, share: float, generator: torch.Generator) -> torch.Tensor:
+def random_like(leaf: Layout, share: float, generator: torch.Generator) -> torch.Tensor:
     """Normal numbers, or zeros and a share of ones: these are in range as an index of nearly all there is."""
     if not is_continuous(leaf):
         return (torch.rand(leaf.shape, generator=generator) < share).to(leaf.dtype)
@@ -106,20 +106,20 @@ def draw(leaf: Layout, share: float, generator: torch.Generator) -> torch.Tensor
     return torch.randn(leaf.shape, dtype=kind, generator=generator).to(leaf.dtype)
 
 
-def _results(question: Question, arguments: list[list[Any]]) -> list[list[torch.Tensor]]:
+def _results(question: OpCall, arguments: list[list[Any]]) -> list[list[torch.Tensor]]:
     """The tensors that each call returns; empty where one fails, or draws."""
     layouts = [leaf for leaf in question.leaves if isinstance(leaf, Layout)]
     try:
         devices = {leaf.device for leaf in layouts if leaf.device.type == "cuda"}
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
-            before = states(devices)
+            before = generator_states(devices)
             results = [list(tensors_in(question.run(leaves))) for leaves in arguments]
-            return results if all(map(torch.equal, before, states(devices))) else []
+            return results if all(map(torch.equal, before, generator_states(devices))) else []
     except Exception:  # sizes that are this rank's, operators of any kind
         return []
 
 
-def states(devices: Iterable[torch.device]) -> list[torch.Tensor]:
+def generator_states(devices: Iterable[torch.device]) -> list[torch.Tensor]:
     """Of the generators of the CPU and of these devices."""
     return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
 
@@ -139,7 +139,7 @@ def _dim_of(draws: Sequence[tuple[torch.Tensor, list[torch.Tensor]]]) -> int | N
     for dim in range(min(expected.dim() for expected, _ in draws)):
         if all(_are_parts(expected.chunk(len(found), dim), found) for expected, found in draws):
             return dim
-    raise Mixed
+    raise MixesShards
 
 
 def _are_parts(parts: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> bool:

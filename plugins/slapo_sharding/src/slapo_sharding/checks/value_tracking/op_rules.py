@@ -21,10 +21,10 @@ from torch.utils import _pytree as pytree
 from slapo_tracing.nodes import name_of
 
 from ...communication._torch_autograd import no_functions
-from ...communication._torch_private import MOVES, layouts_kept, mesh_of, no_modes
+from ...communication._torch_private import REDISTRIBUTION_WORDS, fake_mesh, no_modes, no_redistribution
 from ...planning.dry_run.node_values import view_in_two_steps
 from . import partial_sums as sums
-from .numeric_probe import Mixed, trial
+from .numeric_probe import MixesShards, probe
 from .tracked_value import Layout, from_dtensor, tensors_in
 
 GIVEN_SIZES = frozenset("view reshape expand unflatten layer_norm rms_norm".split())
@@ -52,14 +52,14 @@ class Slice(NamedTuple):
     step: Any
 
 
-class Undecided(NamedTuple):
+class UndecidedByRules(NamedTuple):
     """Numbers decide: arguments that torch's rules say take data of other ranks."""
 
     moved: tuple[Attempt, ...]
 
 
 @dataclass(frozen=True)
-class Question:
+class OpCall:
     """A call of a torch function with sharded values, as it was before it changed any.
 
     Args:
@@ -115,7 +115,7 @@ class Question:
                 yield (*self.leaves[:place], leaf * self.of.ranks, *self.leaves[place + 1 :])
 
 
-def ask(question: Question, numbers: Mapping[int, torch.Tensor]) -> Sequence[Outcome]:
+def result_layouts(question: OpCall, numbers: Mapping[int, torch.Tensor]) -> Sequence[Outcome]:
     """What the results are, in their order; those that are left out may be anything.
 
     Args:
@@ -127,15 +127,15 @@ def ask(question: Question, numbers: Mapping[int, torch.Tensor]) -> Sequence[Out
     """
     with torch.no_grad(), no_functions(), no_modes():  # a checkpoint that counts operators, say, must not count these
         if question.of.placement is not None and question.of.placement.is_partial():
-            return sums.outcomes(question, numbers, SAME)
-        answer = remembered(question) if question.is_telling else remembered.__wrapped__(question)
-        return decide(question, answer.moved, numbers) if isinstance(answer, Undecided) else answer
+            return sums.probe_partial(question, numbers, SAME)
+        answer = cached_layouts(question) if question.is_telling else cached_layouts.__wrapped__(question)
+        return decide(question, answer.moved, numbers) if isinstance(answer, UndecidedByRules) else answer
 
 
 @lru_cache(maxsize=_MOST)
-def remembered(question: Question) -> Sequence[Outcome] | Undecided:
+def cached_layouts(question: OpCall) -> Sequence[Outcome] | UndecidedByRules:
     """What follows from the question alone."""
-    made, moved = _by_rules(question, Question.run)
+    made, moved = _by_rules(question, OpCall.run)
     if question.name in ("view", "reshape") and not any(_fits(value, question) for _, value in made):
         made += _by_rules(question, _in_two_steps)[0]
     fits: dict[Any, tuple[Attempt, Any]] = {}
@@ -154,10 +154,10 @@ def remembered(question: Question) -> Sequence[Outcome] | Undecided:
     if fits or summed:
         return ()
     is_given_numbers = any(_is_plain(leaf) for leaf in question.leaves)
-    return Undecided(tuple(moved)) if is_given_numbers else decide(question, moved, {})
+    return UndecidedByRules(tuple(moved)) if is_given_numbers else decide(question, moved, {})
 
 
-def _check_count(question: Question, attempt: Attempt, made: Any) -> None:
+def _check_count(question: OpCall, attempt: Attempt, made: Any) -> None:
     """A size that may be all ranks' number of heads must not be taken for this rank's.
 
     What is a multiple of the sharded dimension was read off it.
@@ -175,32 +175,32 @@ def _check_count(question: Question, attempt: Attempt, made: Any) -> None:
     except RuntimeError:  # it is no view of the whole
         return
     if [value.shape for value in tensors_in(whole)] != [value.shape for value in tensors_in(made)]:
-        raise Mixed(f"{question.name} is given {changed[0]}, which may be the number for all ranks or for one", _COUNT)
+        raise MixesShards(f"{question.name} is given {changed[0]}, which may be the number for all ranks or for one", _COUNT)
 
 
 def _by_rules(
-    question: Question, call: Callable[[Question, Sequence[Any]], Any]
+    question: OpCall, call: Callable[[OpCall, Sequence[Any]], Any]
 ) -> tuple[list[tuple[Attempt, Any]], list[Attempt]]:
     """What torch's rules make of each attempt, and those for which data of other ranks would have to be sent."""
-    made, moved, mesh = [], [], mesh_of(question.of.ranks)
-    with warnings.catch_warnings(), layouts_kept():
+    made, moved, mesh = [], [], fake_mesh(question.of.ranks)
+    with warnings.catch_warnings(), no_redistribution():
         warnings.simplefilter("ignore")
         for attempt in question.attempts():
             try:
                 made.append((attempt, call(question, [_for_rules(leaf, mesh) for leaf in attempt])))
             except Exception as err:  # torch's rules raise all kinds of errors for what they cannot do
-                moved += [attempt] if any(word in str(err) for word in MOVES) else []
+                moved += [attempt] if any(word in str(err) for word in REDISTRIBUTION_WORDS) else []
     return made, moved
 
 
-def _in_two_steps(question: Question, leaves: Sequence[Any]) -> Any:
+def _in_two_steps(question: OpCall, leaves: Sequence[Any]) -> Any:
     args, kwargs = pytree.tree_unflatten([*leaves], question.spec)
     if kwargs or not isinstance(args[0], DTensor):
         raise RuntimeError("DTensor has no rule")
     return view_in_two_steps(question.name, *args)
 
 
-def decide(question: Question, moved: Sequence[Attempt], numbers: Mapping[int, torch.Tensor]) -> Sequence[Outcome]:
+def decide(question: OpCall, moved: Sequence[Attempt], numbers: Mapping[int, torch.Tensor]) -> Sequence[Outcome]:
     """See with random numbers whether ranks compute parts of what all together would.
 
     Raises:
@@ -213,11 +213,11 @@ def decide(question: Question, moved: Sequence[Attempt], numbers: Mapping[int, t
     mixed = question.contracts and not question.reduced
     for attempt in moved:
         try:
-            dims = dims or trial(question, attempt, numbers)
-        except Mixed:
+            dims = dims or probe(question, attempt, numbers)
+        except MixesShards:
             mixed = True
     if mixed and not dims:
-        raise Mixed(f"{question.name} needs all of it")
+        raise MixesShards(f"{question.name} needs all of it")
     return [SAME if dim is None else dim for dim in dims]
 
 
@@ -236,13 +236,13 @@ def _for_rules(leaf: Any, mesh: Any) -> Any:
     return torch.device("meta") if isinstance(leaf, torch.device) else leaf
 
 
-def _fits(made: Any, question: Question) -> bool:
+def _fits(made: Any, question: OpCall) -> bool:
     """Whether these are the layouts of what this rank got."""
     layouts = [layout.to_local() if isinstance(layout, DTensor) else layout for layout in tensors_in(made)]
     return [layout.shape for layout in layouts] == [shape for shape, _ in question.results]
 
 
-def _outcomes(made: Any, question: Question) -> list[Outcome]:
+def _outcomes(made: Any, question: OpCall) -> list[Outcome]:
     found: list[Outcome] = []
     of = question.of
     for layout, (shape, device) in zip(tensors_in(made), question.results, strict=True):

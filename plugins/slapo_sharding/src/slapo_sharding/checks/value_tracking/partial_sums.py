@@ -15,23 +15,23 @@ from torch.distributed.tensor import Partial
 
 from slapo_core import rng_state
 
-from .numeric_probe import Mixed, draw, is_continuous, states
+from .numeric_probe import MixesShards, generator_states, is_continuous, random_like
 from .tracked_value import Layout, tensors_in
 
 if TYPE_CHECKING:
-    from .op_rules import Question
+    from .op_rules import OpCall
 
 _DRAWS = 3  # one number alone may have the sign that relu keeps
 REDUCE = "give sync('fwd_post', 'all_reduce') to that layer itself"
 """The remedy where parts of a sum do not do."""
 
 
-def part_of_sum(x: torch.Tensor, ranks: int) -> Layout:
+def partial_value(x: torch.Tensor, ranks: int) -> Layout:
     """Of a value whose sum over so many ranks is meant."""
     return Layout(x.shape, x.stride(), x.dtype, x.device, Partial(), ranks, (tuple(x.shape), x.stride()))
 
 
-def outcomes(question: Question, numbers: Mapping[int, torch.Tensor], same: str) -> Sequence[Layout | str]:
+def probe_partial(question: OpCall, numbers: Mapping[int, torch.Tensor], same: str) -> Sequence[Layout | str]:
     """What a torch function makes of parts of a sum.
 
     Args:
@@ -61,22 +61,24 @@ def outcomes(question: Question, numbers: Mapping[int, torch.Tensor], same: str)
         if all(_near(whole, part) for whole, parts in draws for part in parts):
             found.append(same)
         elif all(is_continuous(whole) and _near(whole, sum(parts)) for whole, parts in draws):
-            found.append(part_of_sum(draws[0][0], question.of.ranks))
+            found.append(partial_value(draws[0][0], question.of.ranks))
         else:
-            raise Mixed(f"what {question.name} makes of the parts of a sum does not add up to what it makes of the sum", REDUCE)
+            raise MixesShards(
+                f"what {question.name} makes of the parts of a sum does not add up to what it makes of the sum", REDUCE
+            )
     return found
 
 
-def _arguments(question: Question, numbers: Mapping[int, torch.Tensor], generator: torch.Generator) -> list[list[Any]]:
+def _arguments(question: OpCall, numbers: Mapping[int, torch.Tensor], generator: torch.Generator) -> list[list[Any]]:
     """Those of the sum, then those of each rank; weights may be zero as yet, so they are drawn, too."""
     everyone = [list(question.leaves) for _ in range(1 + question.of.ranks)]
     for place, leaf in enumerate(question.leaves):
         if place in numbers:
-            own = _fine(numbers[place].detach())
-            drawn = _fine(draw(leaf, 0.5, generator)).to(own.device) if numbers[place].requires_grad else own
+            own = _in_float32(numbers[place].detach())
+            drawn = _in_float32(random_like(leaf, 0.5, generator)).to(own.device) if numbers[place].requires_grad else own
             given = [drawn.clone() for _ in everyone]
         elif isinstance(leaf, Layout):
-            parts = [_fine(draw(leaf, 0.5, generator)).to(leaf.device) for _ in everyone[1:]]
+            parts = [_in_float32(random_like(leaf, 0.5, generator)).to(leaf.device) for _ in everyone[1:]]
             given = [torch.stack(parts).sum(0), *parts]
         else:
             continue
@@ -85,7 +87,7 @@ def _arguments(question: Question, numbers: Mapping[int, torch.Tensor], generato
     return everyone
 
 
-def _results(question: Question, arguments: list[list[Any]]) -> list[list[torch.Tensor]]:
+def _results(question: OpCall, arguments: list[list[Any]]) -> list[list[torch.Tensor]]:
     """The tensors that each call returns; empty where one fails. All draw the same random numbers, as ranks do that are alike.
 
     Raises:
@@ -96,17 +98,17 @@ def _results(question: Question, arguments: list[list[Any]]) -> list[list[torch.
     try:
         for leaves in arguments:
             with torch.random.fork_rng(devices=devices):
-                before = states(devices)
+                before = generator_states(devices)
                 results.append(list(tensors_in(question.run(leaves))))
-                drawn = not all(map(torch.equal, before, states(devices)))
+                drawn = not all(map(torch.equal, before, generator_states(devices)))
     except Exception:  # sizes, operators of any kind
         return []
     if drawn and rng_state().forks:
-        raise Mixed(f"{question.name} draws other random numbers on each rank for the parts of a sum", REDUCE)
+        raise MixesShards(f"{question.name} draws other random numbers on each rank for the parts of a sum", REDUCE)
     return results
 
 
-def _fine(x: torch.Tensor) -> torch.Tensor:
+def _in_float32(x: torch.Tensor) -> torch.Tensor:
     """In single precision, what has less: a small number must not be lost in rounding."""
     return x.float() if x.is_floating_point() and x.element_size() < 4 else x
 

@@ -14,7 +14,7 @@ from ...communication._torch_private import no_modes
 from ...communication.collectives import Group
 
 
-class Draw:
+class GeneratorSnapshot:
     """The states of the generators before a function runs that may draw. In a forked region ranks differ as they are to."""
 
     def __init__(self) -> None:

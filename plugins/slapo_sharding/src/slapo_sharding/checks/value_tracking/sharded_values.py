@@ -29,18 +29,18 @@ from torch.utils.weak import WeakIdKeyDictionary
 from slapo_core import BuildError, ShardSpec, get_logger
 from slapo_tracing.nodes import in_function_transform, is_metadata, name_of
 
-from ...communication._torch_private import mesh_of, surroundings
+from ...communication._torch_private import fake_mesh, global_state
 from ...communication.collectives import Group, num_ranks
 from ...planning.dry_run.function_probe import check_parts
 from ...planning.dry_run.fused_sizes import index_bounds
 from ...rules.sharding_rule import AppliedCut, split_of
 from ...splitting.attention_heads import counts_locally
-from ...syncs.sync_hooks import REDUCING, Sync, first_input, map_input, map_output, syncs_of
-from .numeric_probe import Mixed
-from .op_rules import GIVEN_SIZES, PICKS, SAME, Outcome, Question, Slice, ask
-from .partial_sums import REDUCE, part_of_sum
-from .rng_agreement import Draw
-from .tracked_value import Followed, Layout, plain, sharded, tensors_in
+from ...syncs.sync_hooks import REDUCING, Sync, first_input, map_first_input, map_output, syncs_of
+from .numeric_probe import MixesShards
+from .op_rules import GIVEN_SIZES, PICKS, SAME, OpCall, Outcome, Slice, result_layouts
+from .partial_sums import REDUCE, partial_value
+from .rng_agreement import GeneratorSnapshot
+from .tracked_value import Layout, TrackedValue, sharded, tensors_in, untracked
 
 _GATHER = (
     "gather it there, sync('fwd_post', 'all_gather', axis=-1), with what follows whole, leave it whole too, "
@@ -111,7 +111,7 @@ class ShardedValues:
             return []
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            map_input(partial(self._start_part, module, syncs[-1]), args, kwargs)
+            map_first_input(partial(self._start_part, module, syncs[-1]), args, kwargs)
 
         return [module.register_forward_pre_hook(note, with_kwargs=True)]
 
@@ -144,17 +144,17 @@ class ShardedValues:
             self.known[x] = None
         else:
             blocks = tuple(block // ranks for block in _blocks(applied))
-            self.known[x] = Followed(sharded(x, applied.cut.dim % x.dim(), ranks, blocks), module, applied.spec.group)
+            self.known[x] = TrackedValue(sharded(x, applied.cut.dim % x.dim(), ranks, blocks), module, applied.spec.group)
         return x
 
     def _start_sum(self, module: nn.Module, spec: ShardSpec, x: torch.Tensor) -> torch.Tensor:
-        self.known[x] = Followed(part_of_sum(x, spec.num_shards), module, spec.group)
+        self.known[x] = TrackedValue(partial_value(x, spec.num_shards), module, spec.group)
         return x
 
     def _start_part(self, module: nn.Module, sync: Sync, x: torch.Tensor) -> torch.Tensor:
         """Track the part that a sync has cut along a dimension, of the sequence say."""
         assert sync.axis is not None
-        self.known[x] = Followed(sharded(x, sync.axis % x.dim(), num_ranks(sync.group)), module, sync.group)
+        self.known[x] = TrackedValue(sharded(x, sync.axis % x.dim(), num_ranks(sync.group)), module, sync.group)
         return x
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -194,17 +194,17 @@ class ShardedValues:
         if not values:
             return self._run_whole(func, args, kwargs)
         mixed = next((value for value in values if isinstance(value, BuildError)), None)
-        if mixed or None in values or is_ours():
+        if mixed or None in values or is_called_by_sharding():
             try:
                 result = func(*args, **kwargs)
             except RuntimeError as err:  # sizes that do not fit are those of what was mixed before
-                if mixed is not None and not is_ours():
+                if mixed is not None and not is_called_by_sharding():
                     raise mixed from err
                 raise
             self._lose(result, mixed)
             return result
         value = next((value for value in values if value.layout.blocks or value.is_part_of_sum), values[0])
-        given, around = self._given(name, args, kwargs), surroundings(value.layout.device)
+        given, around = self._given(name, args, kwargs), global_state(value.layout.device)
         run = self._run_whole if value.is_part_of_sum else partial(self._run, value)
         result = run(func, args, kwargs)
         changed = args[0] if result is None and args else result
@@ -215,9 +215,9 @@ class ShardedValues:
         try:
             if not self._take_apart(name, args, changed, value):
                 shapes = tuple((tensor.shape, tensor.device) for tensor in tensors_in(changed))
-                question = Question(func, given.leaves, given.kinds, given.spec, value.layout, shapes, reduced, counted, around)
-                self._note(changed, ask(question, given.numbers), value)
-        except Mixed as err:
+                question = OpCall(func, given.leaves, given.kinds, given.spec, value.layout, shapes, reduced, counted, around)
+                self._note(changed, result_layouts(question, given.numbers), value)
+        except MixesShards as err:
             self._lose(changed, self._mixed(value, *err.args) if self.checks_values else None)
         except Exception as err:  # whatever code gives to torch: the check must not be what fails
             get_logger().debug("what %s returns is not followed: %s", name, err)
@@ -226,7 +226,9 @@ class ShardedValues:
     def applied(self, function: Any, args: tuple[Any, ...], result: Any) -> None:
         """An autograd function has returned: its backward on parts has to give parts of what it gives on all."""
         given = self._of(tensors_in(args))
-        values = [each for each in given if isinstance(each, Followed) and not each.is_part_of_sum and not each.layout.blocks]
+        values = [
+            each for each in given if isinstance(each, TrackedValue) and not each.is_part_of_sum and not each.layout.blocks
+        ]
         if not values or len(values) < len(given):
             return
         value, ranks = values[0], values[0].layout.ranks
@@ -236,8 +238,8 @@ class ShardedValues:
                 return leaf
             known = self.known.get(leaf)
             like = value if known is None and leaf.shape == value.layout.shape else None
-            layout = known.layout if isinstance(known, Followed) else plain(leaf) if like is None else like.layout
-            return layout.empty(mesh_of(ranks))
+            layout = known.layout if isinstance(known, TrackedValue) else untracked(leaf) if like is None else like.layout
+            return layout.empty(fake_mesh(ranks))
 
         try:
             given_all, made = pytree.tree_map(stand_in, (args, result))
@@ -254,7 +256,7 @@ class ShardedValues:
             BuildError: the module is given what it was not split for.
         """
         value = self.known.get(first_input(args, kwargs))
-        if not isinstance(value, Followed) or value.owner is not module:
+        if not isinstance(value, TrackedValue) or value.owner is not module:
             self.enter(module, args, kwargs)
         result = func(*args, **kwargs)
         self.leave(module, result, last=False, is_whole=False)
@@ -262,7 +264,7 @@ class ShardedValues:
 
     def _run_whole(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the function with what is the same on every rank; what is drawn for it first has to be, too."""
-        draw = Draw() if self.unasked is not None and not in_function_transform() else None
+        draw = GeneratorSnapshot() if self.unasked is not None and not in_function_transform() else None
         result = func(*args, **kwargs)
         if draw is not None and draw.has_drawn:
             if not draw.is_alike(self.unasked, self.device):
@@ -270,9 +272,9 @@ class ShardedValues:
             self.unasked = None
         return result
 
-    def _run(self, value: Followed, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run(self, value: TrackedValue, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the function with this rank's parts."""
-        draw = Draw() if self.checks_random and not in_function_transform() else None
+        draw = GeneratorSnapshot() if self.checks_random and not in_function_transform() else None
         try:
             result = func(*args, **kwargs)
         except (RuntimeError, ValueError) as err:
@@ -283,7 +285,7 @@ class ShardedValues:
             raise self.error("random", value.owner, f"{name_of(func)} draws the same random numbers on every rank", _FORK)
         return result
 
-    def _mixed(self, value: Followed, why: str, remedy: str = _GATHER) -> BuildError:
+    def _mixed(self, value: TrackedValue, why: str, remedy: str = _GATHER) -> BuildError:
         return self.error("values", value.owner, why, remedy)
 
     def _given(self, name: str, args: Any, kwargs: Any) -> _Given:
@@ -296,14 +298,14 @@ class ShardedValues:
                 leaves[place] = Slice(leaf.start, leaf.stop, leaf.step)
             elif isinstance(leaf, torch.Tensor):
                 known = self.known.get(leaf)
-                if isinstance(known, Followed):
+                if isinstance(known, TrackedValue):
                     leaves[place] = known.layout
                 else:
                     numbers[place] = leaf.detach().clone().requires_grad_(leaf.requires_grad) if changes else leaf
-                    leaves[place] = plain(leaf) if leaf.layout is torch.strided else leaf
+                    leaves[place] = untracked(leaf) if leaf.layout is torch.strided else leaf
         return _Given(tuple(leaves), tuple(map(type, leaves)), spec, numbers)
 
-    def _note(self, result: Any, outcomes: Sequence[Outcome], of: Followed) -> None:
+    def _note(self, result: Any, outcomes: Sequence[Outcome], of: TrackedValue) -> None:
         for tensor, outcome in zip(tensors_in(result), outcomes, strict=False):
             if outcome == SAME:
                 self.known.pop(tensor, None)
@@ -312,7 +314,7 @@ class ShardedValues:
             elif isinstance(outcome, Layout):
                 self.known[tensor] = replace(of, layout=outcome)
 
-    def _take_apart(self, name: str, args: Any, result: Any, fused: Followed) -> bool:
+    def _take_apart(self, name: str, args: Any, result: Any, fused: TrackedValue) -> bool:
         """Follow what is taken out of a fused output, a block; return whether it is known what the function does to one."""
         blocks, tensors = fused.layout.blocks, list(tensors_in(result))
         if blocks and name in GIVEN_SIZES:
@@ -325,16 +327,16 @@ class ShardedValues:
         sizes = tuple(tensor.shape[dim] for tensor in tensors if tensor.dim() > dim)
         if name in _SPLITS and set(sizes) != {starts[-1]}:
             if sizes != blocks:
-                raise Mixed(f"{name} takes {list(sizes)} out of blocks of {list(blocks)}")
+                raise MixesShards(f"{name} takes {list(sizes)} out of blocks of {list(blocks)}")
             self._follow_parts(tensors, fused)
         elif bounds is not None and dim == args[0].dim() - 1:
             if not set(bounds) <= set(starts):
-                raise Mixed(f"{list(bounds)} is cut out of blocks of {list(blocks)}")
+                raise MixesShards(f"{list(bounds)} is cut out of blocks of {list(blocks)}")
             if bounds in zip(starts, starts[1:], strict=False):
                 self._follow_parts(tensors, fused)
         return True
 
-    def _follow_parts(self, tensors: list[torch.Tensor], of: Followed) -> None:
+    def _follow_parts(self, tensors: list[torch.Tensor], of: TrackedValue) -> None:
         for tensor in tensors:
             self.known[tensor] = replace(of, layout=sharded(tensor, of.layout.dim, of.layout.ranks))
 
@@ -364,7 +366,7 @@ def _check_rows(name: str, fused: torch.Tensor, made: torch.Tensor, blocks: tupl
         return
     row = made.shape[lead + 1 :].numel()
     if row and any(end % row for end in accumulate(blocks)):
-        raise Mixed(
+        raise MixesShards(
             f"{name} makes rows of {row} out of blocks of {list(blocks)}",
             "give the blocks that the code takes apart, or blocks=1 where it takes them apart by heads",
         )
@@ -378,7 +380,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def is_ours() -> bool:
+def is_called_by_sharding() -> bool:
     """Return whether this package calls the torch function: its collectives and the like know what they do."""
     names = (str(frame.f_globals.get("__name__")) for frame, _ in walk_stack(sys._getframe(1)))
     watching = ("checks.first_run_check", "checks.partial_gradients", "communication._torch_autograd")
@@ -386,7 +388,7 @@ def is_ours() -> bool:
     return next(name for name in names if name not in passed and not name.startswith("torch.")).startswith("slapo_sharding.")
 
 
-def is_of_hook() -> bool:
+def is_called_by_hook() -> bool:
     """Return whether a hook calls, as those do that engines put on modules, and not the module's forward."""
     called = None
     for frame, _ in walk_stack(sys._getframe(1)):

@@ -55,7 +55,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Followed:
+class TrackedValue:
     """A sharded value.
 
     Args:
@@ -74,7 +74,7 @@ class Followed:
         return self.layout.placement is not None and self.layout.placement.is_partial()
 
 
-def plain(x: torch.Tensor) -> Layout:
+def untracked(x: torch.Tensor) -> Layout:
     """Of a tensor that is not followed."""
     return Layout(x.shape, x.stride(), x.dtype, x.device)
 
@@ -102,7 +102,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(part)
 
 
-def looks_at_others(name: str) -> bool:
+def reads_metadata_only(name: str) -> bool:
     """Whether a function takes no more than the type or the shape from tensors behind the first one."""
     return name in _OTHERS
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from slapo_tracing.nodes import function_name, is_opaque
 
 from ...rules.convolutions import channel_dim
-from ...splitting.module_paths import ancestors, kind
+from ...splitting.module_paths import ancestors, without_block_numbers
 from ...syncs.sharded_norms import norm_of
 from ..dry_run.fused_sizes import fused_sizes, other_split
 from ..dry_run.layout_adaptation import may_cut, may_reduce, needs_statistics
@@ -237,14 +237,18 @@ class _Search:
 
     def _adapt(self, node: fx.Node, layouts: Layouts, of_layers: bool = False) -> bool:
         """Let a node, and those of the same line in identical modules, cut whole values and add up partial results."""
-        module = kind(node.meta.get("module", ""))
+        module = without_block_numbers(node.meta.get("module", ""))
         if not self.adapts or module in self.unadapted or node in self.adapted or not _can_adapt(node, layouts, of_layers):
             return False
         if layouts.sources[node] & self.all_tables and needs_statistics(layouts, node):
             return False  # of what an embedding gives all would be split along the width
         alike = (node.target, node.meta.get("source"), module)
         for other in self.traced.graph.nodes:
-            if (other.target, other.meta.get("source"), kind(other.meta.get("module", ""))) == alike and other.op == node.op:
+            if (
+                other.target,
+                other.meta.get("source"),
+                without_block_numbers(other.meta.get("module", "")),
+            ) == alike and other.op == node.op:
                 self.adapted.add(other)
         return True
 
@@ -290,7 +294,7 @@ class _Search:
 
         Ranks then use what these layers give each on its part, with its gradient summed.
         """
-        module, tables = kind(err.node.meta.get("module", "")), err.sources & self.all_tables
+        module, tables = without_block_numbers(err.node.meta.get("module", "")), err.sources & self.all_tables
         if self.adapts != "all" or module in self.unadapted:
             return set()
         if tables:  # of distances, say, which queries meet in a product: all heads use the whole of it
@@ -349,4 +353,4 @@ def _dims(node: fx.Node, sizes: set[int]) -> list[int]:
 def _place(path: str) -> str:
     """The same for the layers at one place of the repeated blocks; layers in one list are at places of their own."""
     owner, _, name = path.rpartition(".")
-    return f"{kind(owner)}.{name}" if owner else name
+    return f"{without_block_numbers(owner)}.{name}" if owner else name

@@ -7,7 +7,7 @@ from typing import Any
 
 from slapo_core import Schedule
 
-from ...splitting.module_paths import kind
+from ...splitting.module_paths import without_block_numbers
 from ..local_sizes.adapted_modules import cuts_from_outside, is_inside, owners
 from ..local_sizes.local_forward import Calls, LocalForward, Plan
 from .flat_graphs import layer_paths
@@ -48,7 +48,7 @@ def local_forward(
     plan = Plan(path, splits, opened, schedule.world_size, schedule.group, parameters, shared, cuts_inputs, by_use)
     alike = (
         type(module),
-        kind(path),
+        without_block_numbers(path),
         opened,
         cuts_inputs,
         by_use,

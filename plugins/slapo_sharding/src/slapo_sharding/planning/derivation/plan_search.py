@@ -11,9 +11,9 @@ from torch import fx
 
 from slapo_core import Schedule, ScheduleError, TraceError, get_logger
 
-from ...communication._torch_private import mesh_of
+from ...communication._torch_private import fake_mesh
 from ...rules.rulebook import rules_of
-from ...splitting.module_paths import kind
+from ...splitting.module_paths import without_block_numbers
 from ..dry_run.layouts import LayoutError, Layouts
 from ..dry_run.parallel_branches import find_branches
 from ..local_sizes.adapted_modules import adapting, num_summed, owners
@@ -56,7 +56,7 @@ def _derive_from(
     schedule: Schedule, traced: fx.GraphModule, copies: list[KeyCopies], whole: LeftWhole, sequence_parallel: bool
 ) -> tuple[Derived, list[KeyCopies]]:
     """Return the plan, and those of the attentions for which it is none."""
-    rules, mesh = rules_of(schedule), mesh_of(schedule.world_size)
+    rules, mesh = rules_of(schedule), fake_mesh(schedule.world_size)
     left = tied_or_vocabulary(schedule.mod, schedule.world_size, rules) | whole.modules(schedule.mod)
     with widened(schedule.mod, copies, rules):
         wide = trace_flat(schedule, whole) if copies else traced
@@ -112,7 +112,7 @@ def _adapted(schedule: Schedule, derived: Derived, rederive: Callable[..., Deriv
         if unfit is None:
             return adapted
         get_logger().debug("tensor_parallel: no whole values are cut in %r: %s", unfit.module, unfit.reason)
-        found = {kind(module) for module in adapting(adapted.layouts, unfit.module)} - unadapted
+        found = {without_block_numbers(module) for module in adapting(adapted.layouts, unfit.module)} - unadapted
         if not found:
             break
         unadapted |= found
@@ -138,7 +138,7 @@ def _whole_numbers(schedule: Schedule, plan: Derived) -> int:
 
 def _unfit(schedule: Schedule, derived: Derived) -> Difference | None:
     """Return which module has to run from a graph and cannot; None where all can. Identical modules are traced once."""
-    kinds = {kind(path): path for path, must in owners(derived.layouts).items() if must}
+    kinds = {without_block_numbers(path): path for path, must in owners(derived.layouts).items() if must}
     layers = layer_paths(schedule)
     for path in kinds.values():
         if not path:

@@ -12,12 +12,12 @@ from torch import fx, nn
 
 from slapo_core import Schedule, ScheduleError, TraceError, get_logger, paths
 
-from ...rules.parametrizations import computed_by
+from ...rules.parametrizations import parametrization_of
 from ...rules.projections import is_projection
 from ...rules.rulebook import rules_of
 from ...rules.sharding_rule import split_of
 from ...splitting import attention_heads
-from ...splitting.module_paths import ancestors, kind
+from ...splitting.module_paths import ancestors, without_block_numbers
 from ..dry_run.layouts import UNEVEN, Layouts
 from ..local_sizes.adapted_modules import is_inside
 from .layer_search import Derived
@@ -67,9 +67,9 @@ class LeftWhole:
 
     def add_layers(self, model: nn.Module, err: Misfit) -> bool:
         """Add the layers at fault with those at the same place in other blocks; return whether there was one to add."""
-        kinds = {kind(path) for path in err.layers}
+        kinds = {without_block_numbers(path) for path in err.layers}
         paths = (path for path, _ in [*model.named_modules(), *model.named_parameters()])
-        found = {path: err.reason for path in paths if kind(path) in kinds and path not in self.layers}
+        found = {path: err.reason for path in paths if without_block_numbers(path) in kinds and path not in self.layers}
         self.layers.update(found)
         return bool(found)
 
@@ -80,7 +80,11 @@ class LeftWhole:
         if not path.startswith(start) or not (inside := path.removeprefix(start)):
             return False
         model, rules = schedule.mod, rules_of(schedule)
-        alike = [other for other, _ in model.named_modules() if kind(other) == kind(inside) and other not in self.opaque]
+        alike = [
+            other
+            for other, _ in model.named_modules()
+            if without_block_numbers(other) == without_block_numbers(inside) and other not in self.opaque
+        ]
         self.opaque.update(dict.fromkeys(alike, without_advice(err)))
         inner = [(other, model.get_submodule(other)) for other in alike]
         held = [f"{other}.{name}" for other, module in inner for name, _ in module.named_modules() if name]
@@ -99,7 +103,7 @@ def tell_of_opaque(schedule: Schedule, whole: LeftWhole) -> set[str]:
     for path, reason in whole.opaque.items():
         inside = [schedule.mod.get_submodule(each) for each in whole.layers if is_inside(each, path)]
         full = paths.join(schedule.path, path)
-        if kind(full) == full and inside and not any(map(split_of, inside)):
+        if without_block_numbers(full) == full and inside and not any(map(split_of, inside)):
             told.add(path)
             _say(schedule, path, reason)
     return told
@@ -111,7 +115,7 @@ def remaining_reasons(model: nn.Module, reasons: Mapping[str, str]) -> dict[str,
     Such a plan tells of all layers in the blocks that it splits, but for attentions of which it splits nothing.
     """
     split = {path for path, module in model.named_modules() if split_of(module)}
-    blocks, attentions = {_block(path) for path in split}, [*attention_heads.whole_attentions(model)]
+    blocks, attentions = {_block(path) for path in split}, [*attention_heads.replicated_attentions(model)]
     return {
         path: reason
         for path, reason in reasons.items()
@@ -121,7 +125,7 @@ def remaining_reasons(model: nn.Module, reasons: Mapping[str, str]) -> dict[str,
 
 def _block(path: str) -> str:
     """Return the path of the outermost repeated module around a layer; the layer's own where there is none."""
-    return next((outer for outer in reversed([*ancestors(path)]) if kind(outer) != outer), path)
+    return next((outer for outer in reversed([*ancestors(path)]) if without_block_numbers(outer) != outer), path)
 
 
 def tell(schedule: Schedule, derived: Derived, misfits: Collection[str] = (), done: Collection[str] = ()) -> None:
@@ -142,43 +146,45 @@ def tell(schedule: Schedule, derived: Derived, misfits: Collection[str] = (), do
         heads = attention_heads.makes_heads(schedule.mod.get_submodule(owner), child)
         uneven = UNEVEN in reason
         where = path if uneven or path not in whole else whole[path]
-        what = kind(owner if heads else where)
+        what = without_block_numbers(owner if heads else where)
         loud = (heads or where != path or (what != path and (uneven or path in misfits))) and what not in told
         _say(schedule, where if loud else path, reason, loud)
-        told.update([what, kind(where)] if loud else [])
+        told.update([what, without_block_numbers(where)] if loud else [])
     for path, line in _of_parameters(schedule, derived).items():
         if not _is_told(path, told):
-            told.add(kind(path))
+            told.add(without_block_numbers(path))
             why = next((f": {reason}" for name, reason in derived.reasons.items() if name.startswith(f"{path}.")), f" ({line})")
             why = f"it multiplies by parameters of its own, in no layer{why}"
             _say(schedule, path, why)
     for path, line in _of_convolutions(schedule, derived).items():
         if not _is_told(path, told):
-            told.add(kind(path))
+            told.add(without_block_numbers(path))
             _say(schedule, path, f"its MLP is made of convolutions ({line})")
     told |= tell_whole_attentions(schedule, {**_lines_of_calls(derived), **derived.reasons}, _NONE, told)
     computed = {
-        kind(path): path for path, module in schedule.mod.named_modules() if computed_by(module) and not split_of(module)
+        without_block_numbers(path): path
+        for path, module in schedule.mod.named_modules()
+        if parametrization_of(module) and not split_of(module)
     }
     for path in computed.values():
-        _say(schedule, path, f"its {computed_by(schedule.mod.get_submodule(path))}")
+        _say(schedule, path, f"its {parametrization_of(schedule.mod.get_submodule(path))}")
     for path in _whole_projections(schedule):
-        if kind(path) not in computed and not _is_told(path, told):
-            told.add(kind(path))
+        if without_block_numbers(path) not in computed and not _is_told(path, told):
+            told.add(without_block_numbers(path))
             name = type(schedule.mod.get_submodule(path)).__name__
             why = f"a part of what the {name} returns does not follow from parts of its tensors"
             _say(schedule, path, why)
     for path in _read_weights(schedule, derived):
         rewritten = _is_in_graph(schedule, path)
-        if (rewritten or kind(path) != path) and not _is_told(path, told):
+        if (rewritten or without_block_numbers(path) != path) and not _is_told(path, told):
             why = "the code around it uses its weights and does not call it"
             if rewritten:
                 why = "the rewritten graph around it uses its weights; call tensor_parallel() before what rewrites it"
             _say(schedule, path, why)
     split = {outer for path in (*derived.splits, *derived.parameters) for outer in (path, *ancestors(path))}
     for path, line in whole_products(schedule.mod, derived.layouts, split).items():
-        if not path or not (_is_told(path, told) or any(is_inside(what, kind(path)) for what in told)):
-            told |= {kind(path)} - {""}
+        if not path or not (_is_told(path, told) or any(is_inside(what, without_block_numbers(path)) for what in told)):
+            told |= {without_block_numbers(path)} - {""}
             why = derived.reasons.get(path) or next(_reasons_in(path, derived.reasons), "no rule splits its products")
             _say(schedule, path, why if _LINE.search(why) else f"{why} ({line})")
 
@@ -186,14 +192,14 @@ def tell(schedule: Schedule, derived: Derived, misfits: Collection[str] = (), do
 def tell_of_attributes(schedule: Schedule, layouts: Layouts) -> None:
     """Say which attributes hold a rank's part after a forward, once for all alike."""
     parts = (node for node in layouts.graph.nodes if node in layouts.local)
-    names = {kind(name): name for node in reversed([*parts]) for name in node.meta.get("assigned", ())}
+    names = {without_block_numbers(name): name for node in reversed([*parts]) for name in node.meta.get("assigned", ())}
     what = "tensor_parallel: the attribute %r of %r holds this rank's part of what the unmodified model leaves there"
     for path, _, name in (name.rpartition(".") for name in names.values()):
         get_logger().warning(what, name, paths.join(schedule.path, path), extra=first_rank_only(schedule))
 
 
 def _is_told(path: str, told: Collection[str]) -> bool:
-    return any(is_inside(kind(path), what) for what in told)
+    return any(is_inside(without_block_numbers(path), what) for what in told)
 
 
 def _say(schedule: Schedule, path: str, why: str, loud: bool = True) -> None:
@@ -213,7 +219,7 @@ def _whole_projections(schedule: Schedule) -> Iterable[str]:
     rules, named = rules_of(schedule), dict(schedule.mod.named_modules())
     inside = {other for module in named.values() if split_of(module) for other in module.modules()}
     found = [path for path, module in named.items() if module not in inside and is_projection(module)]
-    return {kind(path): path for path in reversed(found) if rules.find(named[path]) is None}.values()
+    return {without_block_numbers(path): path for path in reversed(found) if rules.find(named[path]) is None}.values()
 
 
 def _lines_of_calls(derived: Derived) -> dict[str, str]:
@@ -232,12 +238,16 @@ def _of_parameters(schedule: Schedule, derived: Derived) -> dict[str, str]:
     found: dict[str, tuple[str, str]] = {}
     for node in derived.layouts.graph.find_nodes(op="get_attr"):
         path = str(node.target).rpartition(".")[0]
-        if kind(path) == path or path in split or schedule.mod.get_submodule(path) in derived.layouts.left_whole:
+        if (
+            without_block_numbers(path) == path
+            or path in split
+            or schedule.mod.get_submodule(path) in derived.layouts.left_whole
+        ):
             continue
         own = schedule.mod.get_submodule(path)._parameters.values()
         if sum(each is not None and each.dim() > 1 for each in own) > 1:
             user = next(iter(node.users), node)
-            found.setdefault(kind(path), (path, str(user.meta.get("source"))))
+            found.setdefault(without_block_numbers(path), (path, str(user.meta.get("source"))))
     return dict(found.values())
 
 
@@ -247,11 +257,11 @@ def _of_convolutions(schedule: Schedule, derived: Derived) -> dict[str, str]:
     wide: dict[str, set[tuple[int, int]]] = {}
     for node in derived.layouts.graph.find_nodes(op="call_module"):
         path, module = str(node.target).rpartition(".")[0], schedule.mod.get_submodule(str(node.target))
-        if not isinstance(module, kinds) or module.groups > 1 or kind(path) == path or split_of(module):
+        if not isinstance(module, kinds) or module.groups > 1 or without_block_numbers(path) == path or split_of(module):
             continue
         sizes = module.in_channels, module.out_channels
         if sizes[::-1] in wide.get(path, ()) and sizes[0] > sizes[1]:
-            found.setdefault(kind(path), (path, str(node.meta.get("source"))))
+            found.setdefault(without_block_numbers(path), (path, str(node.meta.get("source"))))
         wide.setdefault(path, set()).add(sizes)
     return dict(found.values())
 
@@ -263,7 +273,7 @@ def _read_weights(schedule: Schedule, derived: Derived) -> Iterable[str]:
     read = {str(node.target) for node in graph.find_nodes(op="get_attr")} - derived.parameters.keys()
     read = {name.rpartition(".")[0] for name in read} - called
     layers = (path for path in sorted(read, reverse=True) if rules.is_layer(schedule.mod.get_submodule(path)))
-    return {kind(path): path for path in layers}.values()
+    return {without_block_numbers(path): path for path in layers}.values()
 
 
 def _is_in_graph(schedule: Schedule, path: str) -> bool:
@@ -275,7 +285,7 @@ def _whole_modules(derived: Derived) -> dict[str, str]:
     split = {outer for path in (*derived.splits, *derived.parameters) for outer in ancestors(path)}
     found: dict[str, str] = {}
     for path in derived.reasons.keys() - derived.splits.keys():
-        outer = [other for other in ancestors(path) if other not in split and kind(other) != other]
+        outer = [other for other in ancestors(path) if other not in split and without_block_numbers(other) != other]
         outer = [other for other in outer if not other.rpartition(".")[2].isdigit()] or outer
         if outer:
             found[path] = outer[-1]
@@ -294,7 +304,7 @@ def tell_whole_attentions(
         otherwise: Why an attention does that has no such layer.
         told: Kinds of which it is said already.
     """
-    kinds = {kind(path): path for path in reversed([*attention_heads.whole_attentions(schedule.mod)])}
+    kinds = {without_block_numbers(path): path for path in reversed([*attention_heads.replicated_attentions(schedule.mod)])}
     new = {what: path for what, path in kinds.items() if what != path and not any(is_inside(what, other) for other in told)}
     for path in new.values():
         why = next(_reasons_in(path, reasons), otherwise)

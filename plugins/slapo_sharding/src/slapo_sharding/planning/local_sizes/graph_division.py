@@ -11,8 +11,8 @@ from torch import fx
 
 from slapo_tracing.nodes import function_name
 
-from ...communication.collectives import Group, all_reduce, all_reduce_grad, apply, num_ranks
-from ...syncs.sharded_norms import mean_of, norm_in, norm_of, spread_in
+from ...communication.collectives import Group, all_reduce, all_reduce_grad, apply_function, num_ranks
+from ...syncs.sharded_norms import mean_over_group, norm_in, norm_of, variance_in
 from ..dry_run.layouts import Layouts
 from ..dry_run.parallel_branches import Branches
 from ..dry_run.size_arguments import is_size, leaves, local_size, with_leaves
@@ -93,7 +93,7 @@ def part(x: torch.Tensor, dim: int, group: Group, blocks: tuple[int, ...] = ()) 
 
 def beside(x: torch.Tensor, *unused: torch.Tensor) -> torch.Tensor:
     """Return a value; parameters without elements on this rank get gradients as all others do, for which engines wait."""
-    return apply(_Beside, x, *unused) if torch.is_grad_enabled() else x
+    return apply_function(_Beside, x, *unused) if torch.is_grad_enabled() else x
 
 
 class _Beside(torch.autograd.Function):
@@ -113,7 +113,7 @@ def once(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _add_up(node: fx.Node, is_mean: bool, group: Group) -> None:
-    made = _made(node, mean_of if is_mean else all_reduce, node, group)
+    made = _made(node, mean_over_group if is_mean else all_reduce, node, group)
     node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
 
 
@@ -121,7 +121,7 @@ def _sum_statistics(layouts: Layouts, node: fx.Node, group: Group) -> None:
     """Put a norm whose statistics are summed in the place of one."""
     graph = node.graph
     if node.op != "call_module":
-        made = _made(node, norm_in(node) or spread_in(node), group, *node.args)
+        made = _made(node, norm_in(node) or variance_in(node), group, *node.args)
         made.kwargs = node.kwargs
     else:
         module, x = layouts.fetch_attr(str(node.target)), node.all_input_nodes[0]

@@ -21,9 +21,9 @@ from slapo_tracing.nodes import Hidden, unobserved, whole_shape
 from slapo_tracing.recording import HOOK_ATTRIBUTES, WRAPPER_ATTRIBUTES
 from slapo_tracing.tracers import LeafKind, trace_again, trace_value
 
-from ...communication._torch_private import mesh_of
+from ...communication._torch_private import fake_mesh
 from ...communication.collectives import Group
-from ...rules.parametrizations import registrations
+from ...rules.parametrizations import no_parametrization_in_forward
 from ..dry_run.layouts import LayoutError, Layouts
 from ..dry_run.parallel_branches import Branches, find_branches
 from ..dry_run.size_arguments import leaves
@@ -263,7 +263,7 @@ class LocalForward(Hidden):
         keeps = {id(whole.get_submodule(path)) for path, each in zip(plan.splits, kept, strict=True) if each}
         is_layer: Callable[..., bool] = lambda module, way="": id(module) in (keeps if way == "kept" else layers)  # noqa: E731
         layouts = Layouts(
-            *(whole, mesh_of(plan.ranks), candidates, {}, is_layer, left, graph, adapted),
+            *(whole, fake_mesh(plan.ranks), candidates, {}, is_layer, left, graph, adapted),
             gives_parts=True,
             parameters=plan.parameters,
             shared=plan.shared,
@@ -316,7 +316,7 @@ def _unparametrised(module: nn.Module) -> Iterator[None]:
     Raises:
         TraceError: it does.
     """
-    with registrations() as found:
+    with no_parametrization_in_forward() as found:
         yield
     if not {*module.modules()}.isdisjoint(found):
         raise TraceError(f"its forward parametrises the tensors of its {type(found[0]).__name__} while it runs")
