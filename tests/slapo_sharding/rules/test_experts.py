@@ -159,10 +159,10 @@ def test_what_is_not_known_of_experts_leaves_them_whole():
     assert mixing.startswith(
         "shard('experts'): 'gate_up_proj' cannot be split along 1: the experts' gate mixes their inner width"
     )
-    assert "what the experts do with 'scale' is not known" in scaled
+    assert "the use of 'scale' in the experts is not known" in scaled
     assert "with a block of 9, not divisible by 2 ranks" in odd
     assert "the norm behind each expert" in normed
-    assert "the experts themselves are dealt out" in dealt
+    assert "the experts themselves are distributed" in dealt
     assert "'gate_up_proj' and 'down_proj' do not fit together" in other
     assert "'experts.down_proj' is a parameter of 'experts', which has no style 'moe_tp_experts'" in alone
     assert "no sharding rule splits a MixtralTopKRouter this way" in gate

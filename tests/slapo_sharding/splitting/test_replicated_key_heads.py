@@ -211,7 +211,7 @@ def test_blocks_that_every_rank_holds_whole():
     assert (width, refused) == other
     assert width == 16 // 2 + 4 + 4
     given = ["[3]", "[0, 1, 2]", "1"]
-    places = [f"copied is {each}; give places of some of the 3 blocks, counted from 0" for each in given]
+    places = [f"copied is {each}; give indices of some of the 3 blocks, counted from 0" for each in given]
     expected = [*places[:2], "copied is for a layer whose output stays sharded; leave it out", places[2]]
     assert [message.removeprefix("shard('0.fused'): ") for message in refused] == expected
 

@@ -206,7 +206,7 @@ def _kept(rank: int) -> None:
     gc.collect()
     alive = [each for each in gc.get_objects() if type(each) is _RegatheredInput]
     assert alive
-    assert all(each.sent is None and each.known is None for each in alive)
+    assert all(each.started is None and each.gathered is None for each in alive)
 
 
 def test_what_was_gathered_again_is_let_go():

@@ -13,20 +13,20 @@ from .build_hooks import slapo_before_build as slapo_before_build
 
 @hookimpl
 def slapo_primitives() -> dict[str, str]:
-    """The tensor-parallel primitives."""
+    """Return the tensor-parallel primitives."""
     names = ("fork_rng", "shard", "sync", "sync_batch_norm", "tensor_parallel")
     return {name: f"slapo_sharding.{name}:{name.title().replace('_', '')}Primitive" for name in names}
 
 
 @hookimpl
 def slapo_add_hookspecs(manager: Any) -> None:
-    """``slapo_shard_rules``."""
+    """Add ``slapo_shard_rules`` and ``slapo_layer_backends``."""
     manager.add_hookspecs(hookspecs)
 
 
 @hookimpl(trylast=True)
 def slapo_shard_rules() -> list[str]:
-    """The rules for modules of torch and Transformers."""
+    """Return the rules for modules of torch and Transformers."""
     return [
         f"slapo_sharding.rules.{kinds}:RULES" for kinds in ("layers", "convolutions", "norms", "experts", "multihead_attention")
     ]

@@ -1,8 +1,8 @@
-"""BatchNorm with the statistics of all replicas' rows: what ``sync_batch_norm`` puts in the place of a layer's forward.
+"""Forward of BatchNorm with the statistics of all replicas' rows, which ``sync_batch_norm`` installs.
 
-Each replica computes the number, the mean and the summed squared deviations (M2) of its own values. These are gathered and
-combined by the method of Chan, Golub and LeVeque, which keeps the digits of a small variance beside a large mean: it never
-subtracts squares of whole values from each other.
+Each replica computes the count, the mean and the summed squared deviations (M2) of its own values. These are gathered and
+combined by the method of Chan, Golub and LeVeque. It stays accurate for a small variance beside a large mean, because it never
+subtracts squares of values from each other.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from . import collectives
 from .collectives import Group
 
 FORWARDS = (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward)
-"""Forwards that it stands for; those of BatchNorm 1d, 2d and 3d, of lazy ones and of most subclasses are one function."""
+"""Forwards that the wrapper may replace; BatchNorm 1d, 2d, 3d, lazy ones and most subclasses share one function."""
 
 
 class ReplicaStatistics:
-    """A forward wrapper of a BatchNorm: in training its statistics are those of all data-parallel replicas.
+    """Forward wrapper of a BatchNorm whose training statistics are those of all data-parallel replicas.
 
     Attributes:
-        group: The replicas; None before ``build`` has made them, and where there is one.
+        group: The replicas; None before ``build`` has made them, and if there is only one.
         over_replicas: Tells an engine's first-step checks that with one micro-batch these are the whole batch's statistics.
     """
 
@@ -56,7 +56,7 @@ class ReplicaStatistics:
 
 
 def wrapped_module(call: Callable[..., Any]) -> Any:
-    """Return the layer whose forward a wrapper is given; other wrappers may lie between."""
+    """Return the layer whose forward a wrapper calls, through other wrappers in between."""
     while isinstance(call, partial):
         call = call.args[0]
     return call.__self__  # type: ignore[attr-defined]
@@ -78,7 +78,7 @@ def _update(module: Any, count: torch.Tensor, mean: torch.Tensor, squares: torch
 
 
 class _Normalise(torch.autograd.Function):
-    """Normalise by the statistics of all ranks' values; also gives their number, their mean and their M2 per channel."""
+    """Normalise by the statistics of all ranks; also return the count of values, and mean and M2 per channel."""
 
     @staticmethod
     def forward(
@@ -119,7 +119,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def _combined_statistics(x: torch.Tensor, group: collectives.Group) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Number, mean and M2 of all ranks' values, per channel; a rank may have none."""
+    """Return count, mean and M2 of all ranks' values per channel; a rank may have no rows."""
     dims, channels = _reduced_dims(x), x.size(1)
     size = x.numel() // max(channels, 1)
     mean = x.mean(dims) if size else x.new_zeros(channels)
@@ -134,17 +134,17 @@ def _combined_statistics(x: torch.Tensor, group: collectives.Group) -> tuple[tor
 
 
 def _reduced_dims(x: torch.Tensor) -> list[int]:
-    """All dimensions but that of the channels."""
+    """Return all dimensions but the channel dimension."""
     return [dim for dim in range(x.dim()) if dim != 1]
 
 
 def _per_channel(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """One value per channel, in the shape that goes with the input's."""
+    """Return one value per channel in a shape that broadcasts over the input."""
     return values.view(-1, *(1,) * (x.dim() - 2))
 
 
 def replicas_of(schedule: Schedule) -> Group:
-    """Return the group of this rank's data-parallel replicas in the schedule's mesh; None where there is one."""
+    """Return the group of this rank's data-parallel replicas in the schedule's mesh; None if there is only one."""
     mesh = schedule.mesh
     if mesh is None or "dp" not in (mesh.mesh_dim_names or ()) or mesh["dp"].size() == 1:
         return None
@@ -152,7 +152,7 @@ def replicas_of(schedule: Schedule) -> Group:
 
 
 def resolve_replicas(schedule: Schedule) -> None:
-    """Give layers that were synced before there was a mesh their group of replicas."""
+    """Set the group of replicas of layers that were synced before the schedule had a mesh."""
     group = replicas_of(schedule)
     for module in schedule.get_top_schedule().mod.modules():
         if (found := statistics_of(module)) is not None:

@@ -14,7 +14,7 @@ _SOURCES = {WeightNorm: ("_g", "_v"), SpectralNorm: ("_orig",), BasePruningMetho
 
 
 def is_computing(hook: object) -> bool:
-    """Return whether a hook is one of torch that computes a tensor of its module before each forward."""
+    """Return whether a hook is one of torch's that compute a tensor of the module before each forward."""
     return isinstance(hook, tuple(_SOURCES))
 
 
@@ -32,6 +32,6 @@ def sources_of(hook: Any, name: str) -> tuple[str, ...]:
 def splits_along(hook: Any, dim: int) -> bool:
     """Return whether each part along a dimension follows from the same part of all sources.
 
-    A mask multiplies elements; weight norm divides what lies along its own dimension by one norm each.
+    A mask multiplies elements; a weight norm has one norm for each index of its own dimension.
     """
     return isinstance(hook, BasePruningMethod) or (isinstance(hook, WeightNorm) and hook.dim == dim)

@@ -1,8 +1,8 @@
-"""Layers whose tensors are computed from others, by ``torch.nn.utils.parametrize`` or hooks: norms, masks, an own function.
+"""Layers whose tensors are computed from others by ``torch.nn.utils.parametrize`` or hooks: norms, masks, own functions.
 
-Such a layer is split as its class is, by the tensors its weight is computed from, where each part of the weight follows from
-the same part of all of them: of an elementwise function in both ways, of weight norm along the outputs, of a spectral norm in
-none. Which it is, a trial on random numbers tells; of torch's own hooks it is known, see ``parametrization_hooks``.
+Such a layer is split like its class, by the tensors that its weight is computed from. That is right if each part of the weight
+follows from the same part of all these tensors: in both dimensions for an elementwise function, along the outputs for a weight
+norm, in none for a spectral norm. A numeric probe decides; torch's own hooks are known, see ``parametrization_hooks``.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .sharding_rule import Cut, ShardingRule, holder_of
 
 _LIST = "parametrizations"
 _CASES = ((True, 1.0), (True, 1e-2), (True, 1e2), (False, 1.0))
-"""Modes and sizes of the random numbers: a bound on a norm of the whole shows on one side of it alone."""
+"""Modes and magnitudes of the random values; a bound on a norm shows only above or below it."""
 
 
 def parametrization_of(module: nn.Module) -> str | None:
-    """Return which tensors of a module are computed, and by what, as a sentence starts; None where none is.
+    """Return the clause of messages that names the computed tensors of a module; None if there are none.
 
     Example:
-        >>> computed_by(torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2)))
+        >>> parametrization_of(torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2)))
         "'weight' is computed by _WeightNorm"
     """
     found = {name: [type(each).__name__ for each in functions.children()] for name, functions in _functions(module).items()}
@@ -40,7 +40,7 @@ def parametrization_of(module: nn.Module) -> str | None:
 
 
 def source_parameters(module: nn.Module, name: str) -> tuple[str, ...]:
-    """Return the names of the parameters that a tensor is computed from, counted from the module; of any other, its own."""
+    """Return the paths of the parameters that a tensor is computed from; the tensor's own name if it is not computed."""
     holder, own = holder_of(module, name)
     if (hook := parametrization_hooks(holder).get(own)) is not None:
         return sources_of(hook, name)
@@ -49,7 +49,7 @@ def source_parameters(module: nn.Module, name: str) -> tuple[str, ...]:
 
 
 def restricted_rule(rule: ShardingRule, module: nn.Module, ranks: int) -> ShardingRule:
-    """Return the rule for a module of the kind whose tensors may be computed: without the cuts that would be wrong."""
+    """Return a rule without the cuts that are wrong for a module's computed tensors."""
     held = {*module._parameters, *module._buffers}
     if {name for cut in rule.cuts for name in cut.dims} <= held and not parametrize.is_parametrized(module):
         return rule
@@ -64,7 +64,7 @@ _adapted: WeakKeyDictionary[nn.Module, dict[tuple[str, int], ShardingRule]] = We
 
 
 def _functions(module: nn.Module) -> Mapping[str, nn.Module]:
-    """Return what computes the module's tensors, by their names."""
+    """Return the parametrizations of the module's tensors by name."""
     return dict(module.get_submodule(_LIST).named_children()) if parametrize.is_parametrized(module) else {}
 
 
@@ -85,7 +85,7 @@ def _adapted_cut(module: nn.Module, cut: Cut, ranks: int) -> Cut | None:
 
 
 def _computing(module: nn.Module, name: str) -> Any:
-    """Return what computes a tensor of the module or of one inside of it; a cut may name some that the module lacks."""
+    """Return the parametrization or hook that computes a tensor of this path; None without one, or without the tensor."""
     below, _, own = name.rpartition(".")
     try:
         holder = module.get_submodule(below)
@@ -101,10 +101,16 @@ def _splits_elementwise(functions: Any, dim: int, pieces: int) -> bool:
     try:
         own = copy.deepcopy(functions).cpu().double()
         shapes = {name: parameter.shape for name, parameter in own.named_parameters(recurse=False)}
-        if [*shapes] != [name for name, _ in own.named_parameters()]:  # the functions learn, too
+        if [*shapes] != [name for name, _ in own.named_parameters()]:  # the functions have parameters of their own
             return False
         return all(_follows_once(own.train(training), shapes, dim, scale, pieces) for training, scale in _CASES)
-    except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):  # it takes no part, or has no numbers yet
+    except (
+        RuntimeError,
+        ValueError,
+        TypeError,
+        IndexError,
+        NotImplementedError,
+    ):  # it does not run on a part, or has no values yet
         return False
 
 
@@ -145,12 +151,12 @@ def _piece(tensor: torch.Tensor, dim: int, pieces: int, number: int) -> torch.Te
 
 @contextmanager
 def no_parametrization_in_forward() -> Iterator[list[nn.Module]]:
-    """Give the modules of which a forward parametrises a tensor while it runs, as PEFT's for ``target_parameters`` does."""
+    """Yield the list of modules that a forward parametrizes while it runs, as PEFT's does for ``target_parameters``."""
     plain, found = parametrize.register_parametrization, list[nn.Module]()
 
     def register(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         found.append(module)
-        with preserve_versions(tuple(module.parameters())):  # it sets them to what they are
+        with preserve_versions(tuple(module.parameters())):  # registration writes the same values in place
             return plain(module, *args, **kwargs)
 
     parametrize.register_parametrization = register

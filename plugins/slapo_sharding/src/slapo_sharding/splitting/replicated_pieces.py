@@ -1,4 +1,4 @@
-"""Parameters of which ranks hold copies: each copy sees a part of the gradient and gets the whole."""
+"""Parameters with pieces that several ranks hold: their partial gradients are reduced, so that the copies stay equal."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ..communication import collectives
 
 
 class PieceReductionHook:
-    """A hook of a parameter: each micro-batch's gradient is summed over all that hold the same, on this rank as well.
+    """Hook of a parameter that sums each micro-batch's gradient over all copies of a piece, on this rank as well.
 
-    Only what lies between the first and the last copy is sent: of a fused projection the keys and values.
+    Only the range from the first to the last replicated piece is sent: the keys and values of a fused projection.
 
     Args:
         spec: How the parameter is sharded.
     """
 
-    of_schedule = True  # not the user's
+    of_schedule = True  # tells engines that it is no hook of the user's
 
     def __init__(self, spec: ShardSpec) -> None:
         self.spec = spec
@@ -50,7 +50,7 @@ class PieceReductionHook:
         return summed
 
     def _places(self) -> Iterator[tuple[int, int, int]]:
-        """Iterate over the pieces: the start on this rank, the start in the message, and the size of each."""
+        """Yield the start on this rank, the start in the message, and the size of each piece."""
         offset = 0
         for start, stop in self.spec.ranges():
             low, high = max(start, self.start), min(stop, self.stop)
@@ -60,14 +60,14 @@ class PieceReductionHook:
 
 
 def reduce_replicated_pieces(parameter: nn.Parameter, spec: ShardSpec) -> PieceReductionHook:
-    """Let every copy that the parameter holds get the whole gradient, also when it is unfrozen only later."""
+    """Register the hook that reduces the gradients of replicated pieces, also for a frozen parameter, and return it."""
     frozen, hook = not parameter.requires_grad, PieceReductionHook(spec)
-    parameter.requires_grad_(True)  # torch takes hooks of no other
+    parameter.requires_grad_(True)  # torch accepts hooks only on tensors that require a gradient
     register_first(parameter, hook)
     parameter.requires_grad_(not frozen)
     return hook
 
 
 def has_replicated_pieces(spec: ShardSpec) -> bool:
-    """Return whether a part of the parameter is held more than once."""
+    """Return whether ranks hold a piece of the parameter more than once."""
     return spec.dealt is not None and sum(spec.sizes) > spec.full_shape[spec.dim]

@@ -1,4 +1,4 @@
-"""Carry out a shard step that was planned: tensors are cut, attributes turn local, forwards of our own take their place."""
+"""Application of a planned shard step: shards, local attributes, and the forwards of sharding rules."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class ShardStep:
     """Plan of one call of ``shard``.
 
     Args:
-        module: The one asked for.
-        record: What is noted on it.
-        cuts: Every module that is cut: the one asked for, and those tied to it.
-        pieces: ``(module, path, tensor, spec)`` of each tensor that is cut now; a tied one stands once.
+        module: The module of the call.
+        record: Record that is kept on it.
+        cuts: Every module that is split: the module of the call, and those tied to it.
+        pieces: ``(module, path, tensor, spec)`` of each tensor that is split now; a tied tensor once.
         owner: The attention module that will count local heads.
     """
 
@@ -78,6 +78,7 @@ def apply_step(schedule: Schedule, step: ShardStep) -> None:
 
 
 def local_shard(tensor: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+    """Return the shard of a parameter or buffer, with the facts, gradient and attributes of the tensor."""
     new = successor(tensor, spec.local(tensor.detach()), spec=spec)
     cut_attributes(new, tensor.shape, spec.dim, spec.local)
     if tensor.grad is not None:
@@ -107,7 +108,7 @@ _HOOKS = {
 
 
 def user_code(module: nn.Module) -> str | None:
-    """Return the user's own code that runs with this module, or None; syncs, wrappers and cuts are the schedule's."""
+    """Return the kind of the user's own code that runs with this module, or None."""
     for kind, table in _HOOKS.items():
         hooks = module.__dict__[table]
         if not all(isinstance(hook, (Sync, persistent_hooks.PersistentHook)) or is_computing(hook) for hook in hooks.values()):
@@ -120,7 +121,7 @@ def user_code(module: nn.Module) -> str | None:
 
 
 def needs_forward(module: nn.Module, cut: Cut) -> bool:
-    """Return whether the cut's own forward has to take the place of the module's."""
+    """Return whether the cut's own forward has to replace the module's."""
     return cut.forward is not None and (not cut.late_bias or has_late_bias(module, cut))
 
 

@@ -1,7 +1,7 @@
-"""Comparison, at the first run, of some numbers of each weight: ranks must share out one model.
+"""Comparison of weights between ranks at the first run: all ranks must have made the same model.
 
-Each process makes its own copy of the model, and one that was seeded with its rank makes another one. The shards would be of
-different models then, and what stays whole would differ from rank to rank, without an error.
+Each process makes its own copy of the model, and a process that was seeded with its rank makes a different one. Shards would
+then belong to different models, and replicated weights would differ between ranks, without an error.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ..syncs.sync_order import off_switch
 
 _SAMPLES = 64
 _digests: Any = WeakIdKeyDictionary()
-"""Shard to its digest, and to that of the whole tensor that it was cut from."""
+"""Shard to its digest, and the digest of the full tensor."""
 
 
 def sharding_group(model: nn.Module) -> tuple[Group, torch.device]:
-    """The ranks that share out a model, None where nobody has a part, and where their parts are."""
+    """Return the group that a model is sharded over, None if it is not, and the device of the shards."""
     for module in model.modules():
         if (applied := split_of(module)) is not None:
             return applied.spec.group, next(chain(module.parameters(), module.buffers())).device
@@ -38,15 +38,15 @@ def sharding_group(model: nn.Module) -> tuple[Group, torch.device]:
 
 
 def record_digest(shard: torch.Tensor, full: torch.Tensor) -> None:
-    """Note what a shard was just cut from."""
+    """Record the digests of a new shard and of its full tensor."""
     if not full.is_meta:
         _digests[shard] = (_digest(shard), _digest(full))
 
 
 def check_same_weights(model: nn.Module) -> None:
-    """Compare the weights of the ranks that share out a model. Collective over their group.
+    """Compare the weights of a sharded model between the ranks. Collective over their group.
 
-    Those are left out that are on no device, that were written since they were split, or that an engine has taken over.
+    Weights on meta are left out, and so are those that were modified since they were split, or that an engine replaced.
 
     Raises:
         BuildError: they differ; on every rank, with the first weight that does.
@@ -70,7 +70,7 @@ def check_same_weights(model: nn.Module) -> None:
 
 
 def _digest_of_full(parameter: torch.Tensor) -> str:
-    """The digest of the whole tensor that this parameter is or was cut from; empty where it is not known."""
+    """Return the digest of a parameter's full tensor; empty if it is unknown."""
     if parameter in _digests:
         shard, full = _digests[parameter]
         return str(full) if shard == _digest(parameter) else ""
@@ -88,9 +88,9 @@ def _digest(x: torch.Tensor) -> str:
     if not x.numel():
         return ""
     with no_functions(), no_modes(), torch.no_grad():
-        places = torch.linspace(0, x.numel() - 1, min(_SAMPLES, x.numel()), dtype=torch.float64, device=x.device).long()
-        some = x.detach()[torch.unravel_index(places, x.shape)] if x.dim() else x.detach().view(1)
-        return _hash(some.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        indices = torch.linspace(0, x.numel() - 1, min(_SAMPLES, x.numel()), dtype=torch.float64, device=x.device).long()
+        samples = x.detach()[torch.unravel_index(indices, x.shape)] if x.dim() else x.detach().view(1)
+        return _hash(samples.cpu().contiguous().view(torch.uint8).numpy().tobytes())
 
 
 def _hash(content: bytes) -> str:

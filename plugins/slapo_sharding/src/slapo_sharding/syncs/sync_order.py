@@ -1,4 +1,4 @@
-"""What the syncs of one module make of one value, one after the other: each has to find it laid out as it needs."""
+"""Check that each sync of a module gets its value in the layout that it needs from the syncs before."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..rules.sharding_rule import AppliedCut
 from .sync_hooks import syncs_of
 
 GATHERING_OPS = ("all_gather", "all_to_all")
-"""Operations that put parts together."""
+"""Operations that join shards."""
 
 
 def off_switch(check: str) -> str:
@@ -40,15 +40,15 @@ _MAKES: dict[str, _State] = {
 
 
 def check_sync_order(name: str, module: nn.Module, applied: AppliedCut | None) -> None:
-    """Follow the input and the output of a module through its syncs.
+    """Check the layouts of a module's input and output through its syncs.
 
     Args:
-        name: What the module is called in messages.
-        module: It, with its hooks.
-        applied: How it was split, None if this rank has all of it.
+        name: Name of the module in messages.
+        module: The module, with its hooks.
+        applied: Record of how it was sharded; None if it is replicated.
 
     Raises:
-        BuildError: a sync is given what it cannot work on, or the module what it was not split for.
+        BuildError: a sync or the module gets another layout than it needs.
     """
     _state_after_syncs(name, module, "fwd_post", applied.cut.output if applied is not None else None)
     given = _state_after_syncs(name, module, "fwd_pre", None)
@@ -62,7 +62,7 @@ def check_sync_order(name: str, module: nn.Module, applied: AppliedCut | None) -
 
 
 def _state_after_syncs(name: str, module: nn.Module, mode: str, state: _State | None) -> _State | None:
-    """What the value is at last; None where that cannot be known."""
+    """Return the layout after the syncs of a mode; None if unknown."""
     side, last = "output" if mode == "fwd_post" else "input", ""
     for sync in syncs_of(module, mode):
         needed = _NEEDS.get(sync.op)
