@@ -356,10 +356,10 @@ def _others(rank: int) -> None:
     _stack(lambda x: x * 1.0)(X)
     assert cached_layouts.cache_info().currsize == 2
     given = OpCall(len, (x,), (), None, untracked(x), (), False, False, ())
-    assert not given.is_telling
-    assert not dataclasses.replace(given, func=torch.add).is_telling
-    assert dataclasses.replace(given, func=torch.add, leaves=(untracked(x), 1, Slice(0, None, 2))).is_telling
-    assert not dataclasses.replace(given, func=torch.add, leaves=(Slice(x, None, None),)).is_telling
+    assert not given.is_cacheable
+    assert not dataclasses.replace(given, func=torch.add).is_cacheable
+    assert dataclasses.replace(given, func=torch.add, leaves=(untracked(x), 1, Slice(0, None, 2))).is_cacheable
+    assert not dataclasses.replace(given, func=torch.add, leaves=(Slice(x, None, None),)).is_cacheable
 
 
 def test_what_does_not_follow_from_the_question_is_not_remembered() -> None:

@@ -1,4 +1,4 @@
-"""Check that every declared shard has the sync it needs, when a schedule is built."""
+"""Check at ``build`` that every shard has the syncs that it needs."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ..splitting.shard_step import user_code
 from ..syncs.sync_hooks import REDUCING, Sync, reduces_gradient, syncs_of
 from ..syncs.sync_order import GATHERING_OPS, OFF_SWITCH, check_sync_order
 
-_LONGEST = 200  # of a step's arguments, which may be a whole plan
+_MAX_STEP_LENGTH = 200  # in messages; the arguments of a step may be a whole plan
 
 
 def check_syncs(schedule: Schedule) -> None:
-    """Go through all modules of the model.
+    """Check the syncs of all modules of the model.
 
     Raises:
-        BuildError: names the first module whose sync is missing, doubled or impossible, that reduces where nothing is
-            sharded, that holds a shard unawares, or that got a hook or forward since; or the attention module that has only
-            some projections sharded; and the last step taken there.
+        BuildError: a sync is missing, doubled, impossible, or reduces a replicated value; a module holds a shard that was made
+            elsewhere, or got a hook or forward since; or only some projections of an attention are sharded. The message names
+            the first such module and the last step taken there.
     """
     modules = dict(schedule.root_module.named_modules())
     if not any(_is_sharded(module) or is_synced(module) for module in modules.values()):
@@ -56,7 +56,7 @@ def _check_module(path: str, modules: dict[str, nn.Module]) -> None:
 
 
 def _last_step(schedule: Schedule, path: str) -> str:
-    """The step of the schedule to look at first: the last one that was for this module, else for one inside it."""
+    """Return the last step for this module, or else for a module inside it, as the start of a message."""
     steps = [(number, step, _synced(step)) for number, step in enumerate(schedule.journal, 1)]
     at = [(number, step) for number, step, paths in steps if path in paths]
     below = f"{path}." if path else ""
@@ -64,17 +64,17 @@ def _last_step(schedule: Schedule, path: str) -> str:
     if not at + inside:
         return ""
     number, step = (at or inside)[-1]
-    return f"step {number}, {str(step)[:_LONGEST]}: "
+    return f"step {number}, {str(step)[:_MAX_STEP_LENGTH]}: "
 
 
 def _synced(step: Step) -> set[str]:
-    """Paths of the modules that a step shards or syncs, itself or by others."""
+    """Return the paths of the modules that a step or its children shard or sync."""
     own = {step.path} if step.name in ("shard", "sync") else set()
     return own.union(*map(_synced, step.children))
 
 
 def sharded_modules(root: nn.Module) -> list[nn.Module]:
-    """The modules that hold only a part on this rank."""
+    """Return the modules that are sharded."""
     return [module for module in root.modules() if _is_sharded(module)]
 
 
@@ -100,7 +100,7 @@ def _check_code(name: str, module: nn.Module) -> None:
 
 
 def _check_gathered_around(name: str, module: nn.Module, path: str) -> None:
-    """Parts that are not equal are put together where their sizes are known."""
+    """Refuse to gather uneven shards at an outer module, which does not know their sizes."""
     if not any(sync.mode == "fwd_post" and sync.op in GATHERING_OPS and sync.axis == -1 for sync in syncs_of(module)):
         return
     for other, inside in module.named_modules(prefix=path):
@@ -112,7 +112,7 @@ def _check_gathered_around(name: str, module: nn.Module, path: str) -> None:
 
 
 def _check_superfluous_reduce(name: str, module: nn.Module) -> None:
-    """A sum over ranks that all hold the same is that many times too large."""
+    """Refuse to reduce a replicated value, which would be multiplied by the number of ranks."""
     stray = next((sync for sync in syncs_of(module) if sync.op in REDUCING), None)
     if stray is None or any(_is_sharded(inside) for inside in module.modules()):
         return
@@ -123,7 +123,7 @@ def _check_superfluous_reduce(name: str, module: nn.Module) -> None:
 
 
 def _check_gradients(name: str, module: nn.Module, path: str, modules: dict[str, nn.Module]) -> None:
-    """A sum of gradients that are whole, too: a sharded layer inside has to use the value for its own part."""
+    """Refuse to reduce a replicated gradient: a sharded layer inside has to use the input for its own shard."""
     summing = next((sync for sync in syncs_of(module) if _reduces_gradient(sync)), None)
     if summing is None or any(sync.op == "function" for inside in module.modules() for sync in syncs_of(inside)):
         return
@@ -141,7 +141,7 @@ def _check_gradients(name: str, module: nn.Module, path: str, modules: dict[str,
 def _uses_input_for_shard(module: nn.Module, path: str, around: str, modules: dict[str, nn.Module]) -> bool:
     """Return whether a rank may use the input of an outer module for its own shard of this one.
 
-    One that takes a part of its input may have it cut out by the model's code, but not by a sync, which has a backward.
+    The model's own code may scatter the input of a row-parallel layer; a sync that scatters has its own backward.
     """
     applied = applied_cut(module)
     if applied is None or not _is_sharded(module) or applied.cut.input in ("indices", "whole"):
@@ -154,7 +154,7 @@ def _uses_input_for_shard(module: nn.Module, path: str, around: str, modules: di
 
 
 def _declares_reduced_gradients(module: nn.Module) -> bool:
-    """Return whether the schedule says that each rank uses a replicated value in its own way; the first run checks it."""
+    """Return whether a sync reduces a gradient inside the module; the first run checks that it is partial."""
     return any(reduces_gradient(parameter) for parameter in module.parameters())
 
 
@@ -165,11 +165,11 @@ def _check_reduced_gradients(root: nn.Module) -> None:
 
 
 def _check_heads(name: str, owner: nn.Module) -> None:
-    """Local heads of one projection would be paired with all heads of another."""
+    """Refuse an attention that would pair the local heads of one projection with all heads of another."""
     local: dict[bool, list[str]] = {True: [], False: []}
     for projection, child in owner.named_children():
         if attention_heads.makes_heads(owner, projection) and next(child.parameters(), None) is not None:
-            local[_makes_local_heads(child) or _makes_local_heads(_heaviest(child))].append(projection)
+            local[_makes_local_heads(child) or _makes_local_heads(_largest_module(child))].append(projection)
     if local[True] and local[False]:
         raise BuildError(
             f"{name}: {', '.join(local[True])} make local heads, {', '.join(local[False])} all of them; "
@@ -177,8 +177,8 @@ def _check_heads(name: str, owner: nn.Module) -> None:
         )
 
 
-def _heaviest(projection: nn.Module) -> nn.Module:
-    """Return the module with most numbers of its own: in an adapter around a projection, the projection."""
+def _largest_module(projection: nn.Module) -> nn.Module:
+    """Return the module with most parameters of its own: the projection inside an adapter."""
     return max(projection.modules(), key=lambda module: sum(each.numel() for each in module.parameters(recurse=False)))
 
 
@@ -222,9 +222,9 @@ def _check_output(name: str, applied: AppliedCut, own: list[Sync], above: list[S
 
 
 def _check_input(name: str, applied: AppliedCut, own: list[Sync], above: list[Sync], beside: Iterator[Sync]) -> None:
-    """Somebody has to sum the gradient of a whole input: the module, one around it, or one that makes it, a norm say.
+    """Refuse a replicated input whose partial gradient is not reduced by the module, an outer module or a neighbour.
 
-    Whether that one makes it shows when the model runs.
+    The first run checks that the neighbour, for example a norm, really makes the input.
     """
     if applied.cut.input != "replicated":
         return
@@ -238,7 +238,7 @@ def _check_input(name: str, applied: AppliedCut, own: list[Sync], above: list[Sy
 
 
 def _neighbour_syncs(path: str, modules: dict[str, nn.Module]) -> Iterator[Sync]:
-    """The syncs of what stands beside a module, or beside one around it, and is whole itself."""
+    """Yield the syncs of replicated neighbours of a module and of the modules around it."""
     for outer in ancestors(path):
         for child in modules[outer].children():
             if not sharded_modules(child):

@@ -49,9 +49,9 @@ _MODES = ((True, True), (True, False), (False, True), (False, False))
 
 
 class _PendingRuns:
-    """The sharded modules of one build, and in which modes, with gradients and in training or not, it has yet to run.
+    """Sharded modules of one build, and the modes (gradients, training) in which the model has yet to run.
 
-    A part of the model that is called alone is looked at, and then all of the model is once more.
+    A part of the model that is called alone is checked, and the whole model is checked again.
 
     Args:
         root: The model.
@@ -62,25 +62,25 @@ class _PendingRuns:
     def __init__(self, root: nn.Module, owners: Iterable[nn.Module], disabled: frozenset[str]) -> None:
         self.root, self.owners, self.disabled = ref(root), WeakSet(owners), disabled
         self.inside = WeakSet(module for module in root.modules() if module is not root)
-        self.unseen = set(_MODES)
+        self.unchecked = set(_MODES)
         self.alone: dict[tuple[bool, bool], WeakSet[nn.Module]] = {mode: WeakSet() for mode in _MODES}
 
-    def awaits(self, module: nn.Module) -> bool:
+    def is_due(self, module: nn.Module) -> bool:
         mode = _mode(module)
-        if mode not in self.unseen or module in self.alone[mode]:
+        if mode not in self.unchecked or module in self.alone[mode]:
             return False
         return any(inside in self.owners for inside in module.modules())
 
     def is_first(self, module: nn.Module) -> bool:
-        return len(self.unseen) == len(_MODES) and module not in self.inside
+        return len(self.unchecked) == len(_MODES) and module not in self.inside
 
-    def seen(self, module: nn.Module) -> None:
-        """It has run; what runs with gradients and in training holds without these, too."""
+    def mark_checked(self, module: nn.Module) -> None:
+        """Record a run; a run with gradients, or in training, also covers the mode without."""
         is_graded, is_training = _mode(module)
-        seen = {mode for mode in self.unseen if mode[0] <= is_graded and mode[1] <= is_training}
+        covered = {mode for mode in self.unchecked if mode[0] <= is_graded and mode[1] <= is_training}
         if module not in self.inside:
-            self.unseen -= seen
-        for mode in seen if module in self.inside else ():
+            self.unchecked -= covered
+        for mode in covered if module in self.inside else ():
             self.alone[mode].update(module.modules())
 
 
@@ -95,11 +95,10 @@ _plain_call: Callable[..., Any] = nn.Module.__call__
 
 
 def install_first_run_check(root: nn.Module, owners: Iterable[nn.Module], disabled: frozenset[str] = frozenset()) -> None:
-    """Look at the first run of the model that has these sharded modules.
+    """Check the first run of the model that has these sharded modules.
 
-    The run raises ``BuildError`` where code outside of them uses one of their sharded tensors for more than its type, device
-    and the like, or needs all of a value of which each rank has a part (see ``sharded_values``). As all ranks run the same
-    code, all of them raise it.
+    The run raises ``BuildError`` if code outside these modules reads more of their sharded tensors than metadata, or needs the
+    whole of a sharded value (see ``sharded_values``). All ranks run the same code, so all of them raise it.
     """
     build = _PendingRuns(root, owners, disabled)
     if not build.owners:
@@ -112,12 +111,12 @@ def install_first_run_check(root: nn.Module, owners: Iterable[nn.Module], disabl
 
 
 def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    if torch.compiler.is_compiling() or nn.Module.__call__ is not _call:  # what is being traced is not run yet
+    if torch.compiler.is_compiling() or nn.Module.__call__ is not _call:  # a trace is no run
         return _plain_call(module, *args, **kwargs)
     reads = _running_mode.get()
     if reads is not None:
         return reads.inside(module, args, kwargs)
-    builds = [build for build in _waiting if build.awaits(module)]
+    builds = [build for build in _waiting if build.is_due(module)]
     if not builds:
         if not all(build.owners for build in _waiting):
             _end_first_runs()
@@ -139,14 +138,14 @@ def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         finally:
             _running_mode.reset(token)
     for build in builds:
-        build.seen(module)
+        build.mark_checked(module)
     _end_first_runs()
     return result
 
 
 @contextmanager
 def _rerun_modules(rerun: Rerun) -> Iterator[None]:
-    """Give the modules that are called in the block to a rerun, and let the first run look away."""
+    """Pass the modules that are called in the block to a rerun, without checks."""
     reads = _running_mode.get()
     assert isinstance(reads, _FirstRunMode)
     token, reads.paused = _running_mode.set(rerun), True
@@ -158,18 +157,18 @@ def _rerun_modules(rerun: Rerun) -> Iterator[None]:
 
 
 def _end_first_runs() -> None:
-    _waiting[:] = [build for build in _waiting if build.unseen and build.owners]
+    _waiting[:] = [build for build in _waiting if build.unchecked and build.owners]
     if not _waiting and nn.Module.__call__ is _call:
         nn.Module.__call__ = _plain_call  # type: ignore[method-assign]
 
 
 def _eager() -> Any:
-    """Run compiled code uncompiled in the block; importing the compiler, where nobody has, would cost a second."""
+    """Run compiled code eagerly in the block; importing the compiler if nobody has would cost a second."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 class _FirstRunMode(TorchFunctionMode):
-    """Knows which modules run; refuses to use a sharded tensor that the innermost does not hold, and to mix sharded values."""
+    """Mode of a checked run: it knows the running modules, and refuses wrong uses of sharded tensors and values."""
 
     def __init__(self, model: nn.Module, is_whole: bool, comparison: ModuleComparison, disabled: frozenset[str]) -> None:
         super().__init__()
@@ -181,14 +180,14 @@ class _FirstRunMode(TorchFunctionMode):
         self.gradients = PartialGradients(partial(self._error, "gradients"), "gradients" in disabled)
         self.failed: tuple[Exception, str] | None = None
         self.columns: list[nn.Module] = []
-        """Modules that returned parts, in the order in which they ran."""
+        """Modules that returned sharded outputs, in the order in which they ran."""
 
     def inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a module; what runs inside of one that trials have shown to be right is not looked at by itself."""
+        """Call a module; code inside a module whose cut a numeric probe has verified is not checked."""
         if self.running and (applied := split_of(self.running[-1])) is not None and applied.cut.shown:
             return _plain_call(module, *args, **kwargs)
         self.running.append(module)
-        handles = [*self.gradients.enter(module), *self.values.given(module), *self._before_sums(module)]
+        handles = [*self.gradients.enter(module), *self.values.track_scattered_input(module), *self._check_reductions(module)]
         try:
             with no_functions():
                 self.values.enter(module, args, kwargs)
@@ -214,8 +213,8 @@ class _FirstRunMode(TorchFunctionMode):
                 handle.remove()
         return result
 
-    def _before_sums(self, module: nn.Module) -> list[RemovableHandle]:
-        """Look at what a sync of a module that is whole itself adds up."""
+    def _check_reductions(self, module: nn.Module) -> list[RemovableHandle]:
+        """Check the value that a sync of a module reduces, if the module itself is not sharded."""
         op = next((sync.op for sync in syncs_of(module, "fwd_post")), None)
         if op not in REDUCING or split_of(module) is not None:
             return []
@@ -226,17 +225,17 @@ class _FirstRunMode(TorchFunctionMode):
         return [module.register_forward_hook(check, prepend=True)]
 
     def applied(self, function: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Look at what an autograd function of the model's own has made of sharded values."""
+        """Check an autograd function of the model's own that was applied to sharded values."""
         if not self.paused and not is_called_by_sharding() and not is_called_by_hook() and split_of(self.running[-1]) is None:
             with no_functions():
                 self.values.applied(function, args, result)
 
     def explained(self, err: Exception) -> BuildError | None:
-        """Return what to raise instead: an error that names the innermost module, where sizes did not fit."""
+        """Return the error that explains a size error and names the innermost module, or None."""
         return BuildError(self.failed[1]) if self.failed is not None and self.failed[0] is err else None
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], err: Exception) -> None:
-        """Code around may catch the error, so it passes as it is until it leaves the model."""
+        """Record the explanation of a size error; it is raised when the error leaves the model, as code may catch it."""
         if self.failed is None or self.failed[0] is not err:
             inside = {*module.modules()}
             column = next((each for each in reversed(self.columns) if each in inside), None)
@@ -271,7 +270,7 @@ class _FirstRunMode(TorchFunctionMode):
         is_leaf = isinstance(made, torch.Tensor) and made.requires_grad and made.is_leaf
         if name_of(func) in _REQUIRES_GRAD and is_leaf and not is_sharded(made):
             self.gradients.start(made, is_whole=made not in self.values.known)
-        if not (isinstance(gradient, BuildError) and self.values.are_mixed(made)):  # the values are wrong before it
+        if not (isinstance(gradient, BuildError) and self.values.are_mixed(made)):  # the value was wrong before
             self.gradients.note(made, gradient, tensors)
         return result
 
@@ -280,26 +279,26 @@ class _FirstRunMode(TorchFunctionMode):
         return holds(reader, tensor) and not is_kept_for_inside(reader, tensor)
 
     def _traced_owner(self, tensor: torch.Tensor) -> nn.Module | None:
-        """The module that holds a tensor, where its forward is in the graph that runs and alone uses the tensor there."""
+        """Return the module that holds a tensor, if the running graph has inlined it and uses the tensor nowhere else."""
         graphs = [module for module in reversed(self.running) if isinstance(module, fx.GraphModule)]
         inside: list[tuple[fx.Graph, str, nn.Module]] = [(g.graph, *named) for g in graphs for named in g.named_modules()]
         return next(
             (
                 module
                 for graph, path, module in inside
-                if is_taken_apart(module) and holds(module, tensor) and _is_alone(graph, path)
+                if is_taken_apart(module) and holds(module, tensor) and _is_used_by_module_only(graph, path)
             ),
             None,
         )
 
     def _refuse(self, message: str) -> None:
-        """Refuse to compute with a number of a part, as long as this run lasts."""
+        """Refuse to compute with the number of elements of a shard, while this run lasts."""
         if _running_mode.get() is self:
             raise BuildError(message)
 
     def _path(self, module: nn.Module) -> str:
         path = next((path for path, other in self.running[0].named_modules() if other is module), "")
-        return re.sub(r"^(module(\.|$))+", "", path)  # engines and wrappers of torch call the model so
+        return re.sub(r"^(module(\.|$))+", "", path)  # engines and wrappers of torch keep the model in an attribute ``module``
 
     def _named(self, module: nn.Module) -> str:
         path = self._path(module)
@@ -323,22 +322,22 @@ class _FirstRunMode(TorchFunctionMode):
         )
 
 
-def _is_alone(graph: fx.Graph, path: str) -> bool:
-    """Return whether a graph uses the tensors of the module at a path in its forward alone, or in rewrites of that."""
+def _is_used_by_module_only(graph: fx.Graph, path: str) -> bool:
+    """Return whether a graph uses the tensors of a module only in the module's forward, or in rewrites of the forward."""
     held = (node for node in graph.find_nodes(op="get_attr") if str(node.target).rpartition(".")[0] == path)
     return all(user.meta.get("is_rewrite") or user.meta.get("module") == path for node in held for user in node.users)
 
 
 def _is_harmless(func: Any) -> bool:
-    """Return whether the answer is the same for a part as for the whole, or tells nothing of values."""
+    """Return whether a function gives the same for a shard as for the whole tensor, or reads no values."""
     name = name_of(func)
     if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
-        return True  # ZeRO gathers a parameter when somebody looks at it
+        return True  # ZeRO replaces the data when it gathers a parameter
     return name in _HARMLESS | _REQUIRES_GRAD or makes_new(name) or (is_metadata(func, name) and name not in SHAPES)
 
 
 def _model_line() -> str:
-    """Return the line of the model's own code that runs now: engines and checks around it may look at what it calls, too."""
+    """Return the running line of the model's own code, without the frames of Slapo and torch."""
     frames = ((frame, f"{frame.f_code.co_filename}:{line}") for frame, line in walk_stack(sys._getframe(1)))
     theirs = (line for frame, line in frames if not str(frame.f_globals.get("__name__")).startswith("slapo_"))
     return next((line for line in theirs if not line.startswith((_TORCH, "<"))), "an unknown line")

@@ -1,9 +1,9 @@
-"""Comparison of a module on this rank's parts with the same module on whole values, once, at the first run.
+"""Comparison of a module on this rank's shards with the same module on whole values, once, at the first run.
 
-The dry run of a derived plan knows all sizes, and torch's rules know most operations. What these do not see of a schedule by
-hand is seen here, whatever its cause: sizes that code reads off a sharded value, one element taken out of it, a value that goes
-through Python, NumPy or an operator without a rule. The innermost module whose inputs are whole and that returns what is whole
-runs twice more, without gradients and dropout: once as it did, and once on whole values (see ``whole_forward``).
+A manual schedule has no dry run that knows all sizes, and torch's rules know most operations only. The comparison finds the
+other faults: sizes that code reads from a sharded value, one element taken out of it, a value that goes through Python, NumPy
+or an operator without a rule. The innermost module with whole inputs and outputs runs twice more, without gradients and
+dropout: once as it did, and once on whole values (``module_rerun``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CUTTING = ("scatter", "reduce_scatter", "all_to_all")
 _GATHERING = ("all_gather", "function")
 _EQUAL, _UNKNOWN, _DIFFERENT = range(3)
 _FEW = 1 / 8
-"""Share of the whole numbers and truth values that may differ, as rounding may choose another one."""
+"""Fraction of integers and booleans that may differ, because rounding may change a choice."""
 
 
 _DIFFERS_FROM_WHOLE = (
@@ -53,15 +53,15 @@ _SUMMED_TWICE = (
 
 
 class RecordedCall:
-    """Record of a call, to be repeated.
+    """Record of a call that can be repeated.
 
     Args:
         module: The module.
-        args: What it is given; tensors are copied, as the call may change them.
-        kwargs: The same.
+        args: Its positional inputs; tensors are copied, because the call may change them.
+        kwargs: Its keyword inputs, likewise.
 
     Attributes:
-        is_multiple: True if its results are those on whole values as often as there are ranks.
+        is_multiple: True if the results are those on whole values times the number of ranks.
     """
 
     is_multiple = False
@@ -75,8 +75,8 @@ class RecordedCall:
         self._before = [Snapshot(each, seen) for each in (*state, self.given)]
         self._random = SeparateRandomNumbers()
 
-    def is_alike(self, group: Group) -> bool:
-        """Return whether it is the same call on all ranks, as far as some sums tell. Collective over the group."""
+    def is_same_on_ranks(self, group: Group) -> bool:
+        """Return whether all ranks make the same call, by sums of the inputs. Collective over the group."""
         with torch.no_grad(), no_modes():
             sums = [
                 (tuple(x.shape), x.dtype, float(x.double().nan_to_num().sum())) for x in _tensors(self.given) if _is_real(x)
@@ -84,7 +84,7 @@ class RecordedCall:
         return len(set(gather_objects(repr(sums), None, group))) == 1
 
     def rerun(self, rerun: Rerun) -> list[torch.Tensor]:
-        """Repeat the call; return the tensors of its result. The module is left as it is."""
+        """Repeat the call and return the tensors of its result; the module's state is restored."""
         seen: set[int] = set()
         after = [Snapshot(value, seen) for value in (*(vars(each) for each in self.module.modules()), self.given)]
         random = SeparateRandomNumbers()
@@ -105,35 +105,38 @@ class ModuleComparison:
 
     Args:
         roots: The models whose schedules are built.
-        told: A context in which modules that are called are given to another object than the first run.
+        rerun_modules: Context in which called modules go to a ``Rerun`` instead of the checks.
         call: ``nn.Module.__call__``.
     """
 
     def __init__(
-        self, roots: Iterable[nn.Module], told: Callable[[Rerun], AbstractContextManager[None]], call: Callable[..., Any]
+        self,
+        roots: Iterable[nn.Module],
+        rerun_modules: Callable[[Rerun], AbstractContextManager[None]],
+        call: Callable[..., Any],
     ) -> None:
         self.roots = set(roots)
         self.inside = {module for root in self.roots for module in root.modules()}
-        self.told, self.call = told, call
+        self.rerun_modules, self.call = rerun_modules, call
         self.covered: set[nn.Module] = set()
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedCall | None:
-        """A module is called; return the record of the call, if it may have to be repeated."""
+        """Record the call of a module; return the record if the call may have to be repeated."""
         if module not in self.inside or split_of(module) is not None or not self._uncovered(module):
             return None
         return RecordedCall(module, args, kwargs)
 
     def leave(self, call: RecordedCall, output: Any, known: Any, around: Iterable[nn.Module]) -> tuple[str, str] | None:
-        """A module has returned.
+        """Compare a module that has returned. Collective over its group.
 
         Args:
             call: Record of the call.
             output: Its result.
-            known: Layout of each tensor that is not the same on every rank.
+            known: Layout of each tensor that is not replicated.
             around: The modules that are still running.
 
         Returns:
-            The line and what is wrong there, if anything is.
+            The line of the first difference and the reason, or None.
         """
         module, layers = call.module, self._uncovered(call.module)
         results, is_root = [known.get(x, SAME) for x in _tensors(output)], call.module in self.roots
@@ -145,7 +148,7 @@ class ModuleComparison:
             _skip(call, reason)
             return None
         group = next(group for each in layers if (group := _group(each)) is not None)
-        if not call.is_alike(group):
+        if not call.is_same_on_ranks(group):
             _skip(call, "the ranks are given other values")
             return None
         verdict = self._verdict(call, results, len(layers), group)
@@ -157,20 +160,20 @@ class ModuleComparison:
         return None if verdict == _EQUAL else self._explained(call, group)
 
     def _uncovered(self, module: nn.Module) -> set[nn.Module]:
-        """Return the modules inside that return parts, which neither a trace nor a comparison has covered."""
+        """Return the modules inside with sharded outputs that neither a trace nor a comparison has covered."""
         return {
             each for each in module.modules() if _returns_parts(each) and each not in self.covered and not counts_verified(each)
         }
 
     def _verdict(self, call: RecordedCall, results: Sequence[Any], num_layers: int, group: Group) -> int:
-        """Return how the call compares, as far as this rank knows."""
+        """Return this rank's verdict on the call."""
         found, has_drawn = [], False
         for is_whole in (False, True):
             rerun = Rerun(self.call, is_whole)
             try:
-                with self.told(rerun):
+                with self.rerun_modules(rerun):
                     found.append(call.rerun(rerun))
-            except Exception as err:  # code may fail on whole values, where a user has set sizes before there was a schedule
+            except Exception as err:  # it may fail on whole values if a user set sizes before the schedule was made
                 get_logger().debug("%s cannot be repeated: %s", type(call.module).__name__, err)
                 return _UNKNOWN
             has_drawn |= rerun.has_drawn
@@ -188,11 +191,11 @@ class ModuleComparison:
         return _UNKNOWN if has_drawn else _DIFFERENT
 
     def _explained(self, call: RecordedCall, group: Group) -> tuple[str, str]:
-        """Repeat the call once more to find the line; return it, and what is wrong there."""
+        """Repeat the call once more; return the line of the first difference and the reason."""
         parts, whole = CallRecords(), CallRecords()
         for records in (parts, whole):
             rerun = Rerun(self.call, records is whole, records)
-            with self.told(rerun):
+            with self.rerun_modules(rerun):
                 call.rerun(rerun)
         line = first_difference(parts, whole, group)
         return line, _SUMMED_TWICE if call.is_multiple and _reduces(call.module) else _DIFFERS_FROM_WHOLE
@@ -227,10 +230,10 @@ def _skip(call: RecordedCall, reason: str) -> None:
 
 
 def _expected_shard(whole: torch.Tensor, known: Any, group: Group) -> torch.Tensor | None:
-    """Return what this rank should have of a result; None where that is not known."""
+    """Return this rank's shard of a whole result; None if its layout is unknown."""
     if not isinstance(known, TrackedValue):
         return whole
-    if known.is_part_of_sum or group is None or not isinstance(known.layout.placement, Shard):
+    if known.is_partial or group is None or not isinstance(known.layout.placement, Shard):
         return None
     dim, ranks = known.layout.dim, known.layout.ranks
     sizes = [size * ranks for size in known.layout.blocks] or [whole.shape[dim]]
@@ -240,7 +243,7 @@ def _expected_shard(whole: torch.Tensor, known: Any, group: Group) -> torch.Tens
 
 
 def _tolerance(module: nn.Module, results: Iterable[torch.Tensor]) -> float:
-    """Return how far results may be apart by the rounding of the coarsest numbers, relative to their size."""
+    """Return the relative tolerance of results, from the coarsest dtype."""
     device = _device(module).type
     kinds = {x.dtype for x in (*module.parameters(), *results) if x.is_floating_point()}
     if torch.is_autocast_enabled(device):
@@ -252,7 +255,7 @@ def _tolerance(module: nn.Module, results: Iterable[torch.Tensor]) -> float:
 
 
 def _near(part: torch.Tensor, whole: torch.Tensor, near: float) -> bool:
-    """Return whether two results are the same but for rounding."""
+    """Return whether two results are equal up to rounding."""
     if not (whole.is_floating_point() or whole.is_complex()):
         return bool((part != whole).float().mean() <= _FEW) if whole.numel() else True
     kind = torch.complex128 if whole.is_complex() else torch.float64

@@ -1,7 +1,7 @@
-"""Sizes that modules keep in attributes, as they were before a schedule or its user let them count a rank's part.
+"""Size attributes of the unmodified modules, from before a schedule or its user made them local.
 
-A shard step lets ``num_heads`` count this rank's heads, and a user sets ``sch["attn"].mod.heads //= 2``. To run a module on
-whole values once more, these attributes have to be what they were when the schedule was made.
+A shard step lets ``num_heads`` count this rank's heads, and a user sets ``sch["attn"].mod.heads //= 2``. A rerun of a module on
+whole values needs the values that these attributes had when the schedule was created.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...rules.sharding_rule import split_of
 
 _recorded: Any = WeakIdKeyDictionary()
-"""Module to its attributes of sizes, and those of its config."""
+"""Module to its size attributes, and those of its config."""
 
 
 def record_sizes(model: nn.Module) -> None:
@@ -28,7 +28,7 @@ def record_sizes(model: nn.Module) -> None:
 
 @contextmanager
 def original_sizes(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let modules count whole sizes in the block; layers that are split go on to count their parts."""
+    """Restore the original sizes of modules in the block; sharded layers keep their local sizes."""
     changed: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for module in modules:
@@ -42,7 +42,7 @@ def original_sizes(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _divided_attributes(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Yield the attributes whose sizes were multiples of what they are now: table, name and former value."""
+    """Yield the attributes whose original values are multiples of the present ones: table, name and original value."""
     now = dict(_holders(module))
     for in_config, sizes in _recorded.get(module, ()):
         table = vars(now[in_config]) if in_config in now else {}
@@ -66,7 +66,7 @@ def _sizes(holder: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_multiple(whole: Any, now: Any) -> bool:
-    """Return whether a size, or one of several, was divided, and none changed in another way."""
+    """Return whether a size, or one of several, was divided, and no other changed."""
     if type(whole) is not type(now):
         return False
     pairs = [(whole, now)] if isinstance(whole, int) else list(zip(whole, now, strict=False))

@@ -1,12 +1,11 @@
-"""Code between layers that mixes what ranks hold in parts: found at the first run.
+"""Check of the first run: code between layers must not need other ranks' shards of a value.
 
-What comes out of a module that is split along its output, or of a sync that cuts it up, is followed through the torch
-functions that the model calls, with torch's own rules as the types, as a dry run does (see ``layouts``). A softmax or a sum
-along the sharded dimension, a fused output that is not taken apart as it was split, a layer that is given other parts than
-its own: each rank would compute something, and it would be wrong. Torch's rules refuse some of what ranks can do, too:
-random numbers decide then (``trial``), as they do for parts of a sum (``sums``). It is an error where what was mixed goes
-into a layer that is split, is added up over the ranks, or leaves the model; to look at it is none. What has no rule, and
-what collectives return, is not followed further.
+The outputs of modules that are split along their output, and of syncs that scatter, are tracked through the torch functions
+that the model calls, by DTensor's rules, as in a dry run. A softmax or a sum along the sharded dimension, a fused output that
+is split at other places than its blocks, or a layer with the wrong shards as input would give wrong results. Torch's rules
+also refuse some functions that ranks can compute on shards: a numeric probe decides then (``numeric_probe``), as it does for
+partial values (``partial_sums``). A wrong value is an error if it enters a sharded layer, is reduced over the ranks, or leaves
+the model; code may look at it. Results of functions without a rule, and of collectives, are not tracked further.
 """
 
 from __future__ import annotations
@@ -55,13 +54,13 @@ _SPLITS = frozenset("split chunk tensor_split split_with_sizes unsafe_chunk unsa
 
 
 class ShardedValues:
-    """The sharded values of a running forward.
+    """Sharded and partial values of a running forward.
 
     Args:
-        error: Makes the error of a check, by name, for a layer whose output is mixed, with a reason and a remedy, in the code
-            that runs now.
-        group: The ranks that share out the model; None where nobody has a part.
-        device: Where their parts are.
+        error: Makes the error for the code that runs now, from the name of the check, the layer whose output is wrongly used, a
+            reason and a remedy.
+        group: Group that the model is sharded over; None if it is not.
+        device: Device of the shards.
         disabled: Names of checks that are off. Other checks need the values, so that they are tracked all the same.
     """
 
@@ -75,16 +74,16 @@ class ShardedValues:
         self.error = error
         self.device = device
         self.checks_values, self.checks_random = "values" not in disabled, "random" not in disabled
-        self.unasked = group if self.checks_random else None
-        """Ranks whose random state for values that are the same on all of them was not compared yet; None once it was."""
+        self.uncompared_group = group if self.checks_random else None
+        """Group whose random states for replicated values have yet to be compared; None once they were."""
         self.known: Any = WeakIdKeyDictionary()
-        """Tensor to what it is: an error if it is mixed, None if it may be anything; others are the same on every rank."""
+        """Tensor to its ``TrackedValue``, to an error if its value is wrong, or to None if unknown; others are replicated."""
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A module is called: one that is split must be given what it was split for.
+        """Check the input of a called module.
 
         Raises:
-            BuildError: it is not.
+            BuildError: the module is sharded and its input has another layout.
         """
         applied, x = split_of(module), first_input(args, kwargs)
         value = self.known.get(x) if x is not None else None
@@ -92,7 +91,7 @@ class ShardedValues:
             return
         if isinstance(value, BuildError):
             raise value
-        if value.is_part_of_sum:
+        if value.is_partial:
             raise self._mixed(value, f"a {type(module).__name__} that is split is given a part of a sum", REDUCE)
         kind, blocks = type(module).__name__, tuple(block * applied.spec.num_shards for block in value.layout.blocks)
         if applied.cut.input != "sharded":
@@ -104,41 +103,40 @@ class ShardedValues:
             given, wanted = (f"{list(sizes) or 'one block'} along {dim}" for dim, sizes in (found, expected))
             raise self._mixed(value, f"a {kind} that is split in {wanted} is given {given}")
 
-    def given(self, module: nn.Module) -> list[RemovableHandle]:
-        """Follow what a sync of the module cuts off its input, by a hook to be removed when it has returned."""
+    def track_scattered_input(self, module: nn.Module) -> list[RemovableHandle]:
+        """Track the shard that a sync makes of the module's input, by a hook to be removed when the module has returned."""
         syncs = list(syncs_of(module, "fwd_pre"))
         if not syncs or syncs[-1].op not in _CUTTING:
             return []
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            map_first_input(partial(self._start_part, module, syncs[-1]), args, kwargs)
+            map_first_input(partial(self._track_scattered, module, syncs[-1]), args, kwargs)
 
         return [module.register_forward_pre_hook(note, with_kwargs=True)]
 
     def leave(self, module: nn.Module, output: Any, last: bool, is_whole: bool) -> None:
-        """A module has returned: what is split along its output returns a sharded value.
+        """Track the output of a module that has returned.
 
         Raises:
-            BuildError: it is the ``last`` one to return, and returns what is mixed; or ``is_whole`` the model, and returns a
-                part of a sum.
+            BuildError: the ``last`` module to return returns a wrong value, or the model (``is_whole``) returns a partial one.
         """
         applied, syncs = split_of(module), list(syncs_of(module, "fwd_post"))
         if any(sync.op in _CHANGING for sync in syncs):
-            self._lose(output)
+            self._set_unknown(output)
         for known in self._of(_tensors(output)) if last else ():
             if isinstance(known, BuildError):
                 raise known
-            if self.checks_values and is_whole and known is not None and known.is_part_of_sum:
+            if self.checks_values and is_whole and known is not None and known.is_partial:
                 raise self._mixed(known, "it returns a part of a sum that nobody adds up", REDUCE)
         if syncs:
             if syncs[-1].op in _CUTTING:
-                map_output(partial(self._start_part, module, syncs[-1]), output)
+                map_output(partial(self._track_scattered, module, syncs[-1]), output)
         elif applied is not None and applied.cut.output == "partial":
-            map_output(partial(self._start_sum, module, applied.spec), output)
+            map_output(partial(self._track_partial, module, applied.spec), output)
         elif applied is not None and not applied.gathered and applied.cut.output == "sharded":
-            map_output(partial(self._start, module, applied), output)
+            map_output(partial(self._track_output, module, applied), output)
 
-    def _start(self, module: nn.Module, applied: AppliedCut, x: torch.Tensor) -> torch.Tensor:
+    def _track_output(self, module: nn.Module, applied: AppliedCut, x: torch.Tensor) -> torch.Tensor:
         ranks = applied.spec.num_shards
         if applied.spec.dealt is not None:
             self.known[x] = None
@@ -147,88 +145,88 @@ class ShardedValues:
             self.known[x] = TrackedValue(sharded(x, applied.cut.dim % x.dim(), ranks, blocks), module, applied.spec.group)
         return x
 
-    def _start_sum(self, module: nn.Module, spec: ShardSpec, x: torch.Tensor) -> torch.Tensor:
+    def _track_partial(self, module: nn.Module, spec: ShardSpec, x: torch.Tensor) -> torch.Tensor:
         self.known[x] = TrackedValue(partial_value(x, spec.num_shards), module, spec.group)
         return x
 
-    def _start_part(self, module: nn.Module, sync: Sync, x: torch.Tensor) -> torch.Tensor:
-        """Track the part that a sync has cut along a dimension, of the sequence say."""
+    def _track_scattered(self, module: nn.Module, sync: Sync, x: torch.Tensor) -> torch.Tensor:
+        """Track the shard that a sync has made, for example of the sequence."""
         assert sync.axis is not None
         self.known[x] = TrackedValue(sharded(x, sync.axis % x.dim(), num_ranks(sync.group)), module, sync.group)
         return x
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """A sync is about to add up this value.
+        """Check and return a value that a sync is about to reduce.
 
         Raises:
-            BuildError: it is mixed.
+            BuildError: the value is wrong.
         """
         if isinstance(known := self.known.get(x), BuildError):
             raise known
         return x
 
     def are_mixed(self, result: Any) -> bool:
-        """Return whether any tensor that a function returned must not be used."""
+        """Return whether any tensor in a result has a wrong value."""
         return any(isinstance(known, BuildError) for known in self._of(tensors_in(result)))
 
     def _of(self, tensors: Iterable[torch.Tensor]) -> list[Any]:
         found = (self.known.get(tensor, SAME) for tensor in tensors)
         return [known for known in found if known is not SAME]
 
-    def _lose(self, value: Any, known: BuildError | None = None) -> None:
+    def _set_unknown(self, value: Any, known: BuildError | None = None) -> None:
         for tensor in _tensors(value):
             self.known[tensor] = known
 
     def call(
         self, func: Callable[..., Any], args: Any, kwargs: Any, tensors: Sequence[torch.Tensor], running: Sequence[nn.Module]
     ) -> Any:
-        """Call a torch function that is given these tensors; what it makes of sharded values is followed.
+        """Call a torch function of these tensors and track its results.
 
         Raises:
-            BuildError: torch cannot do it with this rank's part, or it draws the same random numbers on all ranks.
+            BuildError: the function fails on this rank's shard, or draws the same random numbers on all ranks.
         """
         name = name_of(func)
         values = self._of(tensors)
         if split_of(running[-1]) or is_metadata(func, name):
             return func(*args, **kwargs)
         if not values:
-            return self._run_whole(func, args, kwargs)
+            return self._run_replicated(func, args, kwargs)
         mixed = next((value for value in values if isinstance(value, BuildError)), None)
         if mixed or None in values or is_called_by_sharding():
             try:
                 result = func(*args, **kwargs)
-            except RuntimeError as err:  # sizes that do not fit are those of what was mixed before
+            except RuntimeError as err:  # a size does not fit because of the earlier fault
                 if mixed is not None and not is_called_by_sharding():
                     raise mixed from err
                 raise
-            self._lose(result, mixed)
+            self._set_unknown(result, mixed)
             return result
-        value = next((value for value in values if value.layout.blocks or value.is_part_of_sum), values[0])
+        value = next((value for value in values if value.layout.blocks or value.is_partial), values[0])
         given, around = self._given(name, args, kwargs), global_state(value.layout.device)
-        run = self._run_whole if value.is_part_of_sum else partial(self._run, value)
+        run = self._run_replicated if value.is_partial else partial(self._run_sharded, value)
         result = run(func, args, kwargs)
         changed = args[0] if result is None and args else result
-        self._lose(result)
-        inside = running[-1].modules() if isinstance(running[-1], fx.GraphModule) else ()  # it has what these counted
+        self._set_unknown(result)
+        inside = (
+            running[-1].modules() if isinstance(running[-1], fx.GraphModule) else ()
+        )  # the graph contains the inlined code of modules with local counts
         counted = any(map(counts_locally, (*running, *inside)))
         reduced = any(sync.op in _SUMMING for module in running for sync in syncs_of(module, "fwd_post"))
         try:
-            if not self._take_apart(name, args, changed, value):
+            if not self._track_fused_parts(name, args, changed, value):
                 shapes = tuple((tensor.shape, tensor.device) for tensor in tensors_in(changed))
-                question = OpCall(func, given.leaves, given.kinds, given.spec, value.layout, shapes, reduced, counted, around)
-                self._note(changed, result_layouts(question, given.numbers), value)
+                call = OpCall(func, given.leaves, given.kinds, given.spec, value.layout, shapes, reduced, counted, around)
+                self._note(changed, result_layouts(call, given.numbers), value)
         except MixesShards as err:
-            self._lose(changed, self._mixed(value, *err.args) if self.checks_values else None)
-        except Exception as err:  # whatever code gives to torch: the check must not be what fails
-            get_logger().debug("what %s returns is not followed: %s", name, err)
+            self._set_unknown(changed, self._mixed(value, *err.args) if self.checks_values else None)
+        except Exception as err:  # arguments may be anything, and the check must not fail itself
+            get_logger().debug("the result of %s is not tracked: %s", name, err)
         return result
 
     def applied(self, function: Any, args: tuple[Any, ...], result: Any) -> None:
-        """An autograd function has returned: its backward on parts has to give parts of what it gives on all."""
+        """Check an autograd function that has returned: forward and backward on shards must give shards."""
         given = self._of(tensors_in(args))
-        values = [
-            each for each in given if isinstance(each, TrackedValue) and not each.is_part_of_sum and not each.layout.blocks
-        ]
+        values = [each for each in given if isinstance(each, TrackedValue) and not each.is_partial and not each.layout.blocks]
         if not values or len(values) < len(given):
             return
         value, ranks = values[0], values[0].layout.ranks
@@ -247,13 +245,13 @@ class ShardedValues:
         except ValueError:
             name = function.__name__
             why = f"{name} needs all of it, or its backward all of the gradient"
-            self._lose(result, self._mixed(value, why) if self.checks_values else None)
+            self._set_unknown(result, self._mixed(value, why) if self.checks_values else None)
 
     def call_of(self, module: nn.Module, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a torch function that is part of the forward of a module that is split, where a graph has that forward.
+        """Call a torch function of a sharded module whose forward a graph has inlined.
 
         Raises:
-            BuildError: the module is given what it was not split for.
+            BuildError: the module's input has another layout than it needs.
         """
         value = self.known.get(first_input(args, kwargs))
         if not isinstance(value, TrackedValue) or value.owner is not module:
@@ -262,18 +260,18 @@ class ShardedValues:
         self.leave(module, result, last=False, is_whole=False)
         return result
 
-    def _run_whole(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call the function with what is the same on every rank; what is drawn for it first has to be, too."""
-        draw = GeneratorSnapshot() if self.unasked is not None and not in_function_transform() else None
+    def _run_replicated(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the function on replicated values; the first random draw must be equal on all ranks."""
+        draw = GeneratorSnapshot() if self.uncompared_group is not None and not in_function_transform() else None
         result = func(*args, **kwargs)
         if draw is not None and draw.has_drawn:
-            if not draw.is_alike(self.unasked, self.device):
+            if not draw.is_same_on_ranks(self.uncompared_group, self.device):
                 raise self.error("random", None, f"{name_of(func)} draws other random numbers on every rank", _SEED)
-            self.unasked = None
+            self.uncompared_group = None
         return result
 
-    def _run(self, value: TrackedValue, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call the function with this rank's parts."""
+    def _run_sharded(self, value: TrackedValue, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the function on this rank's shards; random draws must differ between ranks."""
         draw = GeneratorSnapshot() if self.checks_random and not in_function_transform() else None
         try:
             result = func(*args, **kwargs)
@@ -281,7 +279,7 @@ class ShardedValues:
             if isinstance(err, torch.OutOfMemoryError) or not self.checks_values:
                 raise
             raise self._mixed(value, f"{name_of(func)} fails, {str(err).splitlines()[0]}") from err
-        if draw is not None and draw.has_drawn and draw.is_alike(value.group, value.layout.device):
+        if draw is not None and draw.has_drawn and draw.is_same_on_ranks(value.group, value.layout.device):
             raise self.error("random", value.owner, f"{name_of(func)} draws the same random numbers on every rank", _FORK)
         return result
 
@@ -289,7 +287,7 @@ class ShardedValues:
         return self.error("values", value.owner, why, remedy)
 
     def _given(self, name: str, args: Any, kwargs: Any) -> _Given:
-        """The arguments as they are before the function changes any."""
+        """Return the flat arguments from before the function changes any."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         changes = name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
         numbers = {}
@@ -314,8 +312,8 @@ class ShardedValues:
             elif isinstance(outcome, Layout):
                 self.known[tensor] = replace(of, layout=outcome)
 
-    def _take_apart(self, name: str, args: Any, result: Any, fused: TrackedValue) -> bool:
-        """Follow what is taken out of a fused output, a block; return whether it is known what the function does to one."""
+    def _track_fused_parts(self, name: str, args: Any, result: Any, fused: TrackedValue) -> bool:
+        """Track blocks that a function takes out of a fused output; return whether the function's effect is known."""
         blocks, tensors = fused.layout.blocks, list(tensors_in(result))
         if blocks and name in GIVEN_SIZES:
             _check_rows(name, args[0], tensors[0], blocks)
@@ -328,21 +326,21 @@ class ShardedValues:
         if name in _SPLITS and set(sizes) != {starts[-1]}:
             if sizes != blocks:
                 raise MixesShards(f"{name} takes {list(sizes)} out of blocks of {list(blocks)}")
-            self._follow_parts(tensors, fused)
+            self._track_parts(tensors, fused)
         elif bounds is not None and dim == args[0].dim() - 1:
             if not set(bounds) <= set(starts):
                 raise MixesShards(f"{list(bounds)} is cut out of blocks of {list(blocks)}")
             if bounds in zip(starts, starts[1:], strict=False):
-                self._follow_parts(tensors, fused)
+                self._track_parts(tensors, fused)
         return True
 
-    def _follow_parts(self, tensors: list[torch.Tensor], of: TrackedValue) -> None:
+    def _track_parts(self, tensors: list[torch.Tensor], of: TrackedValue) -> None:
         for tensor in tensors:
             self.known[tensor] = replace(of, layout=sharded(tensor, of.layout.dim, of.layout.ranks))
 
 
 class _Given(NamedTuple):
-    """Arguments one by one as a question has them, and place to tensor of those that are not followed."""
+    """Flat arguments as in an ``OpCall``, and index to tensor of the untracked ones."""
 
     leaves: tuple[Any, ...]
     kinds: tuple[type, ...]
@@ -351,10 +349,10 @@ class _Given(NamedTuple):
 
 
 def _check_rows(name: str, fused: torch.Tensor, made: torch.Tensor, blocks: tuple[int, ...]) -> None:
-    """A view of a fused output must not put numbers of two blocks into one row.
+    """Refuse a view of a fused output that puts elements of two blocks into one row.
 
     Raises:
-        Mixed: it does.
+        MixesShards: it does.
     """
     lead = fused.dim() - 1
     if (
@@ -381,7 +379,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def is_called_by_sharding() -> bool:
-    """Return whether this package calls the torch function: its collectives and the like know what they do."""
+    """Return whether this package, which handles shards correctly, calls the torch function."""
     names = (str(frame.f_globals.get("__name__")) for frame, _ in walk_stack(sys._getframe(1)))
     watching = ("checks.first_run_check", "checks.partial_gradients", "communication._torch_autograd")
     passed = (__name__, *(f"slapo_sharding.{name}" for name in watching))
@@ -389,7 +387,7 @@ def is_called_by_sharding() -> bool:
 
 
 def is_called_by_hook() -> bool:
-    """Return whether a hook calls, as those do that engines put on modules, and not the module's forward."""
+    """Return whether a hook of a module, such as an engine's, calls the function, and not a forward."""
     called = None
     for frame, _ in walk_stack(sys._getframe(1)):
         if frame.f_globals.get("__name__") == nn.Module.__module__ and "self" in frame.f_locals:
