@@ -56,7 +56,7 @@ def start_checks(schedule: Schedule, target: str | None, config: dict[str, Any])
         install_first_run_check(root, checked, frozenset(disabled))
     if "shared_memory" not in disabled and not _trains_whole_replicas(schedule, target, config):
         check_shared_memory(root)
-    if target is None or not schedule.registry.dialect(target).takes_check:
+    if target is None or not schedule.registry.get("dialect", target).takes_check:
         config.pop("check", None)
 
 
@@ -64,4 +64,4 @@ def _trains_whole_replicas(schedule: Schedule, target: str | None, config: dict[
     mesh = schedule.mesh
     if mesh is None or "dp" not in (mesh.mesh_dim_names or ()) or mesh["dp"].size() != dist.get_world_size():
         return False
-    return target is None or schedule.registry.dialect(target).trains_in_place(**config)
+    return target is None or schedule.registry.get("dialect", target).trains_in_place(**config)
