@@ -1,4 +1,4 @@
-"""Each check has a name: with that name off its fault passes, and with any other name off the fault is an error."""
+"""Each check has a name; its fault passes with that name off, and is an error with any other name off."""
 
 from __future__ import annotations
 

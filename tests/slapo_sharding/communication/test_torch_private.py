@@ -1,4 +1,4 @@
-"""The private names of torch behind ``slapo_sharding``: these fail when torch moves one or changes what it does."""
+"""Private names of torch in ``slapo_sharding``; a test fails when torch moves or changes one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_operations_keep_layouts_or_fail() -> None:
     run_distributed(_rules, 2)
 
 
-def test_a_mesh_needs_no_ranks() -> None:
+def test_a_fake_mesh_needs_no_ranks() -> None:
     with torch.no_grad(), no_redistribution():
         part = DTensor.from_local(torch.empty(2, 8, device="meta"), fake_mesh(3), [Shard(1)], run_check=False)
         heads = part.unflatten(-1, (6, 4)).transpose(0, 1)
@@ -66,7 +66,7 @@ def _kernels(rank: int) -> None:
         assert torch.nn.functional.conv1d(rows, torch.empty(1, 1, 3, device="meta")).placements == (Shard(0),)
 
 
-def test_kernels_do_not_reach_over_to_other_ranks() -> None:
+def test_convolutions_along_a_sharded_dimension_are_refused() -> None:
     run_distributed(_kernels, 2)
 
 
@@ -80,7 +80,7 @@ class Sees(TorchFunctionMode):
         return func(*args, **(kwargs or {}))  # type: ignore[operator]
 
 
-def test_nobody_sees_functions() -> None:
+def test_no_mode_sees_functions() -> None:
     with Sees() as sees:
         with no_functions():
             torch.ones(1).add(1)
@@ -89,7 +89,7 @@ def test_nobody_sees_functions() -> None:
         assert sees.seen
 
 
-def test_surroundings_are_what_a_function_depends_on() -> None:
+def test_global_state_is_all_that_a_function_depends_on() -> None:
     cpu, found = torch.device("cpu"), []
     contexts = [
         nullcontext(),
@@ -109,7 +109,7 @@ def test_surroundings_are_what_a_function_depends_on() -> None:
 
 
 class _Turn(torch.autograd.Function):
-    """Notes its turn in the backward."""
+    """Records its turn in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, name: str, turns: list[str]) -> torch.Tensor:
@@ -122,7 +122,7 @@ class _Turn(torch.autograd.Function):
         return grad, None, None
 
 
-def test_turns_in_a_backward_can_be_exchanged() -> None:
+def test_sequence_numbers_of_a_backward_can_be_swapped() -> None:
     for exchanged in (False, True):
         turns: list[str] = []
         x, weight = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
@@ -134,7 +134,7 @@ def test_turns_in_a_backward_can_be_exchanged() -> None:
         assert turns == (["start", "weights", "wait"] if exchanged else ["weights", "start", "wait"])
 
 
-def test_what_looks_at_saved_tensors_is_known() -> None:
+def test_the_saved_tensor_hook_is_found() -> None:
     assert saved_tensor_hook() is None
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         outer = saved_tensor_hook()
@@ -144,7 +144,7 @@ def test_what_looks_at_saved_tensors_is_known() -> None:
     assert saved_tensor_hook() is None
 
 
-def test_batches_of_vmap_are_known() -> None:
+def test_batches_of_vmap_are_recognised() -> None:
     seen: list[bool] = []
 
     def note(x: torch.Tensor) -> torch.Tensor:
