@@ -350,7 +350,7 @@ class ExpandedMaskApart(ExpandedMask):
 
 @dataclass
 class Notes:
-    """What an attention tells of a call beside its output."""
+    """A record of an attention's call beside its output."""
 
     scores: torch.Tensor
     kind: str = ""
@@ -371,7 +371,7 @@ class Telling(nn.Module):
 
 
 class Told(nn.Module):
-    """What is around it."""
+    """The module around the attention."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What Slapo warns of, as a list."""
+"""Warnings that Slapo logs, as a list."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Messages(logging.Handler):
 
 @contextmanager
 def warnings_told() -> Iterator[list[str]]:
-    """The warnings that are logged inside. The handler goes again: the processes of ranks run other tests afterwards."""
+    """Yield the warnings that are logged inside; the handler is removed, because worker processes run other tests."""
     logger, handler = logging.getLogger("Slapo"), _Messages()
     logger.addHandler(handler)
     try:

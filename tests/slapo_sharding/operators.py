@@ -1,4 +1,4 @@
-"""What runs, in its order."""
+"""Modes that record the operators that run, in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Syncs that do not fit, where that shows when the model runs: an error at the first run that names the module."""
+"""Syncs that turn out wrong when the model runs are an error of the first run that names the module."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.multiproc
 
 
 class Block(nn.Module):
-    """Two layers after one that stays whole; ``forward`` of the subclasses says what is between and around them."""
+    """Two sharded layers beside replicated ones, which the forwards of subclasses combine."""
 
     frozen = False
 
@@ -59,14 +59,14 @@ class Gated(Block):
 
 
 class Scaled(Block):
-    """A scale as Gemma's: what the value meets is made of the parameter."""
+    """A scale like Gemma's, computed from the parameter."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.up(x * (1 + self.scale)).tanh())
 
 
 class Looks(Block):
-    """Takes numbers out of a value without a gradient, and has code of autograd's own."""
+    """Detaches values, and calls an autograd function of its own."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         size, made = x.detach().abs().mean(), self.up(x)
@@ -75,13 +75,13 @@ class Looks(Block):
 
 
 class Frozen(Normed):
-    """As the first block after an embedding that is frozen: what enters has no gradient to sum, and the norm's are parts."""
+    """The first block after a frozen embedding: its input needs no gradient, and the norm's gradients are partial."""
 
     frozen = True
 
 
 class Cross(nn.Module):
-    """Takes a second value, which no sync is about."""
+    """Takes a second value that has no sync."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Cross(nn.Module):
 
 
 class Crossed(Block):
-    """Attends to what somebody else made."""
+    """Uses a second value that a replicated norm makes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,14 +120,14 @@ class Talks(Block):
 
 
 class Aside(Block):
-    """Its output has the gradient of what it was given, as a loss beside the main one has."""
+    """Passes the gradient of its input around the sharded layers, like an auxiliary loss."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(self.up(x).tanh()).detach()
 
 
 class Slope(nn.Module):
-    """One number, as a learned temperature."""
+    """A scalar parameter, such as a learned temperature."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,20 +147,20 @@ class Sloped(Block):
 
 
 class Added(Sloped):
-    """With a weight that came after the schedule was created, as adapters do."""
+    """A weight that was added after the schedule was created, as adapters are."""
 
     frozen = True
 
 
 class Beside(Block):
-    """What is gathered goes elsewhere than into the layer."""
+    """The gathered value goes elsewhere than into the layer."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.up(x).tanh()) * self.norm(x)
 
 
 class Asked(Block):
-    """A frozen start whose gradient is asked for, as adapters under a checkpoint need it."""
+    """A frozen input that is set to require a gradient, as adapters under a checkpoint need."""
 
     frozen = True
 
@@ -170,7 +170,7 @@ class Asked(Block):
 
 
 class Recomputed(Residual):
-    """A checkpoint of the kind that runs without gradients at first."""
+    """A reentrant checkpoint, whose first forward has no gradients."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = checkpoint(super().forward, x, use_reentrant=True)
@@ -178,7 +178,7 @@ class Recomputed(Residual):
 
 
 class Typed(Block):
-    """Looks at a sharded parameter for its type alone."""
+    """Reads only the dtype of a sharded parameter."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         start = self.up.weight.new_zeros(x.shape)
@@ -353,7 +353,7 @@ def _silent(rank: int) -> dict[str, str]:
 
 
 def test_a_gradient_that_would_be_wrong_is_an_error_that_names_the_module():
-    """Without the check each of these gives wrong gradients."""
+    """Without the check each of these schedules gives wrong gradients."""
     messages = run_distributed(_silent, 2)[0]
     assert {key: message for key, message in messages.items() if SILENT[key][2] not in message} == {}
 
@@ -411,12 +411,12 @@ def _right(rank: int) -> None:
         assert not any("note" in str(hook) for module in model.modules() for hook in module._forward_pre_hooks.values())
 
 
-def test_gradients_that_are_right_are_no_error():
+def test_right_gradients_are_no_error():
     run_distributed(_right, 2)
 
 
 class Returns(Model):
-    """What was made inside of the block is used there, and returned as well."""
+    """A value made inside the block is used there, and also returned."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         made: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""A sharded parameter used by other code than its own module's is an error at the first run, on every rank."""
+"""A sharded parameter that other code than its module's uses is an error of the first run on every rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import slapo_torch.plugin
 import slapo_tracing.plugin
 import slapo_training.plugin
 from slapo_core import BuildError, Registry, Schedule, TraceError, build, create_schedule
-from slapo_sharding.checks.first_run_check import watch
+from slapo_sharding.checks.first_run_check import install_first_run_check
 from slapo_testing import run_distributed
 from slapo_tracing import trace_module
 from slapo_verify.comparison import assert_equivalent
@@ -41,7 +41,7 @@ PLAIN_CALL = nn.Module._wrapped_call_impl
 
 
 class Mlp(nn.Module):
-    """Asks its child for what is no value, as T5 does."""
+    """Reads only metadata of a child's parameter, as T5 does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Size(Mlp):
 
 
 class Mean(Mlp):
-    """Divides by a number of elements; the operation is that of Python or of torch."""
+    """Divides by a number of elements, by an operation of Python or of torch."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         count = sum(p.numel() for p in self.parameters())
@@ -85,7 +85,7 @@ class Offset(Mlp):
 
 
 class Counted(Mlp):
-    """Counts what is trained, and freezes it for a while, as PEFT does in ``disable_adapter``."""
+    """Counts trainable parameters and freezes them for a while, as PEFT's ``disable_adapter`` does."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.counted = sum(p.numel() for p in self.parameters() if p.numel() != 0)
@@ -149,11 +149,11 @@ def _counts(rank: int) -> None:
     assert model.counted < plain.counted
 
 
-def test_parts_may_be_counted_and_frozen_by_code_outside() -> None:
+def test_shards_may_be_counted_and_frozen_by_outside_code() -> None:
     run_distributed(_counts, 2)
 
 
-def test_a_part_read_for_the_whole_is_refused_on_every_rank():
+def test_a_shard_read_as_the_whole_is_refused_on_every_rank():
     first, second = run_distributed(_reads, 2)
     assert first == second
     for message, cls, name, use in zip(
@@ -168,7 +168,7 @@ def test_a_part_read_for_the_whole_is_refused_on_every_rank():
 
 
 def _owners(rank: int) -> None:
-    """What modules do with their own is looked at once, then calls are torch's again."""
+    """Modules may read their own parameters; after the first runs, calls are torch's own again."""
     gc.collect()  # models of earlier tests that have not run
     model = Mlp()
     before = copy.deepcopy(model)
@@ -186,7 +186,7 @@ def _owners(rank: int) -> None:
     assert nn.Module.__call__ is PLAIN_CALL
 
 
-def test_a_module_may_use_its_own_and_later_runs_cost_nothing():
+def test_a_module_may_use_its_own_parameters_and_later_runs_cost_nothing():
     run_distributed(_owners, 2)
 
 
@@ -207,19 +207,19 @@ def test_a_model_that_is_freed_before_it_trains_is_not_awaited():
 
 
 def _compiled(rank: int) -> None:
-    """What is compiled runs uncompiled the first time."""
+    """Compiled code runs eagerly in the first run."""
     x = torch.ones(2, 4)
     compiled = torch.compile(_built(Mlp()), backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), compiled(x))
     assert "uses 'up.weight'" in _message(lambda: torch.compile(_built(Penalty()), backend="eager", fullgraph=True)(x))
 
 
-def test_a_compiled_model_is_looked_at_too():
+def test_a_compiled_model_is_checked():
     run_distributed(_compiled, 2)
 
 
 class Twice(nn.Module):
-    """Two blocks to cut between; the second one, or the model itself, reads a part."""
+    """Two pipeline blocks; the second one, or the model itself, reads a shard."""
 
     def __init__(self, inside: type[Mlp], outside: bool = False) -> None:
         super().__init__()
@@ -287,7 +287,7 @@ class Hides(nn.Module):
 
 def test_a_trace_names_the_models_line_while_a_first_run_is_awaited() -> None:
     awaited = nn.Linear(2, 2)
-    watch(awaited, [awaited])
+    install_first_run_check(awaited, [awaited])
     with pytest.raises(TraceError, match=r"code that tracing does not see.*test_foreign_reads.py:\d+"):
         trace_module(Hides(), torch.ones(2))
     awaited(torch.ones(2))

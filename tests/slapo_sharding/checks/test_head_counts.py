@@ -1,4 +1,4 @@
-"""A number of heads that the model may mean for all ranks is not taken for one rank's."""
+"""A head count that may be the global one is not taken for the local one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ X = torch.arange(12.0).view(3, 4).cos()
 
 
 class Between(nn.Module):
-    """Something happens between the layers."""
+    """A function runs between the layers."""
 
     def __init__(self, between: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Between(nn.Module):
 
 
 class Counted(nn.Module):
-    """Heads are counted by a name that nobody knows."""
+    """The attribute for the head count has an unknown name."""
 
     def __init__(self, size: int = -1) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def _count(rank: int) -> list[str]:
     ]
 
 
-def test_a_number_that_may_be_of_all_ranks_heads_is_refused() -> None:
+def test_a_head_count_that_may_be_global_is_refused() -> None:
     *unclear, wrong = run_distributed(_count, 2)[0]
     for message, call in zip(unclear, ("view is given 4", "unflatten is given 2", "reshape is given 2"), strict=True):
         assert f"{call}, which may be the number for all ranks or for one, and each rank has a part of the output of" in message

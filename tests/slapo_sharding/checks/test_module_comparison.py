@@ -1,4 +1,4 @@
-"""Numbers of a schedule by hand that differ where torch's rules see nothing: found by a run on whole values."""
+"""Wrong results of a manual schedule that torch's rules miss are found by a rerun on whole values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.multiproc
 
 
 class Pair(nn.Module):
-    """Two layers; ``between`` of the subclasses says what is between them."""
+    """Two layers with the code of the subclasses between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ WRONG: tuple[type[Pair], ...] = (Scaled, Counted, First, OneByOne, Running, Item
 
 
 class ByHead(Pair):
-    """Heads of a number that the user sets, as the README tells."""
+    """The user sets the number of heads, as in the README."""
 
     def between(self, x: torch.Tensor) -> torch.Tensor:
         return x.view(len(x), self.heads, 2).softmax(-1).flatten(1)
@@ -114,14 +114,14 @@ class Noting(Pair):
 
 
 class Drawing(Pair):
-    """Adds noise in training, of each rank's own, which cannot be compared."""
+    """Adds different noise on each rank in training, which cannot be compared."""
 
     def between(self, x: torch.Tensor) -> torch.Tensor:
         return x + 0.1 * torch.randn_like(x)
 
 
 class FirstTwice(Pair):
-    """Reads one element, of a value that is whole."""
+    """Reads one element of a replicated value."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.up(x).relu()) * x[..., :1].item() if len(x) == 1 else self.down(self.up(x).relu()) + x[0, 0]
@@ -163,7 +163,7 @@ def found(rank: int) -> dict[str, str]:
     return {kind.__name__: message_of(kind()) for kind in WRONG}
 
 
-def test_what_depends_on_the_part_is_an_error_on_all_ranks() -> None:
+def test_results_that_depend_on_the_shard_are_an_error_on_all_ranks() -> None:
     first, second = run_distributed(found, 2)
     assert first == second
     named = re.compile(r"the model, \w+, at \S+test_module_comparison\.py:\d+: .*check=False turns")
@@ -188,7 +188,7 @@ def right(rank: int) -> None:
 
 
 def runs(rank: int, kind: type[Pair], before: Callable[[Any], Any]) -> None:
-    """Run a model for the first time; nothing that the comparison did may be left."""
+    """Run a model for the first time; the comparison must leave no trace."""
     set_random_seed(0, tp_rank=rank)
     expected, model = kind(), kind()
     build(by_hand(model, before))

@@ -1,4 +1,4 @@
-"""Whole parameters that meet sharded values: a part of a gradient is never taken for the whole, and a sync sums the parts."""
+"""Replicated parameters on sharded values: a partial gradient is never taken for the whole, and a sync reduces it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 
 
 class Slope(nn.Module):
-    """One number for all of a hidden value, as PReLU's; zero at first where asked."""
+    """A scalar parameter for a hidden value, like PReLU's, zero at first on request."""
 
     def __init__(self, start: float) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Slope(nn.Module):
 
 
 class HeadNorm(nn.Module):
-    """Normalises heads of two."""
+    """A norm of heads of size 2."""
 
     def __init__(self, *_: Any) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def _refused(rank: int, pp: int, dp: int) -> list[str]:
-    """With the check the first run would have found it."""
+    """The check of the first run is off; it would have found the fault."""
     messages = []
     for inner, config in ((Slope, {}), (HeadNorm, {"pipeline_schedule": "gpipe"}), (Slope, {"precision": "bf16"})):
         sch = _schedule(Model(inner), pp, dp)
@@ -113,7 +113,7 @@ def _refused(rank: int, pp: int, dp: int) -> list[str]:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("pp", "dp"), [(1, 1), (2, 1), (1, 2)])
-def test_an_engine_refuses_parts_of_a_gradient_before_the_step(pp: int, dp: int) -> None:
+def test_an_engine_refuses_partial_gradients_before_the_step(pp: int, dp: int) -> None:
     for rank in run_distributed(_refused, 2 * pp * dp, pp, dp):
         for message in rank:
             assert "the gradient of 'first.inner.weight', which is whole, differs" in message.replace("second", "first")
@@ -121,7 +121,7 @@ def test_an_engine_refuses_parts_of_a_gradient_before_the_step(pp: int, dp: int)
 
 
 def _late(rank: int) -> str:
-    """A gate that is closed at first leaves what is behind it without a gradient in the first step."""
+    """A closed gate gives the layers behind it zero gradients in the first step."""
     sch = _schedule(Model(Slope, 0.25, 0.0))
     for block in ("first", "second"):
         sch[block].sync("grad", "all_reduce")
@@ -159,7 +159,7 @@ def _whole(rank: int, pp: int, dp: int) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("pp", "dp"), [(1, 1), (2, 1), (1, 2)])
-def test_summed_gradients_train_as_one_process_does(pp: int, dp: int) -> None:
+def test_reduced_gradients_train_like_one_process(pp: int, dp: int) -> None:
     run_distributed(_whole, 2 * pp * dp, pp, dp)
 
 
@@ -174,7 +174,7 @@ def _by_plan(rank: int) -> None:
     assert_equivalent(before, model, X)
 
 
-def test_a_plan_that_is_shown_right_sums_gradients_itself() -> None:
+def test_a_verified_plan_reduces_gradients_itself() -> None:
     run_distributed(_by_plan, 2)
 
 
@@ -197,7 +197,7 @@ def _plain(rank: int) -> str:
     return str(caught.value)
 
 
-def test_full_state_refuses_parts_of_a_gradient() -> None:
+def test_full_state_refuses_partial_gradients() -> None:
     for message in run_distributed(_plain, 2):
         assert "full_state(''): the gradient of 'second.inner.weight'" in message.replace("first", "second")
 
@@ -227,7 +227,7 @@ def _refusals(rank: int) -> list[str]:
     return [*messages, str(unsharded.value)]
 
 
-def test_what_cannot_be_summed_is_refused() -> None:
+def test_illegal_gradient_syncs_are_refused() -> None:
     twice, sharded, bare, scattered, function, unsharded = run_distributed(_refusals, 2)[0]
     assert "sync('first'): the gradients of its parameters are summed already; sync them once" in twice
     assert "the module is sharded, so the gradients of its parameters are right already" in sharded
@@ -238,7 +238,7 @@ def test_what_cannot_be_summed_is_refused() -> None:
 
 
 def _head_norms(rank: int) -> list[int]:
-    """Phi's published plan says nothing of its norms of heads."""
+    """Phi's published plan does not mention its norms of heads."""
     from transformers import PhiConfig, PhiForCausalLM
 
     sizes = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4, "vocab_size": 32}
@@ -259,12 +259,12 @@ def _head_norms(rank: int) -> list[int]:
     ]
 
 
-def test_tensor_parallel_sums_the_gradients_of_norms_of_heads() -> None:
+def test_tensor_parallel_reduces_the_gradients_of_head_norms() -> None:
     assert run_distributed(_head_norms, 2) == [[1, 0, 1, 0]] * 2
 
 
 class Normed(nn.Module):
-    """A norm of whole values before the split layers."""
+    """A norm of replicated values before the sharded layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -284,7 +284,7 @@ def _needless(rank: int) -> str:
     return str(caught.value)
 
 
-def test_a_gradient_that_is_whole_already_is_not_summed() -> None:
+def test_a_replicated_gradient_is_not_reduced() -> None:
     (first, second) = run_distributed(_needless, 2)
     assert "the gradient of 'norm.bias' is the same on every rank" in first.replace("weight", "bias")
     assert "2 times too large" in first

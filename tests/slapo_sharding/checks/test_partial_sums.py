@@ -1,4 +1,4 @@
-"""Parts of a sum that a module around a row-parallel layer adds up: what is done between the two has to allow it."""
+"""Code between a row-parallel layer and the module that reduces its partial output must be linear."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.multiproc
 
 
 class Block(nn.Module):
-    """Two layers, and what the subclasses do to their output before it is reduced."""
+    """Two layers, and the code of subclasses on their output before the reduction."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Residual(Block):
 
 
 class Bias(Block):
-    """Zero as yet, so that nothing would show at the first run."""
+    """A bias that is still zero, so that the values of the first run are right."""
 
     def after(self, x: torch.Tensor, hidden: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
         return made.add_(self.bias)
@@ -78,14 +78,14 @@ class Next(Block):
 
 
 class Pair(Block):
-    """The sync around adds up the first only."""
+    """The outer sync reduces only the first output."""
 
     def after(self, x: torch.Tensor, hidden: torch.Tensor, made: torch.Tensor) -> Any:
         return made, self.again(hidden)
 
 
 class Scaled(Block):
-    """Reshaped, scaled and added to another part of a sum; looked at, too."""
+    """Reshapes, scales and adds partial values, and reads them."""
 
     def after(self, x: torch.Tensor, hidden: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
         assert torch.isfinite(made).all()
@@ -96,7 +96,7 @@ class Scaled(Block):
 
 
 class Dropped(Block):
-    """Dropout is the same on every rank, where nothing is forked."""
+    """Dropout without a fork draws the same mask on every rank."""
 
     def after(self, x: torch.Tensor, hidden: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
         return functional.dropout(made, 0.5, self.training)
@@ -152,7 +152,7 @@ def _wrong(rank: int) -> dict[str, str]:
     return messages
 
 
-def test_what_is_no_sum_of_its_parts_is_an_error_that_names_the_layer() -> None:
+def test_nonlinear_code_on_partial_values_is_an_error_that_names_the_layer() -> None:
     messages = run_distributed(_wrong, 2)[0]
     assert {block.__name__: messages[block.__name__] for block in WRONG if WRONG[block] not in messages[block.__name__]} == {}
 
@@ -169,7 +169,7 @@ def _given(rank: int) -> list[str]:
     return messages
 
 
-def test_nobody_is_given_a_part_of_a_sum() -> None:
+def test_the_model_returns_no_partial_value() -> None:
     given, returned = run_distributed(_given, 2)[0]
     assert "a Linear that is split is given a part of a sum" in given
     assert "the model, Model, at" in returned
@@ -177,7 +177,7 @@ def test_nobody_is_given_a_part_of_a_sum() -> None:
 
 
 def _half(rank: int) -> str:
-    """Small numbers are not taken for rounding, and a wider type is not taken for wrong."""
+    """Small values are not lost in rounding, and a wider dtype is no fault."""
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
     for block in (Scaled, Dropped):
         model = Model(block).bfloat16()
@@ -217,7 +217,7 @@ def _right(rank: int) -> None:
             assert_equivalent(before, model, x)
 
 
-def test_what_is_a_sum_of_its_parts_is_no_error() -> None:
+def test_linear_code_on_partial_values_is_no_error() -> None:
     run_distributed(_right, 2)
 
 
@@ -231,5 +231,5 @@ def _forked(rank: int) -> str:
     return str(caught.value)
 
 
-def test_dropout_of_a_part_of_a_sum_is_not_forked() -> None:
+def test_forked_dropout_of_a_partial_value_is_refused() -> None:
     assert "dropout draws other random numbers on each rank for the parts of a sum" in run_distributed(_forked, 2)[0]

@@ -1,4 +1,4 @@
-"""Random numbers for a value of which each rank has a part are not to be the same on every rank; found at the first run."""
+"""Random draws for shards must differ between ranks; the first run checks it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ X = torch.ones(4, 8)
 
 
 class Between(nn.Module):
-    """Drops something of the sharded value, and afterwards of the whole one."""
+    """A dropout of a sharded value, then one of a replicated value."""
 
     def __init__(self, drop: Callable[[torch.Tensor, float, bool], torch.Tensor] | None, rate: float = 0.5) -> None:
         super().__init__()
@@ -108,12 +108,12 @@ def _different(rank: int) -> None:
     model(X)
 
 
-def test_forks_seeds_of_their_own_and_what_draws_nothing_run() -> None:
+def test_forks_and_code_without_draws_run() -> None:
     run_distributed(_different, 2)
 
 
 def _apart(rank: int) -> list[str]:
-    """Seeds of the ranks' own drop other elements of what is the same on all of them."""
+    """Different seeds on the ranks drop different elements of a replicated value."""
     messages = []
     for seeds in (lambda: torch.manual_seed(rank), lambda: set_random_seed(3, tp_rank=rank, always_enable_tp_seed=True)):
         model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 8))
@@ -133,7 +133,7 @@ def _apart(rank: int) -> list[str]:
     return messages
 
 
-def test_ranks_that_drop_other_elements_of_one_value_are_refused() -> None:
+def test_different_dropout_of_a_replicated_value_is_refused() -> None:
     first, second = run_distributed(_apart, 2)
     assert first == second
     for message in first:

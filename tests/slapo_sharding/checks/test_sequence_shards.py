@@ -1,4 +1,4 @@
-"""Code between syncs that split and gather the sequence: each rank has a part of it, and what needs all is an error."""
+"""Between syncs that scatter and gather the sequence, code that needs the whole sequence is an error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ X = torch.randn(2, 10, 4, generator=torch.Generator().manual_seed(0))
 
 
 class Inner(nn.Module):
-    """What happens to ``[batch, sequence, width]``."""
+    """Runs a function on ``[batch, sequence, width]``."""
 
     def __init__(self, inside: Inside) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Model(nn.Module):
 
 
 def _scheduled(model: nn.Module, *, at_input: bool = False) -> Schedule:
-    """Cut by the layer before, or by the module itself."""
+    """The layer before scatters, or the module itself."""
     sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     if at_input:
         sch["inner"].sync("fwd_pre", "scatter", axis=1).sync("fwd_post", "all_gather", axis=1)["norm"].sync(
@@ -97,7 +97,7 @@ def _wrong(rank: int) -> dict[str, str]:
     return messages
 
 
-def test_what_needs_the_whole_sequence_is_an_error() -> None:
+def test_code_that_needs_the_whole_sequence_is_an_error() -> None:
     messages = run_distributed(_wrong, 2)[0]
     assert sorted(messages) == sorted(WRONG)
     assert {key: message for key, message in messages.items() if "a part of the output of 'down'" not in message} == {}
@@ -121,7 +121,7 @@ def _right(rank: int) -> None:
             assert_equivalent(before, model, X)
 
 
-def test_what_needs_no_other_position_is_no_error() -> None:
+def test_code_on_single_positions_is_no_error() -> None:
     run_distributed(_right, 2)
 
 
@@ -139,12 +139,12 @@ def _drops(rank: int) -> str:
     return str(caught.value)
 
 
-def test_parts_of_the_sequence_are_not_dropped_alike() -> None:
+def test_equal_dropout_masks_of_sequence_shards_are_refused() -> None:
     assert "dropout draws the same random numbers on every rank" in run_distributed(_drops, 2)[0]
 
 
 def _beside_dtensor(rank: int) -> None:
-    """The same operation on the same layout, which DTensor remembers, on a mesh of the user's own."""
+    """The same operation and layout, which DTensor caches, on a mesh of the user's."""
     model = Model(RIGHT[0])
     build(_scheduled(model))
     model(X)
@@ -154,5 +154,5 @@ def _beside_dtensor(rank: int) -> None:
     assert torch.allclose(normed.redistribute(placements=[Replicate()]).to_local(), functional.layer_norm(X, (4,)))
 
 
-def test_dtensors_of_the_user_know_nothing_of_it() -> None:
+def test_dtensors_of_the_user_are_not_affected() -> None:
     run_distributed(_beside_dtensor, 2)

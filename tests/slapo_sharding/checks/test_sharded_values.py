@@ -1,4 +1,4 @@
-"""Code between a column and a row layer that needs all of what each rank has a part of is refused at the first run."""
+"""Code between a column and a row layer that needs the whole sharded value is refused in the first run."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ import slapo_torch.plugin
 import slapo_tracing.plugin
 import slapo_training.plugin
 from slapo_core import BuildError, Registry, build, create_schedule
-from slapo_sharding.checks.value_tracking.op_rules import Question, Slice, remembered
-from slapo_sharding.checks.value_tracking.tracked_value import plain
+from slapo_sharding.checks.value_tracking.op_rules import OpCall, Slice, cached_layouts
+from slapo_sharding.checks.value_tracking.tracked_value import untracked
 from slapo_testing import run_distributed
 from slapo_verify.comparison import assert_equivalent
 
@@ -31,7 +31,7 @@ PLUGINS = Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_sharding.
 
 
 class Mlp(nn.Module):
-    """Something happens between the layers."""
+    """A function runs between the layers."""
 
     def __init__(self, between: Callable[[torch.Tensor], torch.Tensor], inner: int = 8, out: int = 8) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def _part_by_part(rank: int) -> None:
         assert_equivalent(before, _split(model), X)
 
 
-def test_what_ranks_can_do_part_by_part_runs() -> None:
+def test_code_that_works_on_shards_runs() -> None:
     run_distributed(_part_by_part, 2)
 
 
@@ -155,7 +155,7 @@ def _needs_all(rank: int) -> dict[str, str]:
     return {name: _message(Mlp(between)) for name, between in NEEDS_ALL.items()}
 
 
-def test_what_needs_the_parts_of_others_is_refused_on_every_rank() -> None:
+def test_code_that_needs_other_shards_is_refused_on_every_rank() -> None:
     first, second = run_distributed(_needs_all, 2)
     assert first == second
     for name, message in first.items():
@@ -190,7 +190,7 @@ def _fused(rank: int) -> list[str]:
     ]
 
 
-def test_fused_outputs_are_taken_apart_as_they_were_split() -> None:
+def test_fused_outputs_are_split_at_their_blocks() -> None:
     first, second = run_distributed(_fused, 2)
     assert first == second
     for message, part in zip(
@@ -213,14 +213,14 @@ def _fails(rank: int) -> list[str]:
     return [_message(Mlp(lambda x: F.layer_norm(x, (8,)))), _message(Mlp(lambda x: x.view(3, 2, 4).flatten(1)))]
 
 
-def test_torchs_own_errors_name_the_layer() -> None:
+def test_errors_of_torch_name_the_layer() -> None:
     for message, text in zip(run_distributed(_fails, 2)[0], ("layer_norm fails, Given", "view fails, shape"), strict=True):
         assert text in message
         assert "each rank has a part of the output of 'up'; gather it there" in message
 
 
 class Reduced(nn.Module):
-    """A hand-written row layer: each rank adds up its part, a sync the ranks'."""
+    """A hand-written row layer whose output a sync reduces."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -264,12 +264,12 @@ def _summed(rank: int) -> str:
     return str(caught.value)
 
 
-def test_a_sum_that_a_sync_completes_is_allowed() -> None:
+def test_a_sum_that_a_sync_reduces_is_allowed() -> None:
     assert "sum needs all of it" in run_distributed(_summed, 2)[0]
 
 
 class Stack(nn.Module):
-    """Layers that are alike."""
+    """Identical layers."""
 
     def __init__(self, *between: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -296,14 +296,14 @@ def _softmax_of_all(x: torch.Tensor) -> torch.Tensor:
 
 
 def _worked_out(run: Callable[[], Any]) -> tuple[int, int]:
-    before = remembered.cache_info()
+    before = cached_layouts.cache_info()
     run()
-    after = remembered.cache_info()
+    after = cached_layouts.cache_info()
     return after.misses - before.misses, after.hits - before.hits
 
 
 def _alike(rank: int) -> list[str]:
-    remembered.cache_clear()
+    cached_layouts.cache_clear()
     assert _worked_out(lambda: _stack(_softmax_of_heads)(X)) == (4, 0)
     assert _worked_out(lambda: _stack(*[_softmax_of_heads] * 3)(X)) == (0, 12)
     messages = []
@@ -314,7 +314,7 @@ def _alike(rank: int) -> list[str]:
     return messages
 
 
-def test_layers_that_are_alike_are_worked_out_once_and_others_still_refused() -> None:
+def test_identical_layers_are_analysed_once_and_others_still_refused() -> None:
     for index, message in enumerate(run_distributed(_alike, 2)[0]):
         assert message.startswith(f"Mlp 'layers.{index}' at {__file__}:")
         assert f": softmax needs all of it, and each rank has a part of the output of 'layers.{index}.up'" in message
@@ -326,19 +326,19 @@ def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
 
 
 def _by_numbers(rank: int) -> None:
-    """The same shapes with other numbers: what they decide is not remembered."""
+    """Answers that depend on values are not cached by shape."""
     for _ in range(2):
         _stack(lambda x: _shifted(x, 0))(X)
         with pytest.raises(BuildError, match="conv1d needs all of it"):
             _stack(lambda x: _shifted(x, 1))(X)
 
 
-def test_what_numbers_decide_is_worked_out_each_time() -> None:
+def test_answers_of_the_numeric_probe_are_not_cached() -> None:
     run_distributed(_by_numbers, 2)
 
 
 def _others(rank: int) -> None:
-    """Functions that are not torch's, a type that is equal to another, and code that looks at operators."""
+    """Functions that are not torch's, equal arguments of different types, and dispatch modes."""
     x, calls = torch.ones(2, 3), []
 
     class Sees(TorchDispatchMode):
@@ -346,28 +346,28 @@ def _others(rank: int) -> None:
             calls.append(func)
             return func(*args, **(kwargs or {}))
 
-    remembered.cache_clear()
+    cached_layouts.cache_clear()
     model = _stack(lambda x: x * 1)
     with Sees():
         model(X)
     assert calls
-    assert remembered.cache_info().currsize == 0
+    assert cached_layouts.cache_info().currsize == 0
     _stack(lambda x: x * 1)(X)
     _stack(lambda x: x * 1.0)(X)
-    assert remembered.cache_info().currsize == 2
-    given = Question(len, (x,), (), None, plain(x), (), False, False, ())
-    assert not given.is_telling
-    assert not dataclasses.replace(given, func=torch.add).is_telling
-    assert dataclasses.replace(given, func=torch.add, leaves=(plain(x), 1, Slice(0, None, 2))).is_telling
-    assert not dataclasses.replace(given, func=torch.add, leaves=(Slice(x, None, None),)).is_telling
+    assert cached_layouts.cache_info().currsize == 2
+    given = OpCall(len, (x,), (), None, untracked(x), (), False, False, ())
+    assert not given.is_cacheable
+    assert not dataclasses.replace(given, func=torch.add).is_cacheable
+    assert dataclasses.replace(given, func=torch.add, leaves=(untracked(x), 1, Slice(0, None, 2))).is_cacheable
+    assert not dataclasses.replace(given, func=torch.add, leaves=(Slice(x, None, None),)).is_cacheable
 
 
-def test_what_does_not_follow_from_the_question_is_not_remembered() -> None:
+def test_answers_with_other_inputs_than_the_call_are_not_cached() -> None:
     run_distributed(_others, 2)
 
 
 class Loss(nn.Module):
-    """A loss of logits that are split along the vocabulary, of as many rows as this rank has columns."""
+    """A loss of sharded logits with as many rows as local columns."""
 
     def __init__(self, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Sizes that do not fit at the first run: the error names the module and the sync to look at."""
+"""The error for sizes that do not fit in the first run names the module and the sync."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.multiproc
 
 
 class Row(nn.Sequential):
-    """Layers one after the other."""
+    """A chain of layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def test_sizes_that_do_not_fit_name_the_module_and_its_sync():
 
 
 class Retries(nn.Module):
-    """Falls back where sizes do not fit."""
+    """Falls back if sizes do not fit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,5 +93,5 @@ def _falls_back(rank: int) -> None:
         sch.mod(torch.ones(3, 3))
 
 
-def test_code_may_catch_torch_s_error():
+def test_code_may_catch_a_size_error():
     run_distributed(_falls_back, 2)

@@ -1,4 +1,4 @@
-"""The differentiable collectives: forward, backward, any dimension, nothing in place."""
+"""Differentiable collectives: forward, backward, any dimension, nothing in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Vocabulary-parallel cross entropy against torch's own on the whole logits."""
+"""Vocabulary-parallel cross entropy equals torch's own on the full logits."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_half_precision() -> None:
 
 
 class _Sent(TorchDispatchMode):
-    """Of every collective its name and how many numbers this rank sends."""
+    """Mode that records the name and the message size of every collective."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Full tensors are gathered from the parts of the ranks, and put back into them under the unmodified model's names."""
+"""Full tensors are gathered from shards and loaded into shards under the unmodified model's names."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _SIZES = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "v
 
 
 def _gpt2(seed: int) -> nn.Module:
-    """Fused projections, and a tied vocabulary that no number of ranks divides."""
+    """A model with fused projections and a tied vocabulary of uneven shards."""
     torch.manual_seed(seed)
     return GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=4, n_positions=8, vocab_size=31, use_cache=False)).eval()
 
 
 def _llama(seed: int) -> nn.Module:
-    """One key head for all ranks."""
+    """A model with one key head for all ranks."""
     torch.manual_seed(seed)
     return LlamaForCausalLM(LlamaConfig(**_SIZES, num_attention_heads=4, num_key_value_heads=1)).eval()
 
@@ -61,7 +61,7 @@ def _loaded(rank: int, make: Any) -> None:
 
 
 @pytest.mark.parametrize(("make", "ranks"), [(_gpt2, 2), (_llama, 2)])
-def test_they_come_back(make, ranks):
+def test_full_tensors_round_trip(make, ranks):
     run_distributed(_loaded, ranks, make)
 
 
@@ -89,7 +89,7 @@ def _refused(rank: int) -> list[str]:
     return messages
 
 
-def test_what_does_not_fit_is_refused_and_nothing_changes():
+def test_a_wrong_state_is_refused_and_nothing_changes():
     close = "; give full tensors under the unmodified model's names"
     shape = "shape [24] instead of [48]"
     for messages in run_distributed(_refused, 2):

@@ -1,4 +1,4 @@
-"""Cutting a tensor and putting it together again: equal parts, uneven ones, copies."""
+"""Splitting a tensor and assembling it again: even, uneven and replicated pieces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slapo_core import ShardSpec
-from slapo_sharding.communication.shard_ranges import chunks, head_copies, side_by_side
+from slapo_sharding.communication.shard_ranges import block_ranges, concatenated_ranges, key_head_ranges
 
 
 @st.composite
@@ -24,7 +24,7 @@ def specs(draw: st.DrawFn) -> ShardSpec:
 
 @st.composite
 def dealt(draw: st.DrawFn) -> ShardSpec:
-    """Any ranges for any rank, empty ones and copies on one rank or several, that cover everything."""
+    """Draw ranges of each rank, empty or repeated ones among them, that cover the dimension."""
     num_shards = draw(st.integers(1, 4))
     shape = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
     dim = draw(st.integers(0, len(shape) - 1))
@@ -64,9 +64,9 @@ def test_every_element_counts_once(spec: ShardSpec):
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(1, 4), st.lists(st.integers(1, 9), min_size=1, max_size=3))
-def test_chunks_are_torch_s(num_shards: int, blocks: list[int]):
-    """Also where torch leaves out the last ones, as these would be empty."""
-    ranges = side_by_side(blocks, [chunks(size, num_shards) for size in blocks])
+def test_block_ranges_are_those_of_torch_chunk(num_shards: int, blocks: list[int]):
+    """Also if torch omits the last chunks because they are empty."""
+    ranges = concatenated_ranges(blocks, [block_ranges(size, num_shards) for size in blocks])
     full = torch.arange(sum(blocks))
     spec = ShardSpec(0, (len(full),), 0, num_shards, tuple(blocks), uneven_ranges=ranges)
     for rank in range(num_shards):
@@ -85,7 +85,7 @@ def test_each_piece_has_its_part_of_every_block(spec: ShardSpec):
 
 @settings(max_examples=30, deadline=None)
 @given(specs())
-def test_a_piece_is_contiguous_and_keeps_no_hold_of_the_whole(spec: ShardSpec):
+def test_a_piece_is_contiguous_and_does_not_keep_the_full_tensor_alive(spec: ShardSpec):
     full = torch.zeros(spec.full_shape)
     piece = spec.local(full)
     assert piece.is_contiguous()
@@ -100,12 +100,12 @@ def test_a_piece_of_a_meta_tensor_is_meta():
 @settings(max_examples=150, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
 def test_every_query_head_finds_its_key_head(num_shards: int, served: int, own: int, size: int):
-    """Models let each local key head serve as many local query heads as the next."""
+    """Models pair each local key head with the same number of local query heads."""
     queries = num_shards * own * served
     for pairs in {queries // served, own} - {0}:
         if queries % pairs:
             continue
-        dealt = head_copies(queries, pairs, size, num_shards)
+        dealt = key_head_ranges(queries, pairs, size, num_shards)
         spec = ShardSpec(0, (pairs * size,), 0, num_shards, (pairs * size,), uneven_ranges=dealt)
         heads = torch.arange(pairs).repeat_interleave(size)
         local = [spec.local(heads, rank).view(-1, size)[:, 0] for rank in range(num_shards)]

@@ -1,4 +1,4 @@
-"""The private names of torch behind ``slapo_sharding``: these fail when torch moves one or changes what it does."""
+"""Private names of torch in ``slapo_sharding``; a test fails when torch moves or changes one."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.overrides import TorchFunctionMode
 
-from slapo_sharding.communication._torch_autograd import is_batched, no_functions, saving, swap_turns
-from slapo_sharding.communication._torch_private import NO_BACKWARD, backward_pass, layouts_kept, mesh_of, surroundings
+from slapo_sharding.communication._torch_autograd import is_batched, no_functions, saved_tensor_hook, swap_sequence_numbers
+from slapo_sharding.communication._torch_private import NO_BACKWARD, backward_pass, fake_mesh, global_state, no_redistribution
 from slapo_testing import run_distributed
 
 pytestmark = pytest.mark.multiproc
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.multiproc
 def _rules(rank: int) -> None:
     mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
     part = DTensor.from_local(torch.empty(2, 3, 8, device="meta"), mesh, [Shard(2)], run_check=False)
-    with torch.no_grad(), layouts_kept():
+    with torch.no_grad(), no_redistribution():
         heads = part.view(2, 3, 4, 4).transpose(1, 2)
         assert heads.placements == (Shard(1),)
         attended = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
@@ -39,9 +39,9 @@ def test_operations_keep_layouts_or_fail() -> None:
     run_distributed(_rules, 2)
 
 
-def test_a_mesh_needs_no_ranks() -> None:
-    with torch.no_grad(), layouts_kept():
-        part = DTensor.from_local(torch.empty(2, 8, device="meta"), mesh_of(3), [Shard(1)], run_check=False)
+def test_a_fake_mesh_needs_no_ranks() -> None:
+    with torch.no_grad(), no_redistribution():
+        part = DTensor.from_local(torch.empty(2, 8, device="meta"), fake_mesh(3), [Shard(1)], run_check=False)
         heads = part.unflatten(-1, (6, 4)).transpose(0, 1)
         assert (tuple(heads.shape), heads.placements) == ((6, 2, 4), (Shard(0),))
         with pytest.raises(RuntimeError, match="redistribution"):
@@ -58,15 +58,15 @@ def test_backward_passes_have_numbers() -> None:
 
 
 def _kernels(rank: int) -> None:
-    with torch.no_grad(), layouts_kept():
-        part = DTensor.from_local(torch.empty(2, 1, 8, device="meta"), mesh_of(2), [Shard(2)], run_check=False)
+    with torch.no_grad(), no_redistribution():
+        part = DTensor.from_local(torch.empty(2, 1, 8, device="meta"), fake_mesh(2), [Shard(2)], run_check=False)
         with pytest.raises(RuntimeError, match="redistribution"):
             torch.nn.functional.conv1d(part, torch.empty(1, 1, 3, device="meta"), padding=1)
-        rows = DTensor.from_local(torch.empty(2, 1, 8, device="meta"), mesh_of(2), [Shard(0)], run_check=False)
+        rows = DTensor.from_local(torch.empty(2, 1, 8, device="meta"), fake_mesh(2), [Shard(0)], run_check=False)
         assert torch.nn.functional.conv1d(rows, torch.empty(1, 1, 3, device="meta")).placements == (Shard(0),)
 
 
-def test_kernels_do_not_reach_over_to_other_ranks() -> None:
+def test_convolutions_along_a_sharded_dimension_are_refused() -> None:
     run_distributed(_kernels, 2)
 
 
@@ -80,7 +80,7 @@ class Sees(TorchFunctionMode):
         return func(*args, **(kwargs or {}))  # type: ignore[operator]
 
 
-def test_nobody_sees_functions() -> None:
+def test_no_mode_sees_functions() -> None:
     with Sees() as sees:
         with no_functions():
             torch.ones(1).add(1)
@@ -89,7 +89,7 @@ def test_nobody_sees_functions() -> None:
         assert sees.seen
 
 
-def test_surroundings_are_what_a_function_depends_on() -> None:
+def test_global_state_is_all_that_a_function_depends_on() -> None:
     cpu, found = torch.device("cpu"), []
     contexts = [
         nullcontext(),
@@ -99,17 +99,17 @@ def test_surroundings_are_what_a_function_depends_on() -> None:
     ]
     for context in contexts:
         with context:
-            found.append(surroundings(cpu))
+            found.append(global_state(cpu))
     assert len({*found}) == len(contexts)
     with FakeTensorMode():
-        assert surroundings(cpu) is None
-    torch.vmap(lambda x: found.append(surroundings(cpu)) or x)(torch.ones(2))
+        assert global_state(cpu) is None
+    torch.vmap(lambda x: found.append(global_state(cpu)) or x)(torch.ones(2))
     assert found[-1] is None
-    assert surroundings(cpu) == found[0]
+    assert global_state(cpu) == found[0]
 
 
 class _Turn(torch.autograd.Function):
-    """Notes its turn in the backward."""
+    """Records its turn in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, name: str, turns: list[str]) -> torch.Tensor:
@@ -122,29 +122,29 @@ class _Turn(torch.autograd.Function):
         return grad, None, None
 
 
-def test_turns_in_a_backward_can_be_exchanged() -> None:
+def test_sequence_numbers_of_a_backward_can_be_swapped() -> None:
     for exchanged in (False, True):
         turns: list[str] = []
         x, weight = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
         start = _Turn.apply(_Turn.apply(x, "wait", turns), "start", turns)
         weights = _Turn.apply(weight, "weights", turns)
         if exchanged:
-            swap_turns(start.grad_fn, weights.grad_fn)
+            swap_sequence_numbers(start.grad_fn, weights.grad_fn)
         (start + weights).sum().backward()
         assert turns == (["start", "weights", "wait"] if exchanged else ["weights", "start", "wait"])
 
 
-def test_what_looks_at_saved_tensors_is_known() -> None:
-    assert saving() is None
+def test_the_saved_tensor_hook_is_found() -> None:
+    assert saved_tensor_hook() is None
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-        outer = saving()
-        assert outer is saving()
+        outer = saved_tensor_hook()
+        assert outer is saved_tensor_hook()
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-            assert saving() not in (None, outer)
-    assert saving() is None
+            assert saved_tensor_hook() not in (None, outer)
+    assert saved_tensor_hook() is None
 
 
-def test_batches_of_vmap_are_known() -> None:
+def test_batches_of_vmap_are_recognised() -> None:
     seen: list[bool] = []
 
     def note(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Sizes that do not divide: collectives of uneven shards, uneven layers, vocabularies."""
+"""Sizes that the ranks do not divide: collectives of uneven shards, layers, vocabularies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.multiproc
 
 
 def _chunk(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """This rank's chunk of ``x``, which torch leaves out where it is empty."""
+    """Return this rank's chunk of ``x``; torch omits empty chunks."""
     ranks, empty = dist.get_world_size(), x.narrow(dim, 0, 0)
     return [*x.chunk(ranks, dim), *[empty] * ranks][dist.get_rank()].clone()
 
@@ -91,7 +91,7 @@ def _scheduled(model: nn.Module, steps: Callable[[Schedule], object]) -> tuple[n
 
 
 def _trains_alike(before: nn.Module, sch: Schedule, *args: Any) -> None:
-    """The same norm of gradients, and the same weights after three steps."""
+    """Compare the gradient norm, and the weights after three steps."""
     norms = []
     for model, clip in ((before, nn.utils.clip_grad_norm_), (sch.mod, clip_grad_norm_)):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -107,7 +107,7 @@ def _trains_alike(before: nn.Module, sch: Schedule, *args: Any) -> None:
 
 
 def _pairs(rank: int, size: int, blocks: int | None) -> list[int]:
-    """A column layer and a row layer are dealt out alike, also where ranks get nothing."""
+    """A column and a row layer have the same ranges, also if ranks get nothing."""
     parts = []
     for first, second, column, row in (
         (nn.Linear(3, size), nn.Linear(size, 4), 0, 1),
@@ -193,7 +193,7 @@ def test_correctness_10_a_tied_vocabulary_that_does_not_divide(ranks):
 
 
 def _loss(rank: int) -> None:
-    """Logits that stay where they are."""
+    """The loss of logits that stay sharded."""
 
     def steps(sch: Schedule) -> None:
         sch["wte"].shard("weight", axis=0, uneven=True).sync("fwd_post", "all_reduce")
@@ -251,7 +251,7 @@ def _from_meta(rank: int) -> torch.Tensor:
     return torch.cat([value.flatten() for value in sch.full_state().values()])
 
 
-def test_weights_that_come_late_are_the_same_in_every_layout():
+def test_late_weights_are_the_same_in_every_layout():
     (whole,), *others = run_distributed(_from_meta, 1), *run_distributed(_from_meta, 2), *run_distributed(_from_meta, 4)
     assert all(torch.equal(other, whole) for other in others)
 
@@ -316,7 +316,7 @@ def _blocks_gathered(rank: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_blocks_that_are_gathered_at_once_stay_in_order(ranks):
+def test_gathered_blocks_stay_in_order(ranks):
     run_distributed(_blocks_gathered, ranks)
 
 

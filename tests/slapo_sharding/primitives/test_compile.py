@@ -1,4 +1,4 @@
-"""``torch.compile(fullgraph=True)`` goes through a sharded transformer block: one graph, the same numbers."""
+"""``torch.compile(fullgraph=True)`` of a sharded transformer block gives one graph and the same results."""
 
 from __future__ import annotations
 

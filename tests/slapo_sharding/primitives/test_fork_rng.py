@@ -1,4 +1,4 @@
-"""Dropout: masks of their own in a sharded region, equal ones in a replicated one."""
+"""Dropout masks differ between ranks in a sharded region and are equal in a replicated one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.multiproc
 
 
 class Region(nn.Module):
-    """A dropout of sharded values, and one of replicated values behind it."""
+    """A dropout of sharded values, followed by one of replicated values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def test_correctness_12_masks_differ_inside_a_sharded_region_and_agree_outside()
 
 
 def _recomputed(rank: int) -> None:
-    """A recompute inside a fork draws the same masks, and leaves the states where the forward left them."""
+    """A recomputation inside a fork draws the same masks and restores the states after the forward."""
     sch = create_schedule(nn.Sequential(Region()), plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     sch["0"].fork_rng()
     sch["0.residual"].fork_rng(outside=True)
@@ -126,8 +126,8 @@ def _without_seed(rank: int) -> None:
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("rate", [0.5, 0.0])
-def test_a_recompute_that_draws_anew_is_refused(use_reentrant: bool, rate: float):
-    """As ``gradient_checkpointing_enable()`` of Transformers does it; without dropout it draws nothing."""
+def test_a_recomputation_with_new_draws_is_refused(use_reentrant: bool, rate: float):
+    """Transformers' ``gradient_checkpointing_enable()`` recomputes so; without dropout nothing is drawn."""
     sch = create_schedule(
         nn.Sequential(nn.Linear(4, 4), nn.Dropout(rate)),
         plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]),

@@ -1,4 +1,4 @@
-"""Illegal shard steps change nothing; schedules whose syncs do not fit are not built."""
+"""Illegal shard steps change nothing, and schedules with wrong syncs are not built."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_module_without_bias_does_not_offer_one() -> None:
         sch.shard(["weight", "bias"], axis=0)
 
 
-def test_processes_that_were_not_joined_are_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_without_a_process_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     sch = create_schedule(nn.Linear(4, 8), plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     with pytest.raises(ScheduleError, match=r"one of 2 processes, WORLD_SIZE says.*init_process_group\(\) before create_sch"):
@@ -297,7 +297,7 @@ def _split_by_plan(sch: Schedule) -> None:
 
 
 class Heads(nn.Module):
-    """An attention as a whole model."""
+    """A model that is one attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -322,7 +322,7 @@ STEPS: dict[str, tuple[Callable[[], nn.Module], Callable[[Schedule], object], st
 
 
 def _hand_over(module: nn.Module) -> None:
-    """Give the module another model's part."""
+    """Replace the module by one of another model's."""
     other = _schedule(Net())
     _column(other)
     module.weight = other["up"].mod.weight

@@ -1,4 +1,4 @@
-"""What a step costs does not depend on how many layers the model has, and what runs after it are plain tensors."""
+"""The cost of a step does not depend on the number of layers, and the hot path has plain tensors only."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _llama(layers: int) -> LlamaForCausalLM:
 
 @pytest.fixture
 def mesh() -> Iterator[Any]:
-    """Two ranks, of which this process is the first and the other does not exist."""
+    """A mesh of two ranks; this process is the first, and the other does not exist."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     dist.destroy_process_group()
@@ -50,7 +50,7 @@ def _published(model: LlamaForCausalLM, mesh: Any) -> None:
 
 
 def _calls(plan: Any, layers: int, mesh: Any) -> int:
-    """Functions that are called, Python's and C's."""
+    """Count the calls of Python and C functions."""
     with torch.device("meta"):
         model = _llama(layers)
     count = 0
@@ -76,7 +76,7 @@ def test_the_work_for_a_layer_does_not_grow_with_their_number(plan: Any, mesh: A
 
 
 class _Kinds(TorchDispatchMode):
-    """The classes of all tensors that operators are given or give, and the names of the operators."""
+    """Mode that records the classes of all tensors of operators, and the operators' names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class _Kinds(TorchDispatchMode):
 
 
 def _runs(model: torch.nn.Module) -> _Kinds:
-    """What a step meets; that of a model which has been run before."""
+    """Record the tensors and operators of a step of a model that has run before."""
     for _ in range(2):
         with _Kinds() as kinds:
             model(input_ids=IDS, labels=IDS).loss.backward()
@@ -109,13 +109,13 @@ def _ours(rank: int, sequence_parallel: bool) -> tuple[set[type], set[str]]:
 @pytest.mark.sampled(1)
 @pytest.mark.multiproc
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_nothing_but_plain_tensors_on_the_hot_path(sequence_parallel: bool):
+def test_the_hot_path_has_only_plain_tensors(sequence_parallel: bool):
     for classes, names in run_distributed(_ours, 2, sequence_parallel):
         assert classes == {torch.Tensor, torch.nn.Parameter}
         assert "wait_tensor" in names
 
 
-def test_a_tensor_of_another_kind_is_seen(mesh: Any):
+def test_a_tensor_subclass_is_noticed(mesh: Any):
     layer = parallelize_module(torch.nn.Linear(4, 4), mesh, ColwiseParallel())
     with _Kinds() as kinds:
         layer(torch.ones(2, 4))

@@ -1,4 +1,4 @@
-"""Syncs see positional and keyword inputs, tuples and dataclasses; what they cannot do they refuse."""
+"""Syncs handle positional and keyword inputs, tuples and dataclasses, and refuse anything else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.multiproc
 
 
 class Inputs(nn.Module):
-    """Multiplies what it is given, so that each input's gradient is the others' product."""
+    """Multiplies its inputs, so that each input's gradient is the product of the others."""
 
     def forward(self, x: torch.Tensor, *, mask: torch.Tensor | None = None, pair: Any = None) -> torch.Tensor:
         for factor in (mask, *(pair or ())):
@@ -219,7 +219,7 @@ def _wrong_at_run_time(rank: int) -> list[str]:
     return [*messages, str(caught.value)]
 
 
-def test_what_only_shows_when_it_runs_is_an_error_too():
+def test_faults_that_show_only_in_a_run_are_errors():
     axis, size, text, integers = run_distributed(_wrong_at_run_time, 2)[0]
     assert axis == "sync(''): fwd_post all_gather along axis 2 of a tensor with 1 dimensions; give another axis"
     assert size.startswith(
@@ -230,7 +230,7 @@ def test_what_only_shows_when_it_runs_is_an_error_too():
 
 
 class Users(nn.Module):
-    """Three layers on one value, one on another; ``between`` may change the value in place or switch gradients off."""
+    """Three layers on one value, one on another; ``between`` may modify the value in place or disable gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,7 +252,7 @@ class Users(nn.Module):
 
 
 def _sums(model: nn.Module, *inputs: torch.Tensor) -> int:
-    """Number of all-reduces in a backward."""
+    """Count the all-reduces in a backward."""
     loss = model(*inputs).pow(2).sum()
     with torch.profiler.profile() as profile:
         loss.backward()
@@ -281,7 +281,7 @@ def _one_sum(rank: int) -> dict[str, int]:
     return found
 
 
-def test_layers_that_use_one_value_sum_its_gradient_once():
+def test_layers_that_use_one_value_reduce_its_gradient_once():
     found = run_distributed(_one_sum, 2)[0]
     assert found == {"nothing": 1, "another": 3, "in place": 1, "no_grad": 1}
 
@@ -311,7 +311,7 @@ def _laid_out(whole: torch.Tensor, layout: str, rank: int) -> torch.Tensor:
 
 
 def _whole() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Input and output of the unmodified model, the weights of its loss, and the gradient of its input."""
+    """Return input, output, loss weights and input gradient of the unmodified model."""
     x, weight = (torch.randn(4, 4, 8, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     x.requires_grad_()
     y = nn.Tanh()(x)
@@ -340,7 +340,7 @@ def _reshard(rank: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_reshard_before_and_after_a_module(ranks: int):
-    """Ranks that gather with a reduce-scatter behind go on with examples of their own."""
+    """Ranks that gather with a reduce-scatter in the backward continue with examples of their own."""
     run_distributed(_reshard, ranks)
 
 

@@ -1,4 +1,4 @@
-"""BatchNorm over all replicas' rows, compared with the unmodified layer on the whole batch."""
+"""BatchNorm over the rows of all replicas equals the unmodified layer on the whole batch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def materialised(layer: nn.Module) -> nn.Module:
 
 
 def errors(name: str, rank: int, mesh: Any, rows: list[int], *, recompute: bool = False) -> dict[str, float]:
-    """Largest differences over two steps in training and one in evaluation; this replica has its ``rows`` of the batch."""
+    """Return the largest differences over two training steps and an evaluation, on this replica's ``rows``."""
     make, shape, dtype = LAYERS[name]
     torch.manual_seed(3)
     synced = make()
@@ -106,7 +106,7 @@ def replicas(rank: int) -> list[Any]:
 
 
 def large_mean(rank: int) -> list[float]:
-    """A spread of 1e-2 about 1e3, which the difference of two squares loses."""
+    """A standard deviation of 1e-2 around 1e3, which a difference of squares would lose."""
     mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("pp", "dp", "tp"))
     torch.manual_seed(0)
     x = torch.randn(64, 2) * 1e-2 + 1e3

@@ -1,4 +1,4 @@
-"""Whole models by plan: outputs and all gradients of the unmodified model, under its own names."""
+"""Models that are sharded by a plan have the outputs and gradients of the unmodified model."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_published_plan(ranks, kind, options):
 
 
 def _newer(rank: int) -> list[str]:
-    """Plans of a later Transformers: a key for what this configuration lacks, and a style that is not known here."""
+    """Plans of a later Transformers: a key without a module, and an unknown style."""
     model = _llama_like("llama", num_hidden_layers=1)
     model._tp_plan = {**model._tp_plan, "model.layers.*.indexer.up": "colwise"}
     assert any(".shard(" in str(step) for step in _same(model).journal.steps[-1].children)
@@ -134,7 +134,7 @@ def test_an_attention_that_a_published_plan_leaves_whole_is_warned_of_once():
 
 
 def _in_groups(rank: int) -> None:
-    """Two models of their own on two ranks each."""
+    """Two separate models on two ranks each."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     group = groups[rank // 2]
     example = {"input_ids": IDS, "labels": IDS, "use_cache": False}
@@ -162,7 +162,7 @@ def test_the_ranks_are_those_of_the_group():
 
 
 def _other_sizes(rank: int) -> str:
-    """Both sizes can be split, each rank means another layer."""
+    """Both sizes are divisible, but the ranks have different models."""
     sch = _schedule(nn.Sequential(nn.Linear(4, 8 + 4 * rank), nn.Linear(8 + 4 * rank, 4)))
     sch.tensor_parallel({"0": "colwise", "1": "rowwise"})
     with pytest.raises(BuildError) as caught:
@@ -234,7 +234,7 @@ def _given(rank: int) -> None:
     assert [tuple(p.shape) for p in model.parameters()] == [(4, 4), (4,), (4, 4), (4,), (2, 4), (2, 4), (2,)]
 
 
-def test_a_plan_of_one_s_own():
+def test_a_given_plan():
     run_distributed(_given, 2)
 
 
@@ -271,7 +271,7 @@ def _refusals(rank: int) -> dict[str, str]:
     return messages
 
 
-def test_what_no_plan_can_do_is_refused_and_nothing_changes():
+def test_an_impossible_plan_is_refused_and_nothing_changes():
     messages = run_distributed(_refusals, 2)[0]
     assert messages["unknown model"].startswith("tensor_parallel(''): no plan is known for Sequential; give example_inputs")
     assert messages["traced"].endswith("call tensor_parallel before trace")
@@ -307,7 +307,7 @@ def test_plans():
 
 
 def _copies_its_config(rank: int) -> None:
-    """With a cache, which is the default, T5's forward takes a deep copy of its config."""
+    """With a cache, the default, T5's forward makes a deep copy of its config."""
     model = FAMILIES["t5"].model()
     model.config.use_cache = True
     before, batch = copy.deepcopy(model), FAMILIES["t5"].batch()

@@ -1,4 +1,4 @@
-"""``tensor_parallel`` on what is not the unmodified model any more."""
+"""``tensor_parallel`` on a model that was modified before."""
 
 from __future__ import annotations
 

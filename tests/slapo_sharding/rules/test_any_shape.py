@@ -24,16 +24,16 @@ pytestmark = pytest.mark.multiproc
 
 @dataclass(frozen=True)
 class Case:
-    """A column layer whose output stays sharded, or is gathered, and a row layer.
+    """A column layer, whose output stays sharded or is gathered, and a row layer.
 
     Args:
-        widths: Of what goes in, of what is between the layers, of what comes out.
+        widths: Widths of the input, of the value between the layers, and of the output.
         leading: Shape of the input before its width.
-        blocks: Parts of the width between that are each split for themselves.
-        gathered: The values between are whole.
-        conv1d: Layers that hold their weights the other way around.
-        bias: Whether they have one, where they can do without.
-        negative: Axes are counted from the end.
+        blocks: Blocks of the width between the layers, each of which is split.
+        gathered: True if the value between the layers is gathered.
+        conv1d: Use layers with transposed weights.
+        bias: Give the layers a bias.
+        negative: Count axes from the end.
     """
 
     widths: tuple[int, int, int]
@@ -86,7 +86,7 @@ def test_column_and_row_layers(ranks: int, case: Case) -> None:
 
 @dataclass(frozen=True)
 class Table:
-    """An embedding: rows, width, shape of the indices, and what is split."""
+    """An embedding: rows, width, shape of the indices, and the axis to split."""
 
     rows: int
     width: int

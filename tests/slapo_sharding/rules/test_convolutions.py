@@ -1,4 +1,4 @@
-"""Convolutions and the norms behind them, split along channels, compute what the unmodified ones do."""
+"""Convolutions and norms that are split along channels equal the unmodified ones."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _images(spatial: int, channels: int = 4) -> Iterator[torch.Tensor]:
 
 
 def _pair(rank: int, spatial: int) -> None:
-    """Column and row, with and without a batch; of each the weight is split."""
+    """A column and a row convolution, with and without a batch."""
     plain, transposed = CONVOLUTIONS[spatial]
     settings: list[dict[str, Any]] = [
         {"padding": 1},
@@ -223,7 +223,7 @@ def _groups(rank: int, ranks: int) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_groups_of_channels_are_dealt_out(ranks):
+def test_groups_of_channels_are_distributed(ranks):
     run_distributed(_groups, ranks, ranks)
 
 
@@ -242,7 +242,7 @@ def _refusals(rank: int) -> list[str]:
     return messages
 
 
-def test_what_cannot_be_split_says_why():
+def test_unsplittable_convolutions_say_why():
     groups, norm, sync_norm, channels, kernel, inputs = run_distributed(_refusals, 2)[0]
     assert groups == "shard('0'): groups of the Conv2d is 3, not divisible by 2 ranks; use fewer ranks"
     assert norm == "shard('1'): num_groups of the GroupNorm is 3, not divisible by 2 ranks; use fewer ranks"

@@ -1,4 +1,4 @@
-"""Stacked experts of Transformers, split along their inner width: outputs, every gradient and three steps."""
+"""Stacked experts of Transformers, split along their inner width, equal the unmodified ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STYLE = {"experts": "moe_tp_experts"}
 
 
 class Routed(nn.Module):
-    """Experts with weights that have a gradient, given by name."""
+    """Experts whose routing weights have a gradient and are passed by name."""
 
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def test_without_the_sum_of_the_router_s_gradient_there_is_no_build():
 
 
 def _training(rank: int, name: str) -> list[tuple[bool, int]]:
-    """The published plan, with no batch to derive one from."""
+    """Train by the published plan, without a batch to derive another from."""
     model, batch = FAMILIES[name].model(), {**FAMILIES[name].batch(), "use_cache": False}
     before = copy.deepcopy(model)
     sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
@@ -119,7 +119,7 @@ def test_correctness_08_published_plans_split_gate_and_up_of_experts(name):
 
 
 class Mixing(MixtralExperts):
-    """Its gate looks at all of the inner width."""
+    """Experts whose gate mixes the inner width."""
 
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -152,17 +152,17 @@ def _refused(rank: int) -> list[str]:
     return messages
 
 
-def test_what_is_not_known_of_experts_leaves_them_whole():
+def test_experts_with_unknown_parts_stay_whole():
     first, second = run_distributed(_refused, 2)
     assert first == second
     mixing, scaled, odd, normed, dealt, other, alone, gate, absent = first
     assert mixing.startswith(
         "shard('experts'): 'gate_up_proj' cannot be split along 1: the experts' gate mixes their inner width"
     )
-    assert "what the experts do with 'scale' is not known" in scaled
+    assert "the use of 'scale' in the experts is not known" in scaled
     assert "with a block of 9, not divisible by 2 ranks" in odd
     assert "the norm behind each expert" in normed
-    assert "the experts themselves are dealt out" in dealt
+    assert "the experts themselves are distributed" in dealt
     assert "'gate_up_proj' and 'down_proj' do not fit together" in other
     assert "'experts.down_proj' is a parameter of 'experts', which has no style 'moe_tp_experts'" in alone
     assert "no sharding rule splits a MixtralTopKRouter this way" in gate
@@ -183,6 +183,6 @@ def _narrow(rank: int) -> str:
     return str(caught.value)
 
 
-def test_parts_that_are_too_narrow_for_torch_s_grouped_products_say_so():
+def test_shards_too_narrow_for_grouped_mm_are_an_error():
     for message in run_distributed(_narrow, 2):
         assert message.startswith("MixtralExperts 'experts': each rank has 4 of an expert's 8 numbers, 8 bytes, and torch's")

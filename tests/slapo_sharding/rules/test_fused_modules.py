@@ -1,4 +1,4 @@
-"""``shard`` of what took the place of layers: refused in one sentence, or carried out by the new module's own rule."""
+"""``shard`` of a module that replaced layers is refused, or follows the new module's own rule."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Net(nn.Module):
 
 
 class LinearRelu(nn.Module):
-    """A linear layer and its activation in one, as a fused kernel has them."""
+    """A linear layer fused with its activation."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ RULE = ShardingRule(
 
 
 def _fused(*plugins: object) -> tuple[nn.Module, Schedule]:
-    """A schedule in which the first layer and what follows are one module."""
+    """Return a schedule whose first layer and activation are one module."""
     model = Net()
     before = copy.deepcopy(model)
     sch = create_schedule(

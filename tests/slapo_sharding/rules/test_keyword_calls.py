@@ -1,4 +1,4 @@
-"""Sharded layers that are called with their input as a keyword, by whatever name their class has for it."""
+"""Sharded layers take their input as a keyword, under the name of their class."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from slapo_verify.comparison import assert_equivalent
 
 
 class Renamed(nn.Linear):
-    """A Linear by another name of its input, with something more that it can be given."""
+    """A Linear with another name for its input and a further argument."""
 
     def forward(self, hidden_states: torch.Tensor, scale: float | None = None) -> torch.Tensor:
         return super().forward(hidden_states if scale is None else hidden_states * scale)
 
 
 class Keywords(nn.Module):
-    """Calls what is inside by keywords, the input as ``name``."""
+    """Calls the inner module with the keyword ``name``."""
 
     def __init__(self, inner: nn.Module, name: str, **more: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Subclasses of Linear with a forward of their own are split where it is a Linear's, and nowhere else."""
+"""Subclasses of Linear with an own forward are split only if it computes a Linear."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class TwoBiases(nn.Linear):
 
 
 class Scaled(nn.Linear):
-    """Nothing is wrong as long as the scale is not there."""
+    """Computes a Linear only while it has no scale."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return F.linear(input, self.weight, self.bias) + getattr(self, "scale", torch.tensor(0.0))
@@ -87,7 +87,7 @@ def test_a_forward_that_is_not_or_might_not_be(kind):
     assert not is_linear(kind(4, 6))
 
 
-def test_what_a_module_has_besides_weight_and_bias_may_matter():
+def test_a_module_with_more_than_weight_and_bias_has_no_rule():
     layer = Defaulted(4, 6)
     assert is_linear(layer)
     layer.offset = torch.ones(4)

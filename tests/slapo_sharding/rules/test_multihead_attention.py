@@ -1,4 +1,4 @@
-"""``nn.MultiheadAttention`` is split by heads: outputs, attention weights and all gradients as the unmodified module's."""
+"""``nn.MultiheadAttention`` that is split by heads equals the unmodified module."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CALLS = ("self", "cross", "padding", "mask of heads", "floating mask", "causal",
 
 
 class Attends(nn.Module):
-    """An attention, called in the ways that people call it, and what it returns put to use."""
+    """An attention that is called in all common ways."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Layers whose weight is computed, by functions or by hooks of torch: split where parts follow from parts, else whole."""
+"""Layers with computed weights are split if shards follow from shards, and stay replicated otherwise."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 from slapo_core import Schedule, build, create_schedule, shard_spec
 from slapo_sharding.rules.layers import LINEAR
-from slapo_sharding.rules.parametrizations import adapted
+from slapo_sharding.rules.parametrizations import restricted_rule
 from slapo_testing import run_distributed
 from tests.slapo_torch.layouts import message_of
 
 
 class Mixed(nn.Module):
-    """Adds each row's neighbour."""
+    """Adds the neighbour of each row."""
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return weight + 0.1 * weight.flip(0)
 
 
 class Bounded(nn.Module):
-    """Elementwise."""
+    """An elementwise function."""
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.tanh() * 0.5
 
 
 class Straight(torch.autograd.Function):
-    """Rounds, and gives the gradient of the largest weight's scale: parts of the value follow, of the gradient not."""
+    """Rounds with a gradient scaled by the largest weight: shards of the value follow, those of the gradient do not."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
@@ -52,7 +52,7 @@ class Rounded(nn.Module):
 
 
 class Factors(nn.Module):
-    """A product of two thin matrices, neither of which has both sizes."""
+    """A product of two thin matrices."""
 
     def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         return left @ right
@@ -63,14 +63,14 @@ class Factors(nn.Module):
 
 
 class Limited(nn.Module):
-    """Bounds the norm of the whole, far above that of random numbers."""
+    """Bounds the norm of the weight, far above that of random numbers."""
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return weight * (100 / weight.norm()).clamp(max=1)
 
 
 class Watching(nn.Module):
-    """Returns the weight as it is, and keeps its largest element for later."""
+    """Returns the weight unchanged, and keeps its largest element in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Watching(nn.Module):
 
 
 class Grouped(nn.Module):
-    """Divides each eight elements in a row by the largest of them."""
+    """Divides each group of eight elements by its largest."""
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         groups = weight.reshape(-1, 8)
@@ -91,7 +91,7 @@ class Grouped(nn.Module):
 
 
 class Scaled(nn.Module):
-    """Learns itself."""
+    """Has a parameter of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ AXES |= {
 
 
 class Blocks(nn.Module):
-    """Two MLPs; layers of the first are computed."""
+    """Two MLPs; the first has computed weights."""
 
     def __init__(self, kind: str, both: bool) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class Blocks(nn.Module):
 
 
 def made(kind: str, both: bool) -> Blocks:
-    """The same at each call; what hooks have computed cannot be copied."""
+    """Make the same model at each call, because weights that hooks computed cannot be copied."""
     torch.manual_seed(0)
     return Blocks(kind, both)
 
@@ -162,7 +162,7 @@ def each_apart(rank: int, kinds: list[str], both: bool, plan: dict[str, str] | N
 
 
 def apart(kind: str, both: bool, plan: dict[str, str] | None) -> tuple[float, set[str]]:
-    """How far gradients are off beside the unmodified model, and the names of split parameters."""
+    """Return the largest difference of gradients from the unmodified model's, and the names of split parameters."""
     model, whole = made(kind, both), made(kind, both)
     x = torch.randn(4, 8)
     schedule = create_schedule(model, example_inputs=(x,))
@@ -181,7 +181,7 @@ def apart(kind: str, both: bool, plan: dict[str, str] | None) -> tuple[float, se
 @pytest.mark.sampled(1)
 @pytest.mark.multiproc
 @pytest.mark.parametrize("both", [True, False])
-def test_a_derived_plan_splits_what_follows_and_the_rest_of_the_model(both: bool) -> None:
+def test_a_derived_plan_splits_computed_weights_that_allow_it(both: bool) -> None:
     rest = {"fc2.weight", "fc2.bias", "proj2.weight"}
     for found in run_distributed(each_apart, 2, [*KINDS], both, None):
         for kind, (worst, split) in found.items():
@@ -192,7 +192,7 @@ def test_a_derived_plan_splits_what_follows_and_the_rest_of_the_model(both: bool
 
 
 @pytest.mark.multiproc
-def test_a_plan_that_is_given_splits_along_the_outputs() -> None:
+def test_a_given_plan_splits_along_the_outputs() -> None:
     kinds = [kind for kind, axes in AXES.items() if 0 in axes]
     for found in run_distributed(each_apart, 2, kinds, False, {"fc": "colwise", "proj": "rowwise"}):
         for kind, (worst, split) in found.items():
@@ -206,7 +206,7 @@ def refusals(rank: int, kinds: list[str]) -> dict[str, list[str]]:
 
 
 def _refusals(kind: str) -> list[str]:
-    """What the ways to split along other dimensions say."""
+    """Return the errors of splits along other dimensions."""
     split = [axis for axis in (0, 1) if axis not in AXES.get(kind, ())]
     ways: list[Callable[[Schedule], object]] = [
         partial(_plan, {"fc": "colwise", "proj": "rowwise"}),
@@ -230,7 +230,7 @@ def _shard(path: str, axis: int, schedule: Schedule) -> None:
 
 
 @pytest.mark.multiproc
-def test_asking_for_what_does_not_follow_is_refused_by_name_and_changes_nothing() -> None:
+def test_a_wrong_split_of_a_computed_weight_is_refused_by_name() -> None:
     for found in run_distributed(refusals, 2, [kind for kind in KINDS if AXES.get(kind) != {0, 1}]):
         for kind, said in found.items():
             name = "'bias'" if "bias" in kind else "'weight'"
@@ -240,7 +240,7 @@ def test_asking_for_what_does_not_follow_is_refused_by_name_and_changes_nothing(
 def test_groups_that_the_ranks_would_cut_are_seen() -> None:
     layer = nn.Linear(16, 8)
     registered(Grouped)(layer)
-    outputs = [{cut.output for cut in adapted(LINEAR, layer, ranks).cuts} for ranks in (2, 4)]
+    outputs = [{cut.output for cut in restricted_rule(LINEAR, layer, ranks).cuts} for ranks in (2, 4)]
     assert outputs == [{"sharded", "partial"}, {"sharded"}]
 
 

@@ -1,4 +1,4 @@
-"""Projections of classes that have no rule: split with all their tensors where trials show how, else whole by name."""
+"""Projections without a rule are split if the probe finds how, and otherwise stay replicated by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slapo_testing import run_distributed
 
 
 class Wrapped(nn.Module):
-    """Reads the weight of the layer inside, and counts its calls."""
+    """Reads the weight of the inner layer, and counts its calls."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Int8(nn.Module):
 
 
 class OverInt8(nn.Module):
-    """A frozen base in int8 and layers that are trained beside it."""
+    """A frozen int8 base with trained layers beside it."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class OverInt8(nn.Module):
 
 
 class Packed(nn.Module):
-    """All numbers in one row of bytes: rows of it are no rows of the weight for both dimensions."""
+    """Packed storage in one row of bytes, which cannot be split along both dimensions."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Packed(nn.Module):
 
 
 class Clipped(nn.Linear):
-    """The sum of parts is clipped, which parts that are clipped do not add up to."""
+    """Clips its output, so that clipped partial values do not add up."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return super().forward(input).clamp(-60000, 60000)
@@ -110,7 +110,7 @@ ALL = {**BOTH, **COLUMNS}
 
 
 class Block(nn.Module):
-    """An MLP of such projections; with ``outer`` one whose second layer is a Linear."""
+    """An MLP of such projections; with ``outer`` its second layer is a Linear."""
 
     def __init__(self, make: Callable[[int, int], nn.Module], outer: bool) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class _Messages(logging.Handler):
 
 
 def trained(rank: int) -> dict[str, tuple[float, set[str], str]]:
-    """Three steps of each kind beside the unmodified model's: how far weights are off, what is split, what is said."""
+    """Train each kind for three steps; return differences of weights, split names and warnings."""
     found = {}
     for kind in ALL:
         log, outer = _Messages(), kind in COLUMNS

@@ -1,4 +1,4 @@
-"""Sharding rules that other plugins bring by the hook ``slapo_shard_rules``."""
+"""Sharding rules of other plugins, from the hook ``slapo_shard_rules``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from slapo_verify.comparison import assert_equivalent
 
 
 class Gated(nn.Module):
-    """A stranger's layer: two halves in one weight, its own width, keyword inputs; ``table[in, 2 * out]``."""
+    """Another plugin's layer: two halves in one weight, its own width, keyword inputs; ``table[in, 2 * out]``."""
 
     def __init__(self, width: int, out: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Gated(nn.Module):
 
 
 class Back(nn.Module):
-    """A stranger's row-parallel layer."""
+    """Another plugin's row-parallel layer."""
 
     def __init__(self, width: int, out: int) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def _end_to_end(rank: int, steps: str) -> tuple[int, list[int]]:
 @pytest.mark.multiproc
 @pytest.mark.parametrize("steps", ["steps", "plan"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_stranger_s_modules_are_split_by_its_rules(ranks, steps):
+def test_another_plugin_s_modules_are_split_by_its_rules(ranks, steps):
     assert run_distributed(_end_to_end, ranks, steps) == [(12 // ranks, [12 // ranks])] * ranks
 
 
@@ -125,7 +125,7 @@ def _attribute(rank: int) -> str:
 
 
 @pytest.mark.multiproc
-def test_what_has_to_turn_local_must_divide():
+def test_attributes_that_become_local_must_be_divisible():
     message = "shard('0'): heads of the Gated is 3, not divisible by 2 ranks; use fewer ranks"
     assert run_distributed(_attribute, 2) == [message] * 2
 
@@ -147,13 +147,13 @@ def _sharded(*rules: Any) -> Any:
     return sch
 
 
-def test_a_stranger_s_rule_comes_before_ours():
+def test_another_plugin_s_rule_comes_first():
     mine = ShardingRule("mine", lambda module: True, (Cut({"weight": 1}, "sharded", "sharded"),))
     with pytest.raises(ScheduleError, match="'weight' of a mine cannot be split along 0; it can split 'weight' along 1"):
         _sharded(mine)
 
 
-def test_rules_are_the_schedule_s_own():
+def test_rules_belong_to_the_schedule_s_registry():
     _sharded()
     sch = create_schedule(Model(), plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     with pytest.raises(
@@ -293,7 +293,7 @@ def test_the_hook_is_typed_documented_and_its_example_runs():
     sch["0"].shard("weight", axis=0)
 
 
-def test_what_is_on_the_plugin_s_page_runs():
+def test_the_examples_of_the_plugin_s_page_run():
     page = Path(__file__).parents[3] / "plugins/slapo_sharding/README.md"
     sources = re.findall(r"```py\n(.*?)```", page.read_text(), re.DOTALL)
     assert len(sources) == 4

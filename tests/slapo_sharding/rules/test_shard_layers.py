@@ -1,4 +1,4 @@
-"""Sharded layers compute what the unmodified ones do: outputs and all gradients."""
+"""Sharded layers have the outputs and gradients of the unmodified ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _scheduled(model: nn.Module, steps: Callable[[Schedule], object]) -> tuple[n
 
 
 class Two(nn.Module):
-    """Two layers with something between them."""
+    """Two layers with a function between them."""
 
     def __init__(self, first: nn.Module, second: nn.Module) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def test_correctness_02_a_copied_module_still_adds_the_bias_once():
 
 
 def _scattered_row(rank: int) -> None:
-    """Row-parallel with its output scattered over some dimension, gathered again behind it."""
+    """A row-parallel layer whose output is reduce-scattered along a dimension, and gathered again."""
     for axis in (0, 1, 2, -1, -2):
 
         def steps(sch: Schedule, axis: int = axis) -> None:

@@ -1,4 +1,4 @@
-"""Attention: fused projections, whole heads, local counts."""
+"""Attention: fused projections, unsplit heads, local counts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_correctness_08_fused_qkv_of_gpt2_is_split_block_by_block(ranks):
 
 
 class Attention(nn.Module):
-    """Multi-head attention as models of the BERT kind write it, with counts as attributes."""
+    """Multi-head attention like BERT's, with counts as attributes."""
 
     def __init__(self, heads: int = 4, kv_heads: int = 4, size: int = 4) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def test_correctness_09_counts_of_heads_turn_local_once():
 
 
 class Counted(nn.Module):
-    """Attention that keeps a number of heads, and nothing of their size."""
+    """Attention with a head count and no head size."""
 
     def __init__(self, keys: int = 16, values: int = 16) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Parameters that somebody puts in the place of others: FSDP2, and states that are assigned."""
+"""Parameters that others replace: by FSDP2, and by assigned states."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _layers() -> nn.Sequential:
 
 
 def _split(model: nn.Sequential, mesh: DeviceMesh) -> Schedule:
-    """Each rank has a part of the sequence."""
+    """Shard a model with a sharded sequence."""
     sch = create_schedule(model, mesh=mesh, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     sch["0"].sync("fwd_pre", "scatter", axis=1).sync("grad", "all_reduce")
     sch["1"].sync("fwd_pre", "all_gather", axis=1).shard("weight", axis=0)
@@ -40,7 +40,7 @@ def _split(model: nn.Sequential, mesh: DeviceMesh) -> Schedule:
 
 
 def _part(name: str, whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Of a gradient, what this rank has."""
+    """Return this rank's shard of a gradient."""
     dim = {"1.weight": 0, "1.bias": 0, "3.weight": 1}.get(name)
     return whole if dim is None else whole.chunk(2, dim)[mesh["tp"].get_local_rank()]
 
@@ -93,12 +93,12 @@ def _assigned(rank: int) -> None:
     torch.testing.assert_close(clip_grad_norm_(model.parameters(), 1.0), clip_grad_norm_(before.parameters(), 1.0))
 
 
-def test_parts_that_are_assigned_are_known_as_parts():
+def test_assigned_shards_keep_their_facts():
     run_distributed(_assigned, 2)
 
 
 def _undone(rank: int) -> None:
-    """Neither the parameter that came later nor one that comes now is summed."""
+    """After ``undo`` neither the replacing parameter nor a later one is reduced."""
     norm = nn.LayerNorm(WIDTH)
     sch = create_schedule(norm, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     sch.sync("grad", "all_reduce")
@@ -113,7 +113,7 @@ def _undone(rank: int) -> None:
         assert norm.bias.grad.tolist() == [1.0] * WIDTH
 
 
-def test_undo_takes_the_sums_of_later_parameters_back():
+def test_undo_removes_the_reductions_of_later_parameters():
     run_distributed(_undone, 2)
 
 
@@ -126,13 +126,13 @@ def _summed_first(rank: int) -> str:
     return str(caught.value)
 
 
-def test_gradients_of_different_parts_are_not_summed():
+def test_gradients_of_different_shards_are_not_reduced():
     for message in run_distributed(_summed_first, 2):
         assert message.startswith("shard(''): the gradient of 'weight' is summed over the ranks, which would add up those of")
 
 
 def _copies(rank: int) -> None:
-    """One key head on two ranks: each holds a copy of it, whose gradients are summed."""
+    """One key head on two ranks: both hold it, and its gradients are reduced."""
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 32, "use_cache": False}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=1))
     before, ids = copy.deepcopy(model), torch.arange(8)[None]
@@ -146,5 +146,5 @@ def _copies(rank: int) -> None:
     torch.testing.assert_close(key.weight.grad, before.model.layers[0].self_attn.k_proj.weight.grad, atol=1e-5, rtol=1e-5)
 
 
-def test_copies_that_are_replaced_are_summed():
+def test_replaced_copies_are_reduced():
     run_distributed(_copies, 2)

@@ -1,4 +1,4 @@
-"""Attention with fewer key heads than ranks, or a number that ranks do not divide: heads in copies, gradients summed."""
+"""Attention whose key heads the ranks do not divide: heads are replicated and their gradients reduced."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _by_hand(sch: Schedule) -> None:
 
 
 def _trained(model: nn.Module, clip: Any) -> list[float]:
-    """Three steps of two micro-batches, clipped; the norms before."""
+    """Train three clipped steps of two micro-batches, and return the norms before clipping."""
     optimizer, batch, norms = torch.optim.SGD(model.parameters(), lr=0.1), _batch(), []
     for _ in range(3):
         optimizer.zero_grad()
@@ -121,7 +121,7 @@ def test_correctness_08_key_heads_go_where_their_queries_are(ranks, heads, keys,
 
 
 def _frozen(rank: int) -> None:
-    """What is unfrozen after it was sharded, or copied while frozen, is summed as well."""
+    """Parameters that are unfrozen after the split, or copied while frozen, are reduced as well."""
     model = _llama(4, 1).requires_grad_(False)
     before, sch = copy.deepcopy(model), _schedule(model)
     sch.tensor_parallel()
@@ -206,18 +206,18 @@ def _by_blocks(rank: int) -> tuple[int, list[str]]:
     return model[0].fused.out_features, refused
 
 
-def test_blocks_that_every_rank_holds_whole():
+def test_blocks_that_every_rank_replicates():
     (width, refused), other = run_distributed(_by_blocks, 2)
     assert (width, refused) == other
     assert width == 16 // 2 + 4 + 4
     given = ["[3]", "[0, 1, 2]", "1"]
-    places = [f"copied is {each}; give places of some of the 3 blocks, counted from 0" for each in given]
+    places = [f"copied is {each}; give indices of some of the 3 blocks, counted from 0" for each in given]
     expected = [*places[:2], "copied is for a layer whose output stays sharded; leave it out", places[2]]
     assert [message.removeprefix("shard('0.fused'): ") for message in refused] == expected
 
 
 def _compiled(rank: int) -> None:
-    """Without a graph break, the sum over copies in the backward."""
+    """Compile without a graph break; the backward reduces the copies."""
     model = _llama(6, 3)
     before, sch = copy.deepcopy(model).model.layers[0].self_attn, _schedule(model)
     sch.tensor_parallel()
@@ -260,5 +260,5 @@ def _undone(rank: int) -> None:
     assert_equivalent(before, model, **_batch())
 
 
-def test_undo_takes_copies_back():
+def test_undo_restores_replicated_key_heads():
     run_distributed(_undone, 2)

@@ -70,7 +70,7 @@ def test_correctness_06_a_tie_is_sharded_once_in_every_order():
 
 
 def _late_holder(rank: int) -> None:
-    """A module that shares a sharded parameter and comes later is sharded in its turn, the others only once."""
+    """A module that ties a sharded parameter later is sharded by its own step, the others only once."""
     model = Tied()
     before = copy.deepcopy(model)
     sch = _schedule(model)
@@ -130,7 +130,7 @@ def test_correctness_06_sharding_twice_or_differently_is_refused():
 
 
 class Head(nn.Module):
-    """Keeps the bias of the layer inside of it, as the heads of BERT and RoBERTa do."""
+    """Holds the bias of the layer inside, as the heads of BERT and RoBERTa do."""
 
     def __init__(self, reads: bool = False) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ def test_undo_puts_every_holder_of_a_tie_back():
 
 
 def _copied(rank: int) -> str:
-    """A copy of the module alone knows its shards, norms and sums of gradients; one that would not cannot be made."""
+    """A copy of the module keeps its shards, norms and reductions; a copy that could not is refused."""
     model = nn.Sequential(nn.Linear(4, 8), nn.PReLU(), nn.Linear(8, 4))
     before = copy.deepcopy(model)
     sch = _schedule(model)

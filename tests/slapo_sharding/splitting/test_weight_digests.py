@@ -1,4 +1,4 @@
-"""Ranks that made different models are told so at the first run."""
+"""Ranks that made different models are refused in the first run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _different(rank: int) -> list[str]:
     return messages
 
 
-def test_models_of_different_numbers_are_an_error_on_every_rank() -> None:
+def test_different_models_are_an_error_on_every_rank() -> None:
     messages = run_distributed(_different, 2)
     assert messages[0] == messages[1]
     for message, name in zip(messages[0], ("0.weight", "1.bias", "0.weight"), strict=True):
@@ -61,7 +61,7 @@ def test_models_of_different_numbers_are_an_error_on_every_rank() -> None:
 
 
 def _loaded(rank: int) -> None:
-    """Weights that come after scheduling are what counts, and those that have been trained."""
+    """Weights that were loaded after scheduling, or trained, are compared as they are."""
     model = _made(rank)
     reference = _made(5)
     sch = _scheduled(model)
@@ -79,7 +79,7 @@ def test_weights_that_are_loaded_after_scheduling_are_not_refused() -> None:
 
 
 def _written(rank: int) -> None:
-    """A rank that changes its own shard, a padding row say, and weights that come in ways torch does not count."""
+    """A rank modifies its own shard, and weights are written in ways that torch does not count."""
     model = _made(0)
     build(_scheduled(model))
     with torch.no_grad():
@@ -96,12 +96,12 @@ def _written(rank: int) -> None:
     model(X)
 
 
-def test_shards_that_were_written_since_are_not_compared() -> None:
+def test_modified_shards_are_not_compared() -> None:
     run_distributed(_written, 2)
 
 
 def _trained(rank: int) -> None:
-    """What ranks do for themselves later, or in another mode, is not compared."""
+    """Changes on single ranks after the first run, or in another mode, are not compared."""
     model = _made(0)
     build(_scheduled(model))
     model.eval()(X).sum().backward()

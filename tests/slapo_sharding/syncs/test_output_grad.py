@@ -1,4 +1,4 @@
-"""``sync(tensor_parallel_output_grad=...)``: a gathered sequence before a split layer and before a whole one."""
+"""``sync(tensor_parallel_output_grad=...)`` on a gathered sequence before a sharded and a replicated layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slapo_testing import run_distributed
 
 
 class Block(nn.Module):
-    """An embedding, a norm and an MLP whose sequence may be split, a norm, and a head that takes all of it."""
+    """A model whose norm and MLP may run on a sharded sequence, with a head that needs the whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def scheduled(model: nn.Module, inside: bool | None, behind: bool | None) -> Sch
 
 
 def far(inside: bool, behind: bool | None) -> tuple[float, list[str]]:
-    """Return how far the output is from the unmodified model's, and the parameters with other gradients."""
+    """Return the difference of the output from the unmodified model's, and the parameters with other gradients."""
     torch.manual_seed(0)
     reference = Block()
     ids = torch.randint(16, (3, 4))
@@ -72,7 +72,7 @@ def test_the_gradient_of_a_gathered_output_is_summed_or_split_as_the_flag_says()
 
 
 def whole(rank: int) -> list[str]:
-    """With the checks on: gradients of all parameters, put together."""
+    """Return the gathered gradients of all parameters, with the checks on."""
     torch.manual_seed(0)
     reference = Block()
     ids = torch.randint(16, (3, 4))

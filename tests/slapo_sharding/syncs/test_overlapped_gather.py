@@ -1,4 +1,4 @@
-"""Layers keep this rank's part of a gathered value, gather it again in the backward, and all gradients are right."""
+"""Layers save this rank's shard of a gathered value and gather it again in the backward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import slapo_tracing.plugin
 import slapo_training.plugin
 from slapo_core import Registry, Schedule, build, create_schedule
 from slapo_sharding import plugin
-from slapo_sharding.syncs.overlapped_reduction import _Again
+from slapo_sharding.syncs.overlapped_reduction import _RegatheredInput
 from slapo_testing import run_distributed
 from tests.slapo_sharding.operators import Operators
 
@@ -27,7 +27,7 @@ BATCH, LENGTH, WIDTH = 4, 8, 8
 
 
 class Gated(nn.Module):
-    """Two layers on what is gathered, and one that takes their product; ``how`` they are given it."""
+    """Two layers on the gathered value, passed in the way ``how``, and one on their product."""
 
     how = "as it is"
 
@@ -74,7 +74,7 @@ _GIVEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class Block(nn.Module):
-    """What is split before, and again after."""
+    """A module between two sharded values."""
 
     def __init__(self, kind: str = "linear", how: str = "as it is") -> None:
         super().__init__()
@@ -96,7 +96,7 @@ _FROZEN = {
 
 
 def _sharded(model: Block, axis: int = 1) -> Schedule:
-    """Inputs and outputs of the model stay whole."""
+    """Shard a model with replicated inputs and outputs."""
     sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     transposed = isinstance(model.mlp.gate, Conv1D)
     if any(parameter.requires_grad for parameter in model.norm.parameters()):
@@ -115,7 +115,7 @@ def _input(seed: int = 1) -> torch.Tensor:
 
 
 def _backward(model: nn.Module, x: torch.Tensor, how: str) -> torch.Tensor:
-    """The gradient of ``x``; that of parameters is added up."""
+    """Run a backward and return the gradient of ``x``; gradients of parameters accumulate."""
     if how == "penalty":
         (slope,) = torch.autograd.grad(model(x).pow(2).sum(), x, create_graph=True)
         slope.pow(2).sum().backward()
@@ -167,7 +167,7 @@ def test_layers(kind: str):
 
 
 @pytest.mark.parametrize("how", [*_GIVEN])
-def test_ways_to_be_given_it(how: str):
+def test_ways_to_pass_the_gathered_value(how: str):
     run_distributed(_compare, 2, "linear", how, "plain")
 
 
@@ -188,7 +188,7 @@ def _order(rank: int) -> list[str]:
     return [calls[name] for name in operators.names if name in calls]
 
 
-def test_it_is_gathered_and_scattered_while_layers_compute():
+def test_gather_and_scatter_overlap_with_computation():
     bias = ["sum", "wait"]  # of the split output
     down = ["gather", "wait", "matrix", "matrix"]  # the gradient of the split output; of down's input and weight
     inputs = ["gather", "matrix", "matrix"]  # the value is gathered while the gradients of the layers' inputs are computed
@@ -204,12 +204,12 @@ def _kept(rank: int) -> None:
     loss = model(_input()).sum()
     loss.backward(retain_graph=True)
     gc.collect()
-    alive = [each for each in gc.get_objects() if type(each) is _Again]
+    alive = [each for each in gc.get_objects() if type(each) is _RegatheredInput]
     assert alive
-    assert all(each.sent is None and each.known is None for each in alive)
+    assert all(each.started is None and each.gathered is None for each in alive)
 
 
-def test_what_was_gathered_again_is_let_go():
+def test_regathered_inputs_are_released():
     run_distributed(_kept, 2)
 
 
@@ -246,7 +246,7 @@ def test_a_copy_has_gradients_of_its_own():
 
 
 def _between(rank: int, how: str) -> None:
-    """What the model or its user puts between the gathered value and a layer is part of the backward."""
+    """Code and hooks between the gathered value and a layer run in the backward."""
     model = Block()
     before = copy.deepcopy(model)
     build(_sharded(model))
@@ -291,7 +291,7 @@ _PUT: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("how", _PUT)
-def test_what_stands_between_the_value_and_a_layer(how: str):
+def test_code_between_the_gathered_value_and_a_layer(how: str):
     run_distributed(_between, 2, how)
 
 
@@ -325,7 +325,7 @@ def test_odd_runs(how: str):
 
 
 def _detached(rank: int) -> None:
-    """Layers that are given a leaf of the user's: nothing goes back to what it was made of."""
+    """Layers that take the user's leaf tensor: the backward ends there."""
     model = Block()
     build(_sharded(model), check=False)
     plain = model.mlp.forward

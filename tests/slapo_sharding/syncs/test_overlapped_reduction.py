@@ -1,4 +1,4 @@
-"""A column-parallel layer sums its input's gradient while it computes its weights', and all gradients are right."""
+"""A column-parallel layer reduces its input's gradient while it computes its weight's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.multiproc
 
 
 class Gated(nn.Module):
-    """Two layers on one value, and one that takes their product; one of the two may be recomputed."""
+    """Two layers on one value, one of which may be recomputed, and one on their product."""
 
     recompute = False
 
@@ -152,7 +152,7 @@ def test_gradients_of_gradients(sequence: bool):
 
 
 class _Drawn(nn.Module):
-    """Drops parts of a weight, others at each access."""
+    """A parametrization that drops random parts of a weight at each access."""
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         self.mask = torch.rand_like(weight) < 0.5
@@ -168,7 +168,7 @@ def _odd(rank: int, how: str) -> None:
 
 
 class Complex(nn.Module):
-    """Layers of complex numbers."""
+    """Layers with complex parameters."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""``tensor_parallel(parallel_loss=True)``: a model's own loss from parts of the logits is that of the whole ones."""
+"""``tensor_parallel(parallel_loss=True)``: the loss from sharded logits equals the model's own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.multiproc
 
 
 class Gathers(TorchDispatchMode):
-    """Counts the gathers inside of it."""
+    """Mode that counts all-gathers."""
 
     count = 0
 
@@ -102,7 +102,7 @@ def _same(rank: int, name: str, given: dict[str, Any], config: dict[str, Any]) -
         pytest.param("gpt_neo", {"sequence_parallel": True}, {}, marks=pytest.mark.slow),
     ],
 )
-def test_it_is_the_loss_of_the_unmodified_model(name, given, config):
+def test_the_loss_is_that_of_the_unmodified_model(name, given, config):
     run_distributed(_same, 2, name, given, config)
 
 
@@ -180,7 +180,7 @@ def test_fewer_logits_than_labels_are_refused_as_by_the_model():
 
 
 class OwnLosses(nn.Module):
-    """A stranger's losses: twice those that were there."""
+    """Another plugin's losses: twice the original ones."""
 
     def __init__(self, others: nn.Module) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class OwnLosses(nn.Module):
 
 
 class OwnColumns(nn.Module):
-    """A stranger's layer."""
+    """Another plugin's layer."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()

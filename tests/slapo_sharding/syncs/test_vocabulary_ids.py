@@ -1,4 +1,4 @@
-"""Functions before and after a vocabulary-parallel embedding may count its own rows from 0, as classic scripts do."""
+"""Functions around a vocabulary-parallel embedding may use local ids, as classic scripts do."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Call = tuple[Any, ...]
 
 
 def _masked(start: int, stop: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The classic pair: ids of other ranks are masked, and their rows are zero."""
+    """Install the classic pair of functions, which mask ids and zero rows of other ranks."""
     masks = []
 
     def before(module: nn.Module, args: Call) -> torch.Tensor:
@@ -39,7 +39,7 @@ def _masked(start: int, stop: int) -> tuple[Callable[..., Any], Callable[..., An
 
 
 def _same(ranks: int) -> None:
-    """The pair, and functions that leave ids as they are, or give other ids of the whole vocabulary."""
+    """Compare the classic pair, and functions that return the same or other global ids."""
     rows = 12 // ranks
     rank = torch.distributed.get_rank()
     functions = [
@@ -66,5 +66,5 @@ def _rank(rank: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ids_of_this_rank_s_rows_and_of_the_whole_vocabulary(ranks: int) -> None:
+def test_local_and_global_ids(ranks: int) -> None:
     run_distributed(_rank, ranks)

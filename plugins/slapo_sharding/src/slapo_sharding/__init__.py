@@ -1,4 +1,4 @@
-"""Tensor-parallel primitives for Slapo, and the collectives, losses and norms they are made of."""
+"""Tensor-parallel primitives for Slapo, and the collectives, losses and norms that they use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``fork_rng``: random numbers of a sharded region."""
+"""``fork_rng``: different random numbers on each rank in a sharded region."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _UNSEEDED = (
 class ForkRngPrimitive(Primitive):
     """Run a module with random numbers that differ between the ranks of the tensor-parallel group.
 
-    Dropout inside a sharded region wants a mask of its own on each rank; outside, all ranks must agree. The numbers come
-    from the state that ``set_random_seed(..., tp_rank=...)`` adds to the tracker, and the default one is left untouched. The
-    forward runs inside a checkpoint's recompute as it did the first time.
+    Dropout inside a sharded region needs a different mask on each rank; outside, all ranks must draw the same one. The numbers
+    come from the generator state that ``set_random_seed(..., tp_rank=...)`` adds to the tracker. The default state is left
+    untouched. The recomputation of a checkpoint draws the same numbers as its forward.
 
     Args:
-        outside: The reverse, for a module of replicated values inside a forked one (the dropout after an attention's output
-            projection, say): its numbers come from the state outside the fork, equal on all ranks.
+        outside: Do the reverse, for a module of replicated values inside a forked one, such as the dropout after an attention's
+            output projection: its numbers come from the state outside the fork, equal on all ranks.
     """
 
     name = "fork_rng"
@@ -45,8 +45,8 @@ def run_forked(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call inside the tracker's fork.
 
     Raises:
-        ScheduleError: in training, when ``set_random_seed`` has not been called; in a recompute that has not put back the
-            tracker's state, as torch's own does not.
+        ScheduleError: in training, ``set_random_seed`` has not been called; or a recomputation has not restored the tracker's
+            state, which torch's own checkpoints do not do.
     """
     if MODEL_PARALLEL_RNG not in get_cuda_rng_tracker().get_states():
         if _is_training(call):
@@ -56,22 +56,22 @@ def run_forked(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
 
-_left: dict[str, Any] = {"state": None, "backward": NO_BACKWARD}
-"""The tracked state of the CPU that the last fork left, and in which backward pass."""
+_last_fork: dict[str, Any] = {"state": None, "backward": NO_BACKWARD}
+"""The tracked state of the CPU after the last fork, and the backward pass that it ran in."""
 
 
 @contextmanager
 def _fork() -> Iterator[None]:
-    """The tracker's fork, unless a backward pass draws from it that has not put back what the forward drew from."""
+    """Enter the tracker's fork; refuse a recomputation that draws without having restored the forward's state."""
     tracker = get_cuda_rng_tracker()
     before, backward = _tracked(), backward_pass()
-    stale = backward not in (NO_BACKWARD, _left["backward"]) and before.get("cpu") is _left["state"]
+    stale = backward not in (NO_BACKWARD, _last_fork["backward"]) and before.get("cpu") is _last_fork["state"]
     try:
         with tracker.fork():
             yield
     finally:
         after = _tracked()
-        _left.update(state=after.get("cpu"), backward=backward)
+        _last_fork.update(state=after.get("cpu"), backward=backward)
         if stale and any(not torch.equal(after[device], state) for device, state in before.items()):
             raise ScheduleError(
                 "fork_rng: a recompute in the backward pass draws other random numbers than the forward did; recompute with "
@@ -84,7 +84,7 @@ def _tracked() -> dict[str, torch.Tensor]:
 
 
 def run_outside(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Call outside of the innermost fork."""
+    """Call outside the innermost fork."""
     with get_cuda_rng_tracker().outer_state():
         return call(*args, **kwargs)
 

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 @hookspec
 def slapo_shard_rules() -> Sequence[ShardingRule | str]:  # type: ignore[empty-body]
-    """How modules of your classes are split: ``ShardingRule``s, asked in order, before those of this plugin.
+    """Return the ``ShardingRule``s for modules of your classes. They are asked in order, before those of this plugin.
 
-    Where ``"module:NAME"`` stands for a rule or a list of rules, it is imported when a schedule first shards something. If your
-    plugin is of use without ``slapo-sharding`` too, mark the hook ``@hookimpl(optionalhook=True)``.
+    ``"module:NAME"`` stands for a rule or a list of rules, which is imported when a schedule first shards something. If your
+    plugin is useful without ``slapo-sharding`` too, mark the hook ``@hookimpl(optionalhook=True)``.
 
     Example:
         >>> import torch
@@ -40,11 +40,11 @@ def slapo_shard_rules() -> Sequence[ShardingRule | str]:  # type: ignore[empty-b
 
 @hookspec
 def slapo_layer_backends() -> Mapping[str, LayerBackend | str]:  # type: ignore[empty-body]
-    """Engines whose own layers may take the place of split ones: the name for ``tensor_parallel(backend=...)`` to a function.
+    """Return the engines whose own layers may replace sharded ones: name in ``tensor_parallel(backend=...)`` to function.
 
-    With ``parallel_loss=True`` the function is asked for what computes a loss from parts of the logits as well.
+    With ``parallel_loss=True`` the function is also asked for a module that computes the loss from sharded logits.
 
-    For ``"module:NAME"`` the function is imported when a schedule first asks for it. What it is given and has to return:
+    ``"module:NAME"`` is imported when a schedule first asks for it. The function's arguments and result are those of
     ``slapo_sharding.planning.execution.layer_backends.LayerBackend``.
 
     Example:

@@ -7,33 +7,26 @@ from typing import Any
 from slapo_core import hookimpl
 
 from . import hookspecs
-from .checks.comparison.original_sizes import slapo_after_create as slapo_after_create
+from .build_hooks import slapo_after_create as slapo_after_create
+from .build_hooks import slapo_before_build as slapo_before_build
 
 
 @hookimpl
 def slapo_primitives() -> dict[str, str]:
-    """The tensor-parallel primitives."""
+    """Return the tensor-parallel primitives."""
     names = ("fork_rng", "shard", "sync", "sync_batch_norm", "tensor_parallel")
     return {name: f"slapo_sharding.{name}:{name.title().replace('_', '')}Primitive" for name in names}
 
 
 @hookimpl
 def slapo_add_hookspecs(manager: Any) -> None:
-    """``slapo_shard_rules``."""
+    """Add ``slapo_shard_rules`` and ``slapo_layer_backends``."""
     manager.add_hookspecs(hookspecs)
 
 
 @hookimpl(trylast=True)
 def slapo_shard_rules() -> list[str]:
-    """The rules for modules of torch and Transformers."""
+    """Return the rules for modules of torch and Transformers."""
     return [
         f"slapo_sharding.rules.{kinds}:RULES" for kinds in ("layers", "convolutions", "norms", "experts", "multihead_attention")
     ]
-
-
-@hookimpl
-def slapo_before_build(schedule: Any, target: str | None, config: dict[str, Any]) -> None:
-    """Find the replicas, and refuse shards that lack a sync or that others read; ``check=False`` turns the latter off."""
-    from .checks import build_check  # noqa: PLC0415  (finding plugins must stay cheap)
-
-    build_check.before_build(schedule, target, config)

@@ -1,4 +1,4 @@
-"""``sync``: communicate at the border of a module."""
+"""``sync``: communicate at the boundary of a module."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from slapo_training.gradient_hooks import register_first
 from .rules.sharding_rule import applied_cut
 from .splitting import attention_heads
 from .splitting.persistent_hooks import keep_hook
-from .syncs.shared_gradient_reduction import SharedSum
-from .syncs.sync_hooks import GradientSum, Sync, sums_gradient, trainable
+from .syncs.shared_gradient_reduction import SharedGradientReduction
+from .syncs.sync_hooks import GradientReductionHook, Sync, reduces_gradient, trainable
 
 _OPS = ("all_reduce", "all_gather", "reduce_scatter", "scatter")
 _MODES = {"fwd_pre": _OPS, "fwd_post": _OPS, "bwd_post": ("all_reduce",), "grad": ("all_reduce",)}
 _LAYOUTS = {"RR": None, "RS": -1, "SR": -2}
-"""Scheme to the sharded one of the last two dimensions."""
+"""Layout in a scheme to the dimension that it shards."""
 _NOTHING = "nothing"
 _ARGUMENTS = {"fwd_pre": (2, 3), "fwd_post": (3, 4), "bwd_post": (3, 3)}
-"""Mode to the numbers of arguments of a function, without and with the keyword inputs."""
+"""Mode to the number of arguments of a function, without and with the keyword inputs."""
 
 
 class SyncPrimitive(Primitive):
@@ -34,40 +34,41 @@ class SyncPrimitive(Primitive):
     ``fwd_post``  the operation is applied to the output, or the first tensor in a tuple, list, mapping or dataclass
     ``bwd_post``  ``all_reduce``: the gradients of all the module's inputs are summed, also those of keyword and nested
                   inputs; forward changes nothing
-    ``grad``      ``all_reduce``: the gradients of the module's own parameters, not of those inside it, are summed: for whole
-                  parameters that each rank uses on its own part of a value, as a norm of heads or of a split sequence
+    ``grad``      ``all_reduce``: the gradients of the module's own parameters, not of those inside it, are summed: for
+                  replicated parameters that each rank uses on its own shard, as in a norm of heads or of a split sequence
     ============  ======================================================================================================
 
-    ``all_reduce`` makes a partial tensor whole; ``all_gather`` puts shards together along ``axis``, ``scatter`` keeps this
-    rank's piece of a whole tensor, ``reduce_scatter`` sums and keeps this rank's piece. Each has its own right backward, see
-    ``slapo_sharding.communication.collectives``; ``bwd_post`` is for modules whose ranks use one input for their own shards.
+    ``all_reduce`` sums a partial tensor. ``all_gather`` joins shards along ``axis``, ``scatter`` keeps this rank's shard of a
+    replicated tensor, and ``reduce_scatter`` sums and keeps this rank's shard. Each operation has its own backward, see
+    ``slapo_sharding.communication.collectives``. ``bwd_post`` is for modules that use a replicated input for their own shards.
 
-    A scheme says how the last two dimensions are laid out before and after, R replicated and S sharded: ``"RR->RS"`` cuts the
-    last one, ``"SR->RR"`` gathers the one before it, ``"RS->SR"`` exchanges the two; nine in all, those from a layout to
-    itself do nothing.
+    A scheme gives the layouts of the last two dimensions before and after, R for replicated and S for sharded: ``"RR->RS"``
+    scatters the last dimension, ``"SR->RR"`` gathers the one before it, ``"RS->SR"`` shards the other one instead. There are
+    nine schemes; those from a layout to itself do nothing.
 
-    A function has the signature of torch's hook of that kind, with or without keyword inputs: ``fn(module, args)``,
-    ``fn(module, args, kwargs)`` before; ``fn(module, args, output)``, ``fn(module, args, kwargs, output)`` after;
-    ``fn(module, grad_input, grad_output)`` after the backward. It must be importable for the schedule to be saved. On one
-    rank an operation does nothing; a function is called all the same.
+    A function has the signature of torch's hook of that kind, with or without keyword inputs: ``fn(module, args)`` or
+    ``fn(module, args, kwargs)`` before the forward; ``fn(module, args, output)`` or ``fn(module, args, kwargs, output)`` after
+    it; ``fn(module, grad_input, grad_output)`` after the backward. It must be importable if the schedule is to be saved. On
+    one rank an operation does nothing, but a function is called.
 
-    Modules that are given the same tensor, as the projections of an attention, sum its gradient together with
-    ``sync("bwd_post", "all_reduce", of=["q_proj", "k_proj", "v_proj"])`` on a module around them: one all-reduce, not three.
+    Modules that take the same tensor, such as the projections of an attention, can reduce its gradient together:
+    ``sync("bwd_post", "all_reduce", of=["q_proj", "k_proj", "v_proj"])`` on a module around them costs one all-reduce, not
+    three.
 
     Args:
         mode: ``"fwd_pre"``, ``"fwd_post"``, ``"bwd_post"`` or ``"grad"``.
         sync_op_or_fn: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"scatter"``, a scheme or a function.
         axis: Dimension of the tensor to gather, scatter or reduce-scatter along; may be negative.
-        backward: For ``all_gather``: ``"split"`` where what follows is replicated or declares its own syncs (default after
-            the module), ``"reduce_scatter"`` where each rank goes on to use its own shard (default before the module).
-        of: For ``bwd_post``: paths below this module of those whose inputs are meant, instead of the module's own. For
-            ``grad``: names of the module's own parameters that are meant, instead of all.
-        tensor_parallel_output_grad: The established name of ``backward``: True where the output's gradient is partial, as in a
-            tensor-parallel region, which is ``"reduce_scatter"``; False where it is whole, which is ``"split"``.
+        backward: For ``all_gather``: ``"split"`` if the code that follows is replicated or has its own syncs (default after
+            the module), ``"reduce_scatter"`` if each rank uses its own shard of the result (default before it).
+        of: For ``bwd_post``: paths below this module whose inputs are synced, instead of the module's own. For ``grad``: names
+            of the module's own parameters, instead of all.
+        tensor_parallel_output_grad: The established name of ``backward``: True if the output's gradient is partial, as in a
+            tensor-parallel region, which is ``"reduce_scatter"``; False if it is replicated, which is ``"split"``.
 
     Raises:
         ScheduleError: unknown mode or operation, one that this mode does not take, a missing axis, a function with other
-            arguments, no such module, or gradients that are whole, or summed already.
+            arguments, no such module, or gradients that are replicated, or summed already.
     """
 
     name = "sync"
@@ -107,14 +108,15 @@ class SyncPrimitive(Primitive):
         if (checked.fn is None and schedule.world_size <= 1) or checked.op == _NOTHING:
             return
         if mode == "grad":
-            own = _asked(schedule, of)
+            own = _named_parameters(schedule, of)
             own = {} if _are_summed_by_plan(own) else own
             for name, parameter in own.items():
-                seen = name == "bias" and "weight" in own  # its parts are equal where the loss is a mean of values
+                # the partial gradients of a bias are equal where the loss is a mean, so the weight's are compared alone
+                seen = name == "bias" and "weight" in own
                 label = f"{schedule.path}.{name}" if schedule.path else name
-                total = GradientSum(schedule.group, label, seen=seen)
-                schedule.on_undo(register_first(parameter, total).remove)
-                keep_hook(schedule, module, name, total)
+                hook = GradientReductionHook(schedule.group, label, seen=seen)
+                schedule.on_undo(register_first(parameter, hook).remove)
+                keep_hook(schedule, module, name, hook)
         elif checked.shared is not None:
             for each in _members(schedule, of):
                 schedule.touch(each)
@@ -135,7 +137,11 @@ def _make(
     backward: str | None,
     of: Sequence[str] | None,
 ) -> Sync:
-    """The hook, or a ``ScheduleError`` that says why not."""
+    """Return the hook.
+
+    Raises:
+        ScheduleError: the arguments do not go together.
+    """
 
     def error(message: str) -> ScheduleError:
         return ScheduleError(message, path=schedule.path, primitive="sync")
@@ -165,12 +171,12 @@ def _make(
     default = "reduce_scatter" if mode == "fwd_pre" else "split"
     shared = None
     if mode == "bwd_post":
-        shared = SharedSum(schedule.group, 1 if of is None else len(of))
+        shared = SharedGradientReduction(schedule.group, 1 if of is None else len(of))
     return Sync(mode, op, axis, schedule.group, backward or default, shared=shared, new_axis=new_axis, path=schedule.path)
 
 
 def _backward(path: str, op: Any, backward: str | None, is_partial: Any) -> str:
-    """The backward that ``tensor_parallel_output_grad`` asks for."""
+    """Return the backward that ``tensor_parallel_output_grad`` stands for."""
     if not isinstance(is_partial, bool) or op != "all_gather" or backward is not None:
         asked = f"tensor_parallel_output_grad is {is_partial!r} for {op!r} with backward={backward!r}"
         message = f"{asked}; give True or False for 'all_gather', without backward"
@@ -181,7 +187,7 @@ def _backward(path: str, op: Any, backward: str | None, is_partial: Any) -> str:
 def _reshard(
     mode: str, scheme: str, axis: int | None, error: Callable[[str], ScheduleError]
 ) -> tuple[str, int | None, int | None]:
-    """The operation of a scheme, the dimension it works along, and the one that is cut instead."""
+    """Return the operation of a scheme, the dimension it works along, and the dimension that becomes sharded instead."""
     before, _, after = scheme.partition("->")
     if before not in _LAYOUTS or after not in _LAYOUTS:
         raise error(f"no scheme {scheme!r}; each side is one of {', '.join(_LAYOUTS)}")
@@ -210,7 +216,7 @@ def _takes_kwargs(mode: str, fn: Callable[..., Any], error: Callable[[str], Sche
 
 
 def _members(schedule: Schedule, of: Sequence[str] | None) -> list[nn.Module]:
-    """The modules whose inputs a sync of the backward is for."""
+    """Return the modules whose inputs a ``bwd_post`` sync is for."""
     module = schedule.mod
     return [module] if of is None else [found for path in of if (found := paths.find(module, path)) is not None]
 
@@ -228,7 +234,7 @@ def _check_members(schedule: Schedule, mode: str, op: Any, of: Any, error: Calla
 
 
 def _check_gather(schedule: Schedule, mode: str, op: str, error: Callable[[str], ScheduleError]) -> None:
-    """Attention that counts local heads must not be given gathered ones."""
+    """Refuse to gather heads for an attention module that counts local ones."""
     applied, parent = applied_cut(schedule.mod), schedule.parent
     if (mode, op) != ("fwd_post", "all_gather") or applied is None or applied.gathered or parent is None:
         return
@@ -236,18 +242,18 @@ def _check_gather(schedule: Schedule, mode: str, op: str, error: Callable[[str],
         raise error("the attention module counts local heads already; shard with gathered=True before gathering")
 
 
-def _asked(schedule: Schedule, of: Sequence[str] | None) -> dict[str, nn.Parameter]:
-    """Return the trainable parameters of the module itself that are meant, by name."""
+def _named_parameters(schedule: Schedule, of: Sequence[str] | None) -> dict[str, nn.Parameter]:
+    """Return the module's own trainable parameters that the sync is for, by name."""
     return {name: parameter for name, parameter in trainable(schedule.mod).items() if of is None or name in of}
 
 
 def _are_summed_by_plan(parameters: Mapping[str, nn.Parameter]) -> bool:
-    """Return whether a plan sums these gradients already, so that asking for it changes nothing."""
-    return all(sums_gradient(parameter, by_plan=True) for parameter in parameters.values())
+    """Return whether a plan sums these gradients already; another sync then changes nothing."""
+    return all(reduces_gradient(parameter, by_plan=True) for parameter in parameters.values())
 
 
 def _check_grad(schedule: Schedule, op: Any, of: Sequence[str] | None, error: Callable[[str], ScheduleError]) -> None:
-    own = _asked(schedule, of)
+    own = _named_parameters(schedule, of)
     if isinstance(of, str) or (of is not None and not own.keys() >= {*of}):
         raise error(
             f"of is {of!r}; give names of trainable parameters of the module itself: {', '.join(trainable(schedule.mod))}"
@@ -260,5 +266,5 @@ def _check_grad(schedule: Schedule, op: Any, of: Sequence[str] | None, error: Ca
         raise error("the module itself has no trainable parameters; take one inside of it")
     if _are_summed_by_plan(own):
         return
-    if any(map(sums_gradient, own.values())):
+    if any(map(reduces_gradient, own.values())):
         raise error("the gradients of its parameters are summed already; sync them once")

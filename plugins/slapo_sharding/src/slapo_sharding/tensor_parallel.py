@@ -1,4 +1,4 @@
-"""``tensor_parallel``: a whole plan in one step."""
+"""``tensor_parallel``: shard, sync and fork a model by a plan, in one step."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from .planning.published_plan import (
     tensor_parallel_plan,
     undeclared_parameters,
 )
-from .rules.parametrizations import computed_by
+from .rules.parametrizations import parametrization_of
 from .rules.rulebook import described, rules_of
 from .rules.sharding_rule import Cut
 from .splitting import attention_heads
-from .splitting.module_paths import kind
+from .splitting.module_paths import without_block_numbers
 from .syncs import parallel_loss as losses
 from .syncs.sync_hooks import trainable
 
@@ -41,30 +41,30 @@ from .syncs.sync_hooks import trainable
 class TensorParallelPrimitive(Primitive):
     """Split a whole model over the tensor-parallel group: shard, sync and fork the random numbers by a plan.
 
-    Without a plan: the one Transformers publishes for the model, whose keys may name what this configuration does not have; or,
-    where there is none, or it is silent on something or has a style that is not known here, one derived from the model's own
-    forward, which is run once without data on the schedule's ``example_inputs``: layers are split in groups whose values fit
-    together, attention by heads, and attributes that count heads or widths turn local. The rank's model is traced again
-    afterwards and has to be, operation by operation, the one meant. The vocabulary, embedding and head, is split where each
-    rank gets some of it. What fits nowhere stays whole. With ``example_inputs``, parts with attention that a published plan
-    says nothing of, as the vision part of a model for images and text, are split by a plan derived for each.
+    Without ``plan``, the plan that Transformers publishes for the model is used; its keys may name modules that this
+    configuration lacks. Where there is none, or it does not cover the model, or it has an unknown style, a plan is derived from
+    the model's own forward, which runs once without data on the schedule's ``example_inputs``. Layers are sharded in groups
+    whose values fit together, attention is sharded by heads, and attributes that count heads or widths become local. The
+    rank's model is traced again afterwards and must match the planned one operation by operation. The vocabulary (embedding
+    and head) is sharded if each rank gets some of it. Everything else stays replicated. With ``example_inputs``, parts with
+    attention that a published plan does not mention, such as a vision tower, get a derived plan each.
 
     Args:
-        plan: ``{path or glob: style}``, see ``slapo_sharding.planning.published_plan``; nothing else is split then.
-        sequence_parallel: Values between the sharded layers are split along the sequence, dimension 1 of ``[batch, sequence,
+        plan: ``{path or glob: style}``, see ``slapo_sharding.planning.published_plan``; nothing else is sharded then.
+        sequence_parallel: Shard values between the sharded layers along the sequence, dimension 1 of ``[batch, sequence,
             width]``: norms, dropouts and residual sums run on a rank's part of it. The plan is derived, whatever is published.
-            The length has to be divisible by the number of ranks at every call.
-        backend: ``"megatron"``, of slapo-megatron, or what another plugin registers: layers of this engine take the place of
-            those that the plan has split, with the same parts of the same parameters. What it has no layer for stays; a
-            warning names it. Nothing is replaced on one rank. With ``parallel_loss`` it may compute the losses of tokens, too,
-            as that of Megatron does from logits in bfloat16.
-        parallel_loss: A causal language model computes its loss from each rank's part of the logits, which are not gathered
-            then: a call that returns a loss returns None for them.
+            The length must be divisible by the number of ranks at every call.
+        backend: ``"megatron"``, of slapo-megatron, or a name that another plugin registers. Layers of this engine replace
+            those that the plan has sharded, with the same shards of the same parameters. A layer that the engine lacks stays;
+            a warning names it. Nothing is replaced on one rank. With ``parallel_loss`` the engine may compute the losses of
+            tokens, too, as Megatron does from logits in bfloat16.
+        parallel_loss: Compute the loss of a causal language model from each rank's shard of the logits, which are not gathered:
+            a call that returns a loss returns None for them.
 
     Raises:
-        ScheduleError: no plan is known or can be derived, an unknown style, a key that matches nothing, a step of the plan
-            that is illegal, a sequence that cannot be split, a backend that is unknown or has none of the layers, or a loss
-            that cannot be computed from parts; the model is as before.
+        ScheduleError: no plan is known or can be derived, an unknown style, a key that matches nothing, an illegal step of the
+            plan, a sequence that cannot be split, a backend that is unknown or has none of the layers, or a loss that cannot be
+            computed from sharded logits; the model is as before.
         TraceError: a plan has to be derived, but the forward cannot be traced.
     """
 
@@ -80,14 +80,14 @@ class TensorParallelPrimitive(Primitive):
         backend: str | None = None,
         parallel_loss: bool = False,
     ) -> dict[str, str] | None:
-        """Find the modules of the plan."""
+        """Return the path and style of each module of the plan; None if a plan is to be derived."""
         if backend is not None:
             _check_backend(schedule, sequence_parallel, backend)
         with as_untraced(schedule):
             _check_untouched(schedule, plan)
             steps = _planned(schedule, plan, sequence_parallel)
             if parallel_loss:
-                losses.with_parts(schedule, _vocabulary(schedule) if steps is None else steps)
+                losses.plan_with_sharded_logits(schedule, _vocabulary(schedule) if steps is None else steps)
             return steps
 
     @staticmethod
@@ -100,11 +100,11 @@ class TensorParallelPrimitive(Primitive):
         parallel_loss: bool = False,
         checked: dict[str, str] | None,
     ) -> None:
-        """Take the steps."""
+        """Take the steps of the plan."""
         with as_untraced(schedule):
             before = layer_backends.split_modules(schedule)
             _split(schedule, checked, plan, sequence_parallel, parallel_loss)
-            loss = losses.put(schedule) if parallel_loss else None
+            loss = losses.install_loss(schedule) if parallel_loss else None
             if backend is not None:
                 layer_backends.replace_layers(schedule, backend, layer_backends.backend_of(schedule, backend), before, loss)
 
@@ -116,7 +116,7 @@ def _split(
     sequence_parallel: bool,
     parallel_loss: bool,
 ) -> None:
-    """Carry out a plan; without ``steps`` one that is derived first."""
+    """Apply a plan; without ``steps``, derive one first."""
     derived = steps is None
     if steps is None:
         steps = apply_derived_plan(schedule, sequence_parallel, _vocabulary(schedule))
@@ -124,7 +124,7 @@ def _split(
         steps = {path: style for path, style in steps.items() if path not in shown}
         derived = True
     if parallel_loss:
-        steps = losses.with_parts(schedule, steps)
+        steps = losses.plan_with_sharded_logits(schedule, steps)
     columns = [path for path, style in steps.items() if STYLES[style](schedule[path] if path else schedule)]
     for paths in column_inputs.group_by_parent(columns):
         column_inputs.reduce_shared_gradients(schedule, paths)
@@ -133,16 +133,16 @@ def _split(
         if plan is None:
             split_plan_gaps(schedule)
     if schedule.world_size > 1:
-        _refuse_extras(schedule, sequence_parallel)
+        _guard_optional_outputs(schedule, sequence_parallel)
 
 
 def _as_derived(schedule: Schedule, steps: Mapping[str, str]) -> set[str]:
-    """Carry out the layers of a given plan like a derived one, where the model's forward shows it right.
+    """Apply the layers of a given plan like a derived one, if the model's forward verifies it.
 
-    Steps of styles for layers that gather, cut or reduce by themselves are left to the plan.
+    Steps of styles for layers that gather, scatter or reduce by themselves are left to the caller.
 
     Returns:
-        The paths that are done: all, or none.
+        The paths that were applied: all, or none.
     """
     done = {path for path, style in steps.items() if style in (*BESIDE_SHARDED, "replicated_with_grad_allreduce")}
     traced = schedule.world_size > 1 and schedule.example_inputs is not None and not isinstance(schedule.mod, fx.GraphModule)
@@ -168,7 +168,7 @@ def _vocabulary(schedule: Schedule) -> dict[str, str]:
 
 
 def _check_untouched(schedule: Schedule, plan: Mapping[str, str] | None) -> None:
-    """Refuse a model whose own recomputing has put a hook on it, and, without a plan, one that is split already."""
+    """Refuse a model whose own recomputation has put a hook on it, and, without a plan, one that is sharded already."""
     inside = dict(schedule.mod.named_modules())
     split = [path for path, module in inside.items() if any(map(is_sharded, module._parameters.values()))]
     above: Schedule | None = schedule
@@ -189,15 +189,15 @@ def _check_untouched(schedule: Schedule, plan: Mapping[str, str] | None) -> None
         raise ScheduleError(message, path=schedule.path, primitive="tensor_parallel")
 
 
-def _refuse_extras(schedule: Schedule, sequence_parallel: bool) -> None:
-    """Let the model return no part that it is asked for later."""
+def _guard_optional_outputs(schedule: Schedule, sequence_parallel: bool) -> None:
+    """Refuse later requests for optional outputs that are sharded: hidden states and attention weights."""
     parts = {HIDDEN_STATES: sequence_parallel, ATTENTIONS: any(map(attention_heads.has_local_heads, schedule.mod.modules()))}
     if extras := tuple(extra for extra, split in parts.items() if split):
         schedule.mod.register_forward_hook(OptionalOutputGuard(schedule.path, extras), with_kwargs=True)
 
 
 def _planned(schedule: Schedule, plan: Mapping[str, str] | None, sequence_parallel: bool) -> dict[str, str] | None:
-    """The steps of a plan that is given or known; None where one can be derived."""
+    """Return the steps of a plan that is given or published; None if one can be derived instead."""
     if sequence_parallel:
         _check_derivable(schedule, plan)
         return None
@@ -207,12 +207,12 @@ def _planned(schedule: Schedule, plan: Mapping[str, str] | None, sequence_parall
         derivable = plan is None and not isinstance(schedule.mod, fx.GraphModule)
         if not derivable or schedule.example_inputs is None:
             raise
-        _warn_of_unknown(schedule)
+        _warn_of_unknown_style(schedule)
         return None
 
 
-def _warn_of_unknown(schedule: Schedule) -> None:
-    """Say that a published plan is not followed which asks for what is not known here, as that of a newer Transformers may."""
+def _warn_of_unknown_style(schedule: Schedule) -> None:
+    """Warn that a published plan is not used because it has an unknown style, as the plan of a newer Transformers may."""
     for key, style in published_plan(schedule.mod).items():
         if style not in STYLES:
             message = (
@@ -261,7 +261,11 @@ def _plan_problem(plan: Any) -> str | None:
 
 
 def _steps(schedule: Schedule, plan: Mapping[str, str] | None) -> dict[str, str]:
-    """Path of every module that is split, to its style."""
+    """Return the path of every sharded module with its style.
+
+    Raises:
+        ScheduleError: no plan is known, or it does not fit the model.
+    """
 
     def error(message: str) -> ScheduleError:
         return ScheduleError(message, path=schedule.path, primitive="tensor_parallel")
@@ -296,7 +300,7 @@ def _steps(schedule: Schedule, plan: Mapping[str, str] | None) -> dict[str, str]
             module = schedule.mod.get_submodule(wrapper)
             hint = "give example_inputs to create_schedule, from which a plan is derived, or plan="
             why = f"a {described(module)}, which no sharding rule covers"
-            if computed := computed_by(module):
+            if computed := parametrization_of(module):
                 why = f"whose {computed}, and a part of it does not follow from parts"
             raise error(f"the published plan splits {wrapper!r}, {why}; {hint}")
         if undeclared := undeclared_parameters(schedule.mod, steps):
@@ -310,7 +314,7 @@ def _steps(schedule: Schedule, plan: Mapping[str, str] | None) -> dict[str, str]
 
 
 def _without_rule(schedule: Schedule, steps: Mapping[str, str]) -> Iterator[str]:
-    """Yield the layers of a plan that nothing here can split as it says, such as adapters around projections."""
+    """Yield the layers of a plan that no sharding rule splits as planned, such as adapters around projections."""
     rules = rules_of(schedule)
     ways = {True: ("sharded", "partial"), False: ("replicated", "sharded")}
     planned = ((path, style.endswith("rowwise")) for path, style in steps.items() if style in BESIDE_SHARDED)
@@ -318,8 +322,8 @@ def _without_rule(schedule: Schedule, steps: Mapping[str, str]) -> Iterator[str]
 
 
 def _names_like(key: str, model: nn.Module) -> set[str]:
-    """Paths of modules, as globs where the key is one."""
-    return {kind(path) if "*" in key else path for path, _ in model.named_modules()}
+    """Return the paths of all modules, as globs if the key is a glob."""
+    return {without_block_numbers(path) if "*" in key else path for path, _ in model.named_modules()}
 
 
 def _guess(name: str, known: Iterable[str]) -> str:
@@ -328,7 +332,7 @@ def _guess(name: str, known: Iterable[str]) -> str:
 
 
 def _match(schedule: Schedule, key: str, *, parameter: bool = False) -> list[str]:
-    """Paths of the modules of this name, or of those that have a parameter of this name."""
+    """Return the paths of the modules that a key matches, or of those whose parameter it matches."""
     path, _, name = key.rpartition(".") if parameter else (key, "", "")
     try:
         found = schedule.select(path)
@@ -342,7 +346,7 @@ def _match(schedule: Schedule, key: str, *, parameter: bool = False) -> list[str
 
 def _colwise(schedule: Schedule, *, gathered: bool = False, blocks: int | None = None) -> bool:
     if blocks is None and not _known_blocks(schedule):
-        blocks = 1  # what publishes a plan splits without mixing
+        blocks = 1  # published plans name only layers whose plain split does not mix blocks
     cut = _cut(schedule, "replicated", "sharded")
     name = cut.main(schedule.mod)
     schedule.shard(name, axis=cut.dims[name], blocks=blocks, gathered=gathered, uneven=cut.uneven)
@@ -392,14 +396,14 @@ STYLES: dict[str, Callable[[Schedule], bool]] = {
     "packed_rowwise": partial(_rowwise, blocks=2),
     "moe_tp_experts": _experts,
 }
-"""Steps of each style; they return whether the gradient of the module's input then is partial and not yet summed."""
+"""Style to its steps, which return True if the gradient of the module's input is then partial and not yet reduced."""
 
 
 def _cut(schedule: Schedule, input: str, output: str) -> Cut:
     for cut in rules_of(schedule).ways(schedule.mod, input, output):
         return cut
     message = f"no sharding rule splits a {described(schedule.mod)} this way; take it out of the plan"
-    if computed := computed_by(schedule.mod):
+    if computed := parametrization_of(schedule.mod):
         message = f"its {computed}, and a part of it does not follow from parts; take the layer out of the plan"
     raise ScheduleError(message, path=schedule.path, primitive="tensor_parallel")
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
-from slapo_sharding.communication._torch_private import layouts_kept
+from slapo_sharding.communication._torch_private import no_redistribution
 from slapo_testing import run_distributed
 
 pytestmark = pytest.mark.multiproc
@@ -101,7 +101,7 @@ def _wrong(rank: int, sharded: int) -> tuple[list[str], int]:
     whole = torch.randn(4, 4, 4, generator=torch.Generator().manual_seed(0))
     own, wrong, compared = whole.chunk(size, sharded)[rank].clone(), [], 0
     for name, call in _operations():
-        with torch.no_grad(), layouts_kept():
+        with torch.no_grad(), no_redistribution():
             try:
                 claimed = _tensors(call(DTensor.from_local(own.clone(), mesh, [Shard(sharded)], run_check=False)))
             except (RuntimeError, IndexError):

@@ -1,9 +1,11 @@
 """Checks of a schedule at ``build`` and in the first run of the model, for schedules written by hand.
 
 What enters is a schedule, or the running forward. What leaves is nothing, or a ``BuildError`` on all ranks that names
-the module and the missing or wrong sync. After the first runs no hook of these checks is left. ``check=False`` turns
-them off. The room imports its sub-rooms, ``splitting``, ``syncs``, ``rules``, ``communication`` and ``slapo_core``;
-no other room imports it.
+the module and the missing or wrong sync. After the first runs no hook of these checks is left. The room imports its
+sub-rooms, ``splitting``, ``syncs``, ``rules``, ``communication``, ``slapo_training`` and ``slapo_core``; only the
+hooks of ``build_hooks`` import it.
+
+``check_list`` names the checks and starts those that ``check=`` and ``SLAPO_DISABLE_CHECKS`` leave on.
 
 ``build_check`` verifies what can be told of syncs without running. ``first_run_check`` then looks at every torch
 function of the first forward after ``build``, of the first one with gradients and of the first in training. Code that

@@ -1,4 +1,4 @@
-"""Numbers of elements of a rank's parts, which code outside of their modules counts."""
+"""Numbers of elements of shards, which code outside their modules counts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 from torch.utils._pytree import tree_map_only
 
-COUNTS = frozenset(("numel", "nelement"))
+NUMEL_METHODS = frozenset(("numel", "nelement"))
 
 
-class PartCount:
-    """Number of elements of a part, or a sum of such numbers: it may be added up and shown, as in a count of what is trained.
+class LocalNumel:
+    """Number of elements of a shard, or a sum of such numbers; it can be added and printed, as in a count of parameters.
 
-    Computing with it calls ``refuse`` first, as the unmodified model has another number. It is no ``int``, for ``1.0 / count``
-    would ask an ``int`` for nothing.
+    Other arithmetic calls ``refuse`` first, because the unmodified model has another number. The class is no ``int``, because
+    ``1.0 / count`` would not call a method of an ``int``.
     """
 
     def __init__(self, number: int, refuse: Callable[[], None]) -> None:
@@ -47,8 +47,8 @@ class PartCount:
         return bool(self.number)
 
     def __add__(self, other: Any) -> Any:
-        if isinstance(other, int | PartCount):
-            return PartCount(self.number + int(other), self.refuse)
+        if isinstance(other, int | LocalNumel):
+            return LocalNumel(self.number + int(other), self.refuse)
         self.refuse()
         return self.number + other
 
@@ -56,7 +56,7 @@ class PartCount:
 
 
 def _refusing(operation: Callable[..., Any], is_reflected: bool = False) -> Callable[..., Any]:
-    def compute(count: PartCount, *others: Any) -> Any:
+    def compute(count: LocalNumel, *others: Any) -> Any:
         count.refuse()
         return operation(*others, count.number) if is_reflected else operation(count.number, *others)
 
@@ -64,14 +64,14 @@ def _refusing(operation: Callable[..., Any], is_reflected: bool = False) -> Call
 
 
 for _operation in (operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.pow, operator.sub, divmod):
-    setattr(PartCount, f"__{_operation.__name__}__", _refusing(_operation))
-    setattr(PartCount, f"__r{_operation.__name__}__", _refusing(_operation, is_reflected=True))
-for _question in (operator.neg, operator.index, operator.lt, operator.le, operator.gt, operator.ge, float):
-    setattr(PartCount, f"__{_question.__name__}__", _refusing(_question))
+    setattr(LocalNumel, f"__{_operation.__name__}__", _refusing(_operation))
+    setattr(LocalNumel, f"__r{_operation.__name__}__", _refusing(_operation, is_reflected=True))
+for _unary_or_comparison in (operator.neg, operator.index, operator.lt, operator.le, operator.gt, operator.ge, float):
+    setattr(LocalNumel, f"__{_unary_or_comparison.__name__}__", _refusing(_unary_or_comparison))
 
 
-def asks_slapo() -> bool:
-    """Return whether a package of Slapo calls the torch function, and not the model."""
+def is_called_by_slapo() -> bool:
+    """Return whether a package of Slapo, not the model, calls the torch function."""
     frames = (frame for frame, _ in walk_stack(sys._getframe(2)) if frame.f_code.co_name != "__torch_function__")
     names = (str(frame.f_globals.get("__name__")) for frame in frames)
     return next(name for name in names if not name.startswith("torch.")).startswith("slapo_")

@@ -1,9 +1,10 @@
-"""Where each rank has a part of a gradient and code mixes that with what has all of its own: found at the first run.
+"""Check of the first run: partial and replicated gradients must not mix.
 
-A rank that goes on with its own shard of a value, or with its own use of a whole one, has a gradient of its own of all that it
-computes there. What meets such a value has one, too: a parameter's has to be summed then (``sync("grad", "all_reduce")``),
-and a value's cannot be right, as it is the same on every rank elsewhere. Values are followed from the syncs and the sharded
-modules on; what comes out of code that torch does not show, such as functions of autograd by hand, may be anything.
+Where a rank continues with its own shard of a value, or with its own use of a replicated value, all values computed there have
+a different gradient on each rank. So does every value that meets them: a replicated parameter's gradient must then be reduced
+(``sync("grad", "all_reduce")``), and a replicated value's gradient is wrong, because the value is replicated elsewhere. Values
+are tracked from the syncs and the sharded modules on; results of code that torch does not show, such as the user's autograd
+functions, are unknown.
 """
 
 from __future__ import annotations
@@ -23,102 +24,105 @@ from slapo_tracing.nodes import is_metadata, name_of
 
 from ..rules.sharding_rule import split_of
 from ..syncs import overlapped_reduction
-from ..syncs.sync_hooks import Sync, map_input, map_output, sums_gradient, syncs_of
-from .value_tracking.tracked_value import looks_at_others, makes_new, tensors_in
+from ..syncs.sync_hooks import Sync, map_first_input, map_output, reduces_gradient, syncs_of
+from .value_tracking.tracked_value import makes_new, reads_metadata_only, tensors_in
 
 
-class Gradient(Enum):
-    """What ranks have of a value's gradient; of a parameter's that is summed, whatever what it meets has."""
+class GradientLayout(Enum):
+    """Layout of a value's gradient; ``SUMMED`` is that of a parameter whose gradient a sync reduces."""
 
-    WHOLE = "all of it"
-    OWN = "each its own"
-    USE = "each that of its own use of a value that is the same on every rank"
-    SUMMED = "either"
+    REPLICATED = "the same on every rank"
+    SHARDED = "of each rank's own value"
+    PARTIAL = "of each rank's own use of a replicated value"
+    SUMMED = "reduced by a sync"
     UNKNOWN = "unknown"
 
 
 _MADE = {
-    ("all_reduce", "split"): Gradient.WHOLE,
-    ("all_gather", "split"): Gradient.WHOLE,
-    ("all_gather", "reduce_scatter"): Gradient.USE,
+    ("all_reduce", "split"): GradientLayout.REPLICATED,
+    ("all_gather", "split"): GradientLayout.REPLICATED,
+    ("all_gather", "reduce_scatter"): GradientLayout.PARTIAL,
 }
-"""By the operation, and the backward of a gather; of the others ranks have parts."""
+"""Operation and its backward to the gradient layout of the result; other operations give ``SHARDED``."""
 
 
-_PARTS = frozenset((Gradient.OWN, Gradient.USE))
-_EVERYWHERE = frozenset((Gradient.WHOLE, Gradient.USE))  # of values that are the same on every rank
+_DIFFERENT = frozenset((GradientLayout.SHARDED, GradientLayout.PARTIAL))
+_OF_REPLICATED = frozenset((GradientLayout.REPLICATED, GradientLayout.PARTIAL))  # layouts that a replicated value may have
 
 _WRONG = {
-    Gradient.WHOLE: (
+    GradientLayout.REPLICATED: (
         "{} uses {!r} on a value of which each rank has its own part or use, so each has a part of its gradient; "
         "needs sync('grad', 'all_reduce') of the module that holds it"
     ),
-    Gradient.SUMMED: (
+    GradientLayout.SUMMED: (
         "{} uses {!r}, whose gradient a sync sums, on a value whose gradient is the same on every rank, so that one of the two "
         "would be wrong; leave sync('grad', 'all_reduce') out"
     ),
 }
-"""By what ranks have of the gradient of the parameter."""
+"""Gradient layout of the parameter to the message."""
 
 
-class OwnGradients:
-    """What ranks have of the gradients of the values in a running forward.
+class PartialGradients:
+    """Gradient layouts of the values in a running forward.
 
     Args:
         error: Makes the error for the code that runs now.
+        is_off: Refuse nothing: all gradients count as unknown.
     """
 
-    def __init__(self, error: Callable[[str], BuildError]) -> None:
-        self.error = error
+    def __init__(self, error: Callable[[str], BuildError], is_off: bool = False) -> None:
+        self.error, self.is_off = error, is_off
         self.known: Any = WeakIdKeyDictionary()
 
     def enter(self, module: nn.Module) -> list[RemovableHandle]:
-        """Look at what a module is given after its syncs and makes before them, by hooks to be removed when it has returned."""
+        """Track the inputs of a module behind its syncs, by hooks to be removed when the module has returned."""
         syncs, split = list(syncs_of(module)), split_of(module)
-        moved = [sync for sync in syncs if sync.mode == "fwd_pre" or (sync.mode, sync.op) == ("bwd_post", "all_reduce")]
+        of_input = [sync for sync in syncs if sync.mode == "fwd_pre" or (sync.mode, sync.op) == ("bwd_post", "all_reduce")]
         by_hand = any(sync.op == "function" and sync.mode != "fwd_post" for sync in syncs)
-        takes_whole = split is not None and split.cut.input == "replicated" and not by_hand
+        takes_replicated = split is not None and split.cut.input == "replicated" and not by_hand
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if moved and moved[-1].mode == "bwd_post":
-                for tensor in tensors_in((args, kwargs)) if torch.is_grad_enabled() else ():  # else it is what was given
-                    if tensor.requires_grad and self.of(tensor) is not Gradient.OWN:
-                        self._mark(tensor, Gradient.USE)
-            elif moved:
-                self._moved(moved[-1], (args, kwargs), lambda mark: map_input(mark, args, kwargs))
-            if takes_whole:
-                self._check_given((args, kwargs))
+            if of_input and of_input[-1].mode == "bwd_post":
+                for tensor in (
+                    tensors_in((args, kwargs)) if torch.is_grad_enabled() else ()
+                ):  # without gradients the sync returns its input
+                    if tensor.requires_grad and self.layout_of(tensor) is not GradientLayout.SHARDED:
+                        self._mark(tensor, GradientLayout.PARTIAL)
+            elif of_input:
+                self._after_sync(of_input[-1], (args, kwargs), lambda mark: map_first_input(mark, args, kwargs))
+            if takes_replicated:
+                self._check_inputs((args, kwargs))
 
         def check_twice(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad and torch.is_grad_enabled()]
-            if any(self.of(tensor) is Gradient.USE for tensor in given):
+            if any(self.layout_of(tensor) is GradientLayout.PARTIAL for tensor in given):
                 raise self.error(
                     "sync('bwd_post', 'all_reduce') sums the gradient of what it is given, and a sync before sums it already; "
                     "leave one of them out"
                 )
 
-        handles = [module.register_forward_pre_hook(note, with_kwargs=True)] if moved or takes_whole else []
+        handles = [module.register_forward_pre_hook(note, with_kwargs=True)] if of_input or takes_replicated else []
         if any((sync.mode, sync.op) == ("bwd_post", "all_reduce") for sync in syncs):
             handles.append(module.register_forward_pre_hook(check_twice, with_kwargs=True, prepend=True))
         return handles
 
     def check_sum(self, op: str, x: torch.Tensor) -> torch.Tensor:
-        """A sum over ranks that all have the same is that many times too large.
+        """Refuse to reduce a replicated value, which would be multiplied by the number of ranks.
 
         Raises:
-            BuildError: it is.
+            BuildError: the value is replicated.
         """
-        if torch.is_grad_enabled() and x.requires_grad and self.of(x) in _EVERYWHERE:
+        if torch.is_grad_enabled() and x.requires_grad and self.layout_of(x) in _OF_REPLICATED:
             raise self.error(
                 f"sync('fwd_post', {op!r}) adds up what is the same on every rank already: it was reduced or gathered inside, "
                 "or is made of what is whole; sync it once"
             )
         return x
 
-    def _check_given(self, given: Any) -> None:
-        """A sharded layer returns a part of the gradient of what it is given, and somebody has to sum that."""
+    def _check_inputs(self, given: Any) -> None:
+        """Refuse an input of a sharded layer whose gradient no sync reduces: the layer returns a partial one."""
         for tensor in tensors_in(given):
-            if torch.is_grad_enabled() and tensor.requires_grad and self.of(tensor) is Gradient.WHOLE:
+            if torch.is_grad_enabled() and tensor.requires_grad and self.layout_of(tensor) is GradientLayout.REPLICATED:
                 raise self.error(
                     "it returns a part of the gradient of what it is given, and no sync sums that: of an input that is not the "
                     "first, or of what whole parameters made; give sync('bwd_post', 'all_reduce') to this module itself, or "
@@ -126,21 +130,21 @@ class OwnGradients:
                 )
 
     def leave(self, module: nn.Module, output: Any) -> None:
-        """A module has returned: its last sync says what ranks have, or, without one, how it was split."""
+        """Track the output of a module that has returned: its last sync, or its cut, determines the gradient layout."""
         after = list(syncs_of(module, "fwd_post"))
         if after:
-            self._moved(after[-1], output, lambda mark: map_output(mark, output))
+            self._after_sync(after[-1], output, lambda mark: map_output(mark, output))
         elif (split := split_of(module)) is not None:
             for tensor in tensors_in(output):
-                self._mark(tensor, Gradient.WHOLE if split.cut.output == "whole" else Gradient.OWN)
+                self._mark(tensor, GradientLayout.REPLICATED if split.cut.output == "whole" else GradientLayout.SHARDED)
 
     def returned(self, output: Any) -> Any:
-        """What the model returns; a gradient for what was made inside of a sync of gradients is a ``BuildError`` then.
+        """Return the model's output; a gradient for a value made between syncs of gradients is then a ``BuildError``.
 
-        An auxiliary loss would get one, say. What else the model does with such a value has its gradient as before.
+        An auxiliary loss would give such a gradient. Other uses of the value in the model keep their gradients.
         """
         leaves = pytree.tree_leaves(output)
-        if not any(isinstance(leaf, torch.Tensor) and self.of(leaf) is Gradient.USE for leaf in leaves):
+        if not any(isinstance(leaf, torch.Tensor) and self.layout_of(leaf) is GradientLayout.PARTIAL for leaf in leaves):
             return output
         message = str(
             self.error(
@@ -150,10 +154,10 @@ class OwnGradients:
         )
 
         def refuse(grad: torch.Tensor) -> None:
-            raise BuildError(message)  # one that was raised before would keep alive what its traceback knows
+            raise BuildError(message)  # an error made earlier would keep alive the frames of its traceback
 
         def watched(x: torch.Tensor) -> torch.Tensor:
-            if not x.requires_grad or self.of(x) is not Gradient.USE:
+            if not x.requires_grad or self.layout_of(x) is not GradientLayout.PARTIAL:
                 return x
             x = x.view_as(x)
             x.register_hook(refuse)  # type: ignore[no-untyped-call]
@@ -161,60 +165,72 @@ class OwnGradients:
 
         return pytree.tree_map_only(torch.Tensor, watched, output)
 
-    def _moved(self, sync: Sync, value: Any, to_moved: Callable[[Callable[[torch.Tensor], torch.Tensor]], Any]) -> None:
-        """Mark what a sync made; a function may have changed whatever it was given."""
+    def _after_sync(self, sync: Sync, value: Any, map_tensors: Callable[[Callable[[torch.Tensor], torch.Tensor]], Any]) -> None:
+        """Mark the result of a sync; a user's function may have changed any tensor that it was given."""
         if sync.op == "function":
             for leaf in pytree.tree_leaves(value):
                 if isinstance(leaf, torch.Tensor):
-                    self._mark(leaf, Gradient.UNKNOWN)
+                    self._mark(leaf, GradientLayout.UNKNOWN)
         else:
-            to_moved(lambda x: self._mark(x, _MADE.get((sync.op, sync.backward), Gradient.OWN)))
+            map_tensors(lambda x: self._mark(x, _MADE.get((sync.op, sync.backward), GradientLayout.SHARDED)))
 
-    def _mark(self, x: torch.Tensor, made: Gradient) -> torch.Tensor:
+    def _mark(self, x: torch.Tensor, made: GradientLayout) -> torch.Tensor:
         self.known[x] = made
         return x
 
-    def of(self, x: torch.Tensor) -> Gradient | None:
-        """What ranks have of the gradient of ``x``; None if there is none."""
+    def layout_of(self, x: torch.Tensor) -> GradientLayout | None:
+        """Return the gradient layout of ``x``; None if it has no gradient."""
+        if self.is_off:
+            return GradientLayout.UNKNOWN
         if x in self.known:
             return self.known[x]  # type: ignore[no-any-return]
         if not (x.requires_grad and torch.is_grad_enabled()):
             return None
-        if overlapped_reduction.of(x) is not None:
-            return Gradient.USE
+        if overlapped_reduction.reduction_of(x) is not None:
+            return GradientLayout.PARTIAL
         if not isinstance(x, nn.Parameter):
-            return Gradient.UNKNOWN
-        return Gradient.OWN if is_sharded(x) else Gradient.SUMMED if sums_gradient(x) else Gradient.WHOLE
+            return GradientLayout.UNKNOWN
+        return (
+            GradientLayout.SHARDED
+            if is_sharded(x)
+            else GradientLayout.SUMMED
+            if reduces_gradient(x)
+            else GradientLayout.REPLICATED
+        )
 
     def call(
         self, func: Callable[..., Any], tensors: Sequence[torch.Tensor], is_ours: Callable[[], bool]
-    ) -> Gradient | BuildError | None:
-        """What ranks have of the results of a torch function outside of sharded modules that is about to be called.
+    ) -> GradientLayout | BuildError | None:
+        """Return the gradient layout of the results of a torch function outside sharded modules, before the call.
 
-        It is an error if it is given what has the whole gradient, and what has a part of it or is summed.
+        An error is returned if the function mixes a replicated gradient with a different or summed one.
         """
         name = name_of(func)
         if not torch.is_grad_enabled() or is_metadata(func, name) or name.endswith("_like") or makes_new(name):
             return None
-        given = [(tensor, self.of(tensor)) for tensor in (tensors[:1] if looks_at_others(name) else tensors)]
+        given = [(tensor, self.layout_of(tensor)) for tensor in (tensors[:1] if reads_metadata_only(name) else tensors)]
         found = {gradient for _, gradient in given} - {None}
         if found and is_ours():
-            return Gradient.UNKNOWN
-        if Gradient.WHOLE in found and Gradient.UNKNOWN not in found and found & {*_PARTS, Gradient.SUMMED}:
-            wrong = Gradient.WHOLE if found & _PARTS else Gradient.SUMMED
+            return GradientLayout.UNKNOWN
+        if (
+            GradientLayout.REPLICATED in found
+            and GradientLayout.UNKNOWN not in found
+            and found & {*_DIFFERENT, GradientLayout.SUMMED}
+        ):
+            wrong = GradientLayout.REPLICATED if found & _DIFFERENT else GradientLayout.SUMMED
             return self.error(_wrong(name, wrong, next(tensor for tensor, gradient in given if gradient is wrong)))
-        return next((kind for kind in (Gradient.UNKNOWN, *Gradient) if kind in found), None)
+        return next((kind for kind in (GradientLayout.UNKNOWN, *GradientLayout) if kind in found), None)
 
     def start(self, x: torch.Tensor, is_whole: bool) -> None:
-        """The model asks for the gradient of a value that has none as yet, as it does of frozen embeddings."""
+        """Track a value that the model sets to require a gradient, as it does with frozen embeddings."""
         if x not in self.known and not isinstance(x, nn.Parameter):
-            self._mark(x, Gradient.WHOLE if is_whole else Gradient.UNKNOWN)
+            self._mark(x, GradientLayout.REPLICATED if is_whole else GradientLayout.UNKNOWN)
 
-    def note(self, result: Any, gradient: Gradient | BuildError | None, tensors: Iterable[torch.Tensor]) -> None:
-        """Mark what the function returned; numbers taken out of the graph of autograd have no gradient any more.
+    def note(self, result: Any, gradient: GradientLayout | BuildError | None, tensors: Iterable[torch.Tensor]) -> None:
+        """Mark the results of the function; a detached result has no gradient any more.
 
         Raises:
-            BuildError: that the call was found to be, if what it returned has a gradient.
+            BuildError: the call mixes gradients, and its result has one.
         """
         if isinstance(gradient, BuildError):
             if any(tensor.requires_grad for tensor in tensors_in(result)):
@@ -226,10 +242,10 @@ class OwnGradients:
                 self.known[tensor] = gradient
 
 
-def _wrong(name: str, gradient: Gradient, x: torch.Tensor) -> str:
+def _wrong(name: str, gradient: GradientLayout, x: torch.Tensor) -> str:
     if isinstance(x, nn.Parameter):
         return _WRONG[gradient].format(name, " = ".join(parameter_facts(x).names) or f"a parameter of shape {tuple(x.shape)}")
-    if gradient is Gradient.SUMMED:
+    if gradient is GradientLayout.SUMMED:
         return _WRONG[gradient].format(name, "a value made of a parameter")
     return (
         f"{name} puts a value whose gradient is the same on every rank together with one of which each rank has its own part "

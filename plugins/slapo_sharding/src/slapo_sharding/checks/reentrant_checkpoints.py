@@ -1,6 +1,7 @@
-"""Reentrant checkpoints run their forward without gradients, so that nothing shows of these when a first run is looked at.
+"""Non-reentrant execution of reentrant checkpoints during the first run.
 
-While one is, they run as the other kind does: with the same memory, numbers and gradients, and a forward that has a graph.
+Reentrant checkpoints run their forward without gradients, so a check could not track these. The non-reentrant kind has the same
+memory, values and gradients, and its forward records a graph.
 """
 
 from __future__ import annotations
@@ -13,28 +14,28 @@ import torch
 from torch.utils import checkpoint
 
 
-class _WithGraph:
-    """In the place of torch's function of autograd.
+class _NonReentrantCheckpoint:
+    """Replacement of ``torch.utils.checkpoint.CheckpointFunction``.
 
     Args:
-        reentrant: That one.
+        reentrant: The replaced class.
     """
 
     def __init__(self, reentrant: Any) -> None:
         self.reentrant = reentrant
 
     def apply(self, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        """Run the function; one that is given nothing with a gradient has none, as before."""
+        """Run the function; without an input that needs a gradient it runs reentrant, and its output has no gradient."""
         if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
             return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
         return self.reentrant.apply(function, preserve_rng_state, *args)
 
 
 @contextmanager
-def with_graph() -> Iterator[None]:
-    """Run reentrant checkpoints as the other kind."""
+def run_as_non_reentrant() -> Iterator[None]:
+    """Run reentrant checkpoints as non-reentrant ones in the block."""
     reentrant = checkpoint.CheckpointFunction
-    checkpoint.CheckpointFunction = _WithGraph(reentrant)  # type: ignore[misc, assignment]
+    checkpoint.CheckpointFunction = _NonReentrantCheckpoint(reentrant)  # type: ignore[misc, assignment]
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""What to say where a size does not fit at the first run: torch's error names no module, and may come from a sync."""
+"""Explanations of size errors in the first run: torch's error names no module, and may come from a sync."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from slapo_tracing.nodes import model_source
 from ..rules.sharding_rule import AppliedCut, split_of
 from ..syncs.sync_hooks import first_input, syncs_of
 
-OF_SIZES = (RuntimeError, ValueError, IndexError, AssertionError)
-"""Errors of torch, and of Python code, where a size is not the one expected."""
+SIZE_ERRORS = (RuntimeError, ValueError, IndexError, AssertionError)
+"""Errors of torch and of Python code for an unexpected size."""
 
 _GROUPED = "multiple of 16 bytes"
 
 
-def reason(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], err: Exception, part_of: str | None) -> str | None:
-    """Why the innermost module that failed did; None where it is not for its sizes.
+def explain_size_error(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], err: Exception, part_of: str | None
+) -> str | None:
+    """Return why the innermost failed module failed; None if the error is not about sizes.
 
     Args:
         module: The module.
-        args: What it was called with, before its own syncs.
-        kwargs: The same.
-        err: What torch raised, or the module's code.
-        part_of: Path of the split layer inside the module that ran last; None where none did.
+        args: Its positional inputs, before its own syncs.
+        kwargs: Its keyword inputs, before its own syncs.
+        err: The error of torch or of the module's code.
+        part_of: Path of the sharded layer inside the module that ran last, or None.
     """
     applied, x = split_of(module), first_input(args, kwargs)
     own = [f"sync({sync.mode!r}, {sync.op!r})" for sync in syncs_of(module, "fwd_pre")]
@@ -33,7 +35,7 @@ def reason(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], err
     if applied is not None and _GROUPED in line:
         return _too_narrow(module, applied)
     if part_of is not None and applied is None and _may_be_of_sizes(err, line):
-        return _unfit(err, line, part_of)
+        return _whole_size_in_code(err, line, part_of)
     if not isinstance(err, RuntimeError) or not any(word in line for word in ("shape", "size", "dimension")) or x is None:
         return None
     shape = x.shape
@@ -48,14 +50,14 @@ def reason(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], err
 
 
 def _may_be_of_sizes(err: Exception, line: str) -> bool:
-    """Return whether an error may come from a size: one that code raises with other words of its own does not."""
+    """Return whether an error may come from a size, by its type and words."""
     if isinstance(err, RuntimeError) or not line:
         return True
     return any(word in line for word in ("unpack", "shape", "size", "dimension", "index out of range"))
 
 
-def _unfit(err: Exception, line: str, part_of: str) -> str:
-    """Code that takes sizes from whole values, of which tensor_parallel() without a plan makes parts."""
+def _whole_size_in_code(err: Exception, line: str, part_of: str) -> str:
+    """Return the reason for code that takes sizes from whole values, which tensor_parallel() without a plan divides."""
     what = line if isinstance(err, RuntimeError) else f"{type(err).__name__}: {line}".rstrip(": ")
     return (
         f"it fails at {model_source(err)}, {what}, where each rank has a part of the output of {part_of!r}; tensor_parallel() "
@@ -65,7 +67,7 @@ def _unfit(err: Exception, line: str, part_of: str) -> str:
 
 
 def _too_narrow(module: nn.Module, applied: AppliedCut) -> str:
-    """Torch multiplies stacks of experts whose rows are aligned only."""
+    """Return the reason for stacked experts whose shard has unaligned rows, which ``grouped_mm`` refuses."""
     whole, ranks = applied.spec.blocks[0], applied.spec.num_shards
     size = whole // ranks * next(module.parameters()).element_size()
     return (

@@ -1,4 +1,4 @@
-"""Collectives and what is computed with them alone, without any knowledge of modules or sharding rules.
+"""Collectives and functions built on them alone, without any knowledge of modules or sharding rules.
 
 What enters is a tensor and a process group. What leaves is a tensor that is replicated, sharded or partial over that
 group, with the matching gradient. This is the lowest room of the package: it imports ``slapo_core`` and torch, and no

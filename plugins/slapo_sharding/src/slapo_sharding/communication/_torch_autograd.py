@@ -1,4 +1,4 @@
-"""Private names of torch without DTensor, which finding the plugin must not import; the others are in ``_torch_private``."""
+"""Private names of torch that need no DTensor import; the others are in ``_torch_private``. Plugin discovery imports this."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 no_functions = torch._C.DisableTorchFunction
-"""A context in which no code but torch's own sees torch functions."""
+"""Context in which no ``TorchFunctionMode`` and no subclass sees torch functions."""
 
 
-versions_kept = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
-"""A context after which one or several tensors count as not written to in place, whatever was set to what it was."""
+preserve_versions = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
+"""Context after which tensors have their former version counters, as if they had not been written to in place."""
 
 
-def swap_turns(start: Any, weights: Any) -> None:
-    """Let ``weights`` have its turn in a backward after ``start``, a node of autograd that was recorded before it.
+def swap_sequence_numbers(start: Any, weights: Any) -> None:
+    """Let the autograd node ``weights`` run in a backward after ``start``, which was recorded earlier.
 
-    Of the nodes that are ready the one with the highest number runs first. Where torch has no numbers to set, the turns stay as
-    they are.
+    Autograd runs the ready node with the highest sequence number first. A torch without settable numbers keeps its order.
     """
     if hasattr(start, "_set_sequence_nr"):
         earlier, later = start._sequence_nr(), weights._sequence_nr()
@@ -31,22 +30,22 @@ def swap_turns(start: Any, weights: Any) -> None:
             weights._set_sequence_nr(earlier)
 
 
-def saving() -> Any:
-    """Return the hook for tensors that autograd saves now, inside of a checkpoint, say; None outside of all."""
+def saved_tensor_hook() -> Any:
+    """Return the innermost hook for tensors that autograd saves now, such as a checkpoint's; None if there is none."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if hooks is None else hooks[0]
 
 
 def is_batched(x: torch.Tensor) -> bool:
-    """Return whether ``x`` is many tensors that ``vmap`` computes with at once."""
+    """Return whether ``x`` is a batch of tensors under ``vmap``."""
     return torch._C._functorch.is_batchedtensor(x) or torch._C._functorch.is_legacy_batchedtensor(x)
 
 
 @contextmanager
-def watched_functions(told: Callable[[Any, tuple[Any, ...], Any], None]) -> Iterator[None]:
-    """Call ``told(function, args, result)`` after each call of an autograd function in the block, but for recomputation.
+def watched_functions(observe: Callable[[Any, tuple[Any, ...], Any], None]) -> Iterator[None]:
+    """Call ``observe(function, args, result)`` after each call of an autograd function in the block, except checkpoints.
 
-    A function is met below ``Function.apply``, which models keep bound, as ``swish = Swish.apply``.
+    The patch is below ``Function.apply``, because models keep that bound, as in ``swish = Swish.apply``.
     """
     plain = vars(_SingleLevelFunction).get("apply")
 
@@ -54,7 +53,7 @@ def watched_functions(told: Callable[[Any, tuple[Any, ...], Any], None]) -> Iter
         call = plain.__get__(None, cls) if plain else super(_SingleLevelFunction, cls).apply
         result = call(*args)
         if not issubclass(cls, CheckpointFunction):
-            told(cls, args, result)
+            observe(cls, args, result)
         return result
 
     _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The private names of torch that this distribution uses. A test checks each: it fails when torch moves one."""
+"""Private names of torch that this distribution uses. A test of each fails when torch moves it."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from slapo_tracing.nodes import current_modes, in_function_transform, leave_modes, without_fake_tensor_logs
 
-MOVES = ("redistribution", "placement changes")
-"""Words in the error of an operation that cannot be done without sending data."""
+REDISTRIBUTION_WORDS = ("redistribution", "placement changes")
+"""Words in the errors of DTensor operations that would have to redistribute data."""
 
 NO_BACKWARD = -1
 backward_pass = torch._C._current_graph_task_id
-"""The number of the backward pass that runs in this thread, or ``NO_BACKWARD``."""
+"""Return the number of the backward pass that runs in this thread, or ``NO_BACKWARD``."""
 
 StridedShard = _StridedShard
-"""The placement of a dimension that is made of blocks, of each of which a rank has a part."""
+"""Placement of a fused dimension: a rank has a shard of each block."""
 
 no_modes = _disable_current_modes
-"""A context in which no ``TorchDispatchMode`` sees operators: one rank alone may have one, a counter say."""
+"""Context in which no ``TorchDispatchMode`` sees operators; a mode may be on one rank alone, such as a FLOP counter."""
 
 _ALONG = "argmax argmin cumsum cumsum_ cumprod cumprod_ logcumsumexp"
 
 
-class _Along(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses what DTensor sends data for unasked, or takes for local where the dimension is given as a negative number."""
+class _RefuseSilentRedistribution(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Mode that refuses operators for which DTensor redistributes without an error, or whose negative dim it misreads."""
 
     supports_higher_order_operators = True
     operators = frozenset(getattr(torch.ops.aten, name) for name in _ALONG.split())
@@ -54,11 +54,11 @@ class _Along(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def layouts_kept() -> Iterator[None]:
-    """DTensor operations inside never move data: one that would is a ``RuntimeError``. Plain tensors count as replicated.
+def no_redistribution() -> Iterator[None]:
+    """Let DTensor operations in the block raise ``RuntimeError`` instead of moving data; plain tensors count as replicated.
 
-    Attention is computed from its parts, for which DTensor has rules on every device. Autocast and gradient mode are restored:
-    a graph that fails inside of a region does not leave it.
+    Attention runs as its math decomposition, for which DTensor has rules on every device. Autocast and gradient mode are
+    restored, because a graph that fails inside such a region does not leave it.
     """
     before = current_modes()
     with (
@@ -66,11 +66,11 @@ def layouts_kept() -> Iterator[None]:
         ExplicitRedistributionContext(strict=True),
         implicit_replication(),
         sdpa_kernel(SDPBackend.MATH),
-        _Along(),  # type: ignore[no-untyped-call]
+        _RefuseSilentRedistribution(),  # type: ignore[no-untyped-call]
         without_fake_tensor_logs(),
     ):
-        warnings.filterwarnings("ignore", "DTensor random operators", UserWarning)  # nothing is drawn
-        warnings.filterwarnings("ignore", "Found a non-scalar tensor with numel=1", UserWarning)  # it is whole
+        warnings.filterwarnings("ignore", "DTensor random operators", UserWarning)  # no random number is used
+        warnings.filterwarnings("ignore", "Found a non-scalar tensor with numel=1", UserWarning)  # such a tensor is replicated
         try:
             yield
         finally:
@@ -78,18 +78,18 @@ def layouts_kept() -> Iterator[None]:
                 leave_modes(before)
 
 
-def mesh_of(size: int) -> DeviceMesh:
-    """A mesh of any number of ranks, whether there are so many or not: nothing can be sent on it.
+def fake_mesh(size: int) -> DeviceMesh:
+    """Return a mesh of any number of ranks, existing or not, on which nothing can be sent.
 
-    It is no other's equal, as DTensor remembers what it found for equal ones, and would give this one to those who send.
+    The dimension name keeps it unequal to real meshes: DTensor caches by mesh, and would use this one for real communication.
     """
     return DeviceMesh("cpu", list(range(size)), mesh_dim_names=("rules of slapo",), _init_backend=False, _rank=0)
 
 
-def surroundings(device: torch.device) -> tuple[Any, ...] | None:
-    """Return the global state that a torch function's result may depend on; None where it may depend on anything.
+def global_state(device: torch.device) -> tuple[Any, ...] | None:
+    """Return the global state that a torch function's result depends on; None if that is unknown.
 
-    It may under a ``TorchDispatchMode``, and inside of transforms like ``vmap``.
+    It is unknown under a ``TorchDispatchMode`` and inside transforms such as ``vmap``.
     """
     if torch._C._len_torch_dispatch_stack() or in_function_transform():
         return None
@@ -98,14 +98,14 @@ def surroundings(device: torch.device) -> tuple[Any, ...] | None:
     return (torch.get_default_dtype(), torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled(), casts)
 
 
-def with_numbers(nested: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Return a nested tensor of the same sizes as another one, of all its numbers one after the other."""
+def with_values(nested: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return a nested tensor with the sizes of ``nested`` and the values of the flat tensor ``values``."""
     sizes, strides = nested._nested_tensor_size(), nested._nested_tensor_strides()
-    made: torch.Tensor = torch._nested_view_from_buffer(numbers, sizes, strides, nested._nested_tensor_storage_offsets())
+    made: torch.Tensor = torch._nested_view_from_buffer(values, sizes, strides, nested._nested_tensor_storage_offsets())
     return made
 
 
-def nested_of(padded: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
-    """Return a nested tensor, of the layout that torch's encoders use, without what is padding."""
+def nested_without_padding(padded: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+    """Return the nested tensor without padding, in the layout that torch's encoders use."""
     made: torch.Tensor = torch._nested_tensor_from_mask(padded, ~padding, mask_check=False)
     return made

@@ -1,8 +1,8 @@
-"""BatchNorm with the statistics of all replicas' rows: what ``sync_batch_norm`` puts in the place of a layer's forward.
+"""Forward of BatchNorm with the statistics of all replicas' rows, which ``sync_batch_norm`` installs.
 
-Each replica computes the number, the mean and the summed squared deviations (M2) of its own values. These are gathered and
-combined by the method of Chan, Golub and LeVeque, which keeps the digits of a small variance beside a large mean: it never
-subtracts squares of whole values from each other.
+Each replica computes the count, the mean and the summed squared deviations (M2) of its own values. These are gathered and
+combined by the method of Chan, Golub and LeVeque. It stays accurate for a small variance beside a large mean, because it never
+subtracts squares of values from each other.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from slapo_tracing.nodes import forward_wrappers
 from . import collectives
 from .collectives import Group
 
-KINDS = (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward)
-"""Forwards that it stands for; those of BatchNorm 1d, 2d and 3d, of lazy ones and of most subclasses are one function."""
+FORWARDS = (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward)
+"""Forwards that the wrapper may replace; BatchNorm 1d, 2d, 3d, lazy ones and most subclasses share one function."""
 
 
 class ReplicaStatistics:
-    """A forward wrapper of a BatchNorm: in training its statistics are those of all data-parallel replicas.
+    """Forward wrapper of a BatchNorm whose training statistics are those of all data-parallel replicas.
 
     Attributes:
-        group: The replicas; None before ``build`` has made them, and where there is one.
+        group: The replicas; None before ``build`` has made them, and if there is only one.
         over_replicas: Tells an engine's first-step checks that with one micro-batch these are the whole batch's statistics.
     """
 
@@ -43,7 +43,7 @@ class ReplicaStatistics:
 
     def __call__(self, call: Callable[..., Any], input: torch.Tensor) -> Any:
         """Run the layer's forward. Collective over the replicas in training."""
-        module = module_of(call)
+        module = wrapped_module(call)
         alone = collectives.num_ranks(self.group) == 1
         if not module.training or (alone and not isinstance(module, nn.SyncBatchNorm)):
             return call(input)
@@ -55,8 +55,8 @@ class ReplicaStatistics:
         return output
 
 
-def module_of(call: Callable[..., Any]) -> Any:
-    """Return the layer whose forward a wrapper is given; other wrappers may lie between."""
+def wrapped_module(call: Callable[..., Any]) -> Any:
+    """Return the layer whose forward a wrapper calls, through other wrappers in between."""
     while isinstance(call, partial):
         call = call.args[0]
     return call.__self__  # type: ignore[attr-defined]
@@ -78,7 +78,7 @@ def _update(module: Any, count: torch.Tensor, mean: torch.Tensor, squares: torch
 
 
 class _Normalise(torch.autograd.Function):
-    """Normalise by the statistics of all ranks' values; also gives their number, their mean and their M2 per channel."""
+    """Normalise by the statistics of all ranks; also return the count of values, and mean and M2 per channel."""
 
     @staticmethod
     def forward(
@@ -90,40 +90,40 @@ class _Normalise(torch.autograd.Function):
         group: collectives.Group,
     ) -> tuple[torch.Tensor, ...]:
         wide = torch.promote_types(x.dtype, torch.float32)
-        count, mean, squares = _combined(x.to(wide), group)
+        count, mean, squares = _combined_statistics(x.to(wide), group)
         scale = torch.rsqrt(squares / count + eps)
         ctx.save_for_backward(x, weight, mean, scale, count)
         ctx.group, ctx.has_bias = group, bias is not None
         ctx.mark_non_differentiable(count, mean, squares)
         factor = scale if weight is None else scale * weight
-        output = (x.to(wide) - _along(mean, x)) * _along(factor, x)
-        output = output if bias is None else output + _along(bias, x)
+        output = (x.to(wide) - _per_channel(mean, x)) * _per_channel(factor, x)
+        output = output if bias is None else output + _per_channel(bias, x)
         return output.to(x.dtype), count, mean, squares
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
         x, weight, mean, scale, count = ctx.saved_tensors
-        dims = _others(x)
+        dims = _reduced_dims(x)
         grad = grad.to(mean.dtype)
-        normal = (x.to(mean.dtype) - _along(mean, x)) * _along(scale, x)
+        normal = (x.to(mean.dtype) - _per_channel(mean, x)) * _per_channel(scale, x)
         own = torch.stack([grad.sum(dims), (grad * normal).sum(dims)])
         of_input = None
         if ctx.needs_input_grad[0]:
-            sums = collectives.total(own, ctx.group) / count
+            sums = collectives.sum_over_ranks(own, ctx.group) / count
             factor = scale if weight is None else scale * weight
-            of_input = (grad - _along(sums[0], x) - normal * _along(sums[1], x)) * _along(factor, x)
+            of_input = (grad - _per_channel(sums[0], x) - normal * _per_channel(sums[1], x)) * _per_channel(factor, x)
             of_input = of_input.to(x.dtype)
         of_weight = own[1].to(weight.dtype) if weight is not None else None
         return of_input, of_weight, own[0].to(weight.dtype) if ctx.has_bias else None, None, None
 
 
-def _combined(x: torch.Tensor, group: collectives.Group) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Number, mean and M2 of all ranks' values, per channel; a rank may have none."""
-    dims, channels = _others(x), x.size(1)
+def _combined_statistics(x: torch.Tensor, group: collectives.Group) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return count, mean and M2 of all ranks' values per channel; a rank may have no rows."""
+    dims, channels = _reduced_dims(x), x.size(1)
     size = x.numel() // max(channels, 1)
     mean = x.mean(dims) if size else x.new_zeros(channels)
-    squares = (x - _along(mean, x)).square().sum(dims)
+    squares = (x - _per_channel(mean, x)).square().sum(dims)
     own = torch.stack([torch.full_like(mean, size), mean, squares])
     counts, means, each = own[None].unbind(1)
     if collectives.num_ranks(group) > 1:
@@ -133,18 +133,18 @@ def _combined(x: torch.Tensor, group: collectives.Group) -> tuple[torch.Tensor, 
     return count, mean, (each + counts * (means - mean).square()).sum(0)
 
 
-def _others(x: torch.Tensor) -> list[int]:
-    """All dimensions but that of the channels."""
+def _reduced_dims(x: torch.Tensor) -> list[int]:
+    """Return all dimensions but the channel dimension."""
     return [dim for dim in range(x.dim()) if dim != 1]
 
 
-def _along(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """One value per channel, in the shape that goes with the input's."""
+def _per_channel(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return one value per channel in a shape that broadcasts over the input."""
     return values.view(-1, *(1,) * (x.dim() - 2))
 
 
 def replicas_of(schedule: Schedule) -> Group:
-    """Return the group of this rank's data-parallel replicas in the schedule's mesh; None where there is one."""
+    """Return the group of this rank's data-parallel replicas in the schedule's mesh; None if there is only one."""
     mesh = schedule.mesh
     if mesh is None or "dp" not in (mesh.mesh_dim_names or ()) or mesh["dp"].size() == 1:
         return None
@@ -152,7 +152,7 @@ def replicas_of(schedule: Schedule) -> Group:
 
 
 def resolve_replicas(schedule: Schedule) -> None:
-    """Give layers that were synced before there was a mesh their group of replicas."""
+    """Set the group of replicas of layers that were synced before the schedule had a mesh."""
     group = replicas_of(schedule)
     for module in schedule.get_top_schedule().mod.modules():
         if (found := statistics_of(module)) is not None:

@@ -1,21 +1,21 @@
 """Differentiable collectives on plain tensors.
 
-A tensor is, over a group, *replicated* (every rank has all of it), *sharded* (every rank has a piece along one dimension)
-or *partial* (the sum over ranks is meant). The gradient of a replicated tensor is replicated, that of a sharded tensor
-sharded, and a replicated tensor that ranks use in different ways has a partial gradient until somebody reduces it:
+Over a group, a tensor is *replicated* (every rank has all of it), *sharded* (every rank has a shard along one dimension) or
+*partial* (its value is the sum over ranks). The gradient of a replicated tensor is replicated, and the gradient of a sharded
+tensor is sharded. A replicated tensor that ranks use in different ways has a partial gradient until it is reduced:
 
     function           forward                    backward
     all_reduce         partial -> replicated      identity
     all_reduce_grad    identity                   partial -> replicated
-    all_gather         sharded -> replicated      split: the gradient is replicated already (default), or
-                                                  reduce-scatter: each rank used the result in its own way
+    all_gather         sharded -> replicated      split: the gradient is replicated (default), or
+                                                  reduce-scatter: the gradient is partial
     reduce_scatter     partial -> sharded         all-gather
     scatter            replicated -> sharded      all-gather
     all_to_all         sharded -> sharded         all-to-all: along another dimension, and back
 
-Each returns its input when the group is None or has one rank, works on any dimension (negative too), and changes no tensor
-in place; backward can be differentiated again, by ``torch.autograd.grad``: ``torch.func``'s transforms (``grad``, ``vmap``,
-``jvp``) do not go through, and torch refuses them. This is the one file that knows torch's functional collectives: they trace,
+Each function returns its input if the group is None or has one rank, takes any dimension (negative too), and changes no tensor
+in place. A backward can be differentiated again by ``torch.autograd.grad``. The transforms of ``torch.func`` (``grad``,
+``vmap``, ``jvp``) are not supported, and torch refuses them. Only this file calls torch's functional collectives, which trace,
 compile and run on fake tensors.
 """
 
@@ -27,61 +27,72 @@ import torch
 import torch.distributed as dist
 
 from ._torch_autograd import is_batched
-from .shard_ranges import share
+from .shard_ranges import shard_range
 
 Group = dist.ProcessGroup | None
 
 
 def all_reduce(x: torch.Tensor, group: Group = None) -> torch.Tensor:
-    """Sum a partial tensor over the group; what follows is replicated, so its gradient passes unchanged."""
-    return x if num_ranks(group) == 1 else apply(_AllReduce, x, group)
+    """Sum a partial tensor over the group; the result is replicated, so the gradient passes unchanged."""
+    return x if num_ranks(group) == 1 else apply_function(_AllReduce, x, group)
 
 
-def all_reduce_grad(x: torch.Tensor, group: Group = None, *, apart: bool = False) -> torch.Tensor:
-    """A replicated tensor, unchanged, whose gradient is summed over the group: each rank uses it for its own shard.
+def all_reduce_grad(x: torch.Tensor, group: Group = None, *, split_backward: bool = False) -> torch.Tensor:
+    """Return a replicated tensor unchanged and sum its gradient over the group, for use by each rank's own shard.
 
     Args:
         x: The same on every rank.
         group: Ranks that use it.
-        apart: Start the sum in one node of autograd and wait for it in another, recorded before: what has its turn between
-            these runs while the sum is under way.
+        split_backward: Start the all-reduce in one autograd node and wait for it in another, recorded earlier. Nodes that run
+            between the two overlap with the all-reduce.
     """
     if group is None or num_ranks(group) == 1:
         return x
-    return apply(_Start, apply(_Wait, x), group) if apart else apply(_AllReduceGrad, x, group)
+    return (
+        apply_function(_StartGradAllReduce, apply_function(_WaitGrad, x), group)
+        if split_backward
+        else apply_function(_AllReduceGrad, x, group)
+    )
 
 
 def all_gather(
-    x: torch.Tensor, dim: int, group: Group = None, *, backward: str = "split", size: int | None = None, apart: bool = False
+    x: torch.Tensor,
+    dim: int,
+    group: Group = None,
+    *,
+    backward: str = "split",
+    size: int | None = None,
+    split_backward: bool = False,
 ) -> torch.Tensor:
-    """Put the shards of all ranks together along ``dim``.
+    """Join the shards of all ranks along ``dim``.
 
     Args:
         x: This rank's shard; the same shape on every rank.
         dim: Dimension that is sharded.
         group: Ranks in the order of their shards.
-        backward: ``"split"`` where all ranks compute the same from the result, so that each has the whole gradient;
-            ``"reduce_scatter"`` where each rank has only its part of the sum.
-        size: Of the result along ``dim``, for shards as ``torch.chunk`` deals them out of it, the last ones smaller or empty.
-        apart: Start the reduce-scatter of the backward in one node and wait for it in another, as ``all_reduce_grad`` does.
+        backward: ``"split"`` if all ranks compute the same from the result, so that the gradient is replicated;
+            ``"reduce_scatter"`` if the gradient is partial.
+        size: Size of the result along ``dim``, for shards as ``torch.chunk`` makes them: the last ones are smaller or empty.
+        split_backward: Start the reduce-scatter of the backward in one node and wait for it in another, as in
+            ``all_reduce_grad``.
 
     Raises:
-        ValueError: another ``backward``, or a shard that is not this rank's part of ``size``.
+        ValueError: another ``backward``, or a shard whose size is not this rank's part of ``size``.
     """
     if backward not in ("split", "reduce_scatter"):
         raise ValueError(f"backward of all_gather is {backward!r}; 'split' and 'reduce_scatter' are known")
     if group is None or num_ranks(group) == 1:
         return x
     dim = dim % x.dim()
-    if size is not None and x.size(dim) != _width(size, group):
+    if size is not None and x.size(dim) != _piece_size(size, group):
         raise ValueError(f"dim {dim} of a shard of shape {tuple(x.shape)} is not rank {group.rank()}'s part of {size}")
-    if apart and backward == "reduce_scatter":
-        return apply(_Gather, apply(_Wait, x), dim, group, size)
-    return apply(_AllGather, x, dim, group, backward, size)
+    if split_backward and backward == "reduce_scatter":
+        return apply_function(_GatherStartGradReduceScatter, apply_function(_WaitGrad, x), dim, group, size)
+    return apply_function(_AllGather, x, dim, group, backward, size)
 
 
 def reduce_scatter(x: torch.Tensor, dim: int, group: Group = None) -> torch.Tensor:
-    """Sum a partial tensor over the group and keep this rank's piece along ``dim``.
+    """Sum a partial tensor over the group and keep this rank's shard along ``dim``.
 
     Raises:
         ValueError: the size along ``dim`` is not divisible by the group size.
@@ -89,17 +100,17 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: Group = None) -> torch.Tens
     if group is None or num_ranks(group) == 1:
         return x
     _check_divides(x, dim % x.dim(), group)
-    return apply(_ReduceScatter, x, dim % x.dim(), group)
+    return apply_function(_ReduceScatter, x, dim % x.dim(), group)
 
 
 def scatter(x: torch.Tensor, dim: int, group: Group = None, *, uneven: bool = False) -> torch.Tensor:
-    """This rank's piece of a replicated tensor along ``dim``; the gradient is gathered to the whole one.
+    """Return this rank's shard of a replicated tensor along ``dim``; the gradient is all-gathered.
 
     Args:
         x: The same on every rank.
-        dim: Dimension to cut.
-        group: Ranks in the order of their pieces.
-        uneven: A size that is not divisible is dealt out as by ``torch.chunk``, the last pieces smaller or empty.
+        dim: Dimension to split.
+        group: Ranks in the order of their shards.
+        uneven: Split a size that is not divisible, as ``torch.chunk`` does: the last shards are smaller or empty.
 
     Raises:
         ValueError: the size along ``dim`` is not divisible by the group size.
@@ -108,16 +119,16 @@ def scatter(x: torch.Tensor, dim: int, group: Group = None, *, uneven: bool = Fa
         return x
     if not uneven:
         _check_divides(x, dim % x.dim(), group)
-    return apply(_Scatter, x, dim % x.dim(), group)
+    return apply_function(_Scatter, x, dim % x.dim(), group)
 
 
 def all_to_all(x: torch.Tensor, dim: int, new_dim: int, group: Group = None) -> torch.Tensor:
-    """A tensor that is sharded along ``dim``, sharded along ``new_dim`` instead.
+    """Return a tensor that is sharded along ``dim``, sharded along ``new_dim`` instead.
 
     Args:
         x: This rank's shard along ``dim``; the same shape on every rank.
-        dim: Dimension that becomes whole.
-        new_dim: Dimension to cut.
+        dim: Dimension that is gathered.
+        new_dim: Dimension to split.
         group: Ranks in the order of their shards.
 
     Raises:
@@ -126,27 +137,27 @@ def all_to_all(x: torch.Tensor, dim: int, new_dim: int, group: Group = None) -> 
     if group is None or num_ranks(group) == 1:
         return x
     _check_divides(x, new_dim % x.dim(), group)
-    return apply(_AllToAll, x, dim % x.dim(), new_dim % x.dim(), group)
+    return apply_function(_AllToAll, x, dim % x.dim(), new_dim % x.dim(), group)
 
 
-def total(x: torch.Tensor, group: Group = None) -> torch.Tensor:
-    """Sum over the group, without a gradient."""
+def sum_over_ranks(x: torch.Tensor, group: Group = None) -> torch.Tensor:
+    """Return the sum over the group, without a gradient."""
     return x if num_ranks(group) == 1 else _reduce(x, "sum", group)
 
 
-def largest(x: torch.Tensor, group: Group = None) -> torch.Tensor:
-    """Elementwise maximum over the group, without a gradient."""
+def max_over_ranks(x: torch.Tensor, group: Group = None) -> torch.Tensor:
+    """Return the elementwise maximum over the group, without a gradient."""
     return x if num_ranks(group) == 1 else _reduce(x, "max", group)
 
 
-def apply(function: Any, *args: Any) -> torch.Tensor:
-    """Call an autograd function, which torch leaves without types."""
+def apply_function(function: Any, *args: Any) -> torch.Tensor:
+    """Call an autograd function; ``Function.apply`` has no types."""
     result: torch.Tensor = function.apply(*args)
     return result
 
 
 def num_ranks(group: Group) -> int:
-    """Size of the group; no group is one rank."""
+    """Return the size of the group, 1 for None."""
     return 1 if group is None else group.size()
 
 
@@ -176,18 +187,18 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup, backward: str, size: int | None) -> torch.Tensor:
         ctx.dim, ctx.group, ctx.cut = dim, group, _Scatter if backward == "split" else _ReduceScatter
-        return _join(x, dim, group, group.size() * x.size(dim) if size is None else size)
+        return _all_gathered(x, dim, group, group.size() * x.size(dim) if size is None else size)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return apply(ctx.cut, grad, ctx.dim, ctx.group), None, None, None, None
+        return apply_function(ctx.cut, grad, ctx.dim, ctx.group), None, None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.dim, ctx.group, ctx.size = dim, group, x.size(dim)
-        return _sum_piece(x, dim, group)
+        return _reduce_scattered(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -198,7 +209,7 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.dim, ctx.group, ctx.size = dim, group, x.size(dim)
-        return _piece(x, dim, group)
+        return _local_piece(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -209,14 +220,14 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, new_dim: int, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.dim, ctx.new_dim, ctx.group = dim, new_dim, group
-        return _exchange(x, dim, new_dim, group)
+        return _all_to_all(x, dim, new_dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return all_to_all(grad, ctx.new_dim, ctx.dim, ctx.group), None, None, None
 
 
-class _Start(torch.autograd.Function):
+class _StartGradAllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
@@ -224,26 +235,26 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        if torch.is_grad_enabled() or torch.is_anomaly_enabled():  # a graph is made of this, or somebody looks at it
+        if torch.is_grad_enabled() or torch.is_anomaly_enabled():  # a second backward, or anomaly mode, reads the result
             return all_reduce(grad, ctx.group), None
-        return _send(grad, "sum", ctx.group), None
+        return _start_reduction(grad, "sum", ctx.group), None
 
 
-class _Gather(torch.autograd.Function):
+class _GatherStartGradReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup, size: int | None) -> torch.Tensor:
         ctx.dim, ctx.group = dim, group
-        return _join(x, dim, group, group.size() * x.size(dim) if size is None else size)
+        return _all_gathered(x, dim, group, group.size() * x.size(dim) if size is None else size)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        uneven = grad.size(ctx.dim) % ctx.group.size()  # cut after the wait
+        uneven = grad.size(ctx.dim) % ctx.group.size()  # padding is cut off after the wait, so one node must do both
         if torch.is_grad_enabled() or torch.is_anomaly_enabled() or uneven:
-            return apply(_ReduceScatter, grad, ctx.dim, ctx.group), None, None, None
-        return _send_sums(grad, ctx.dim, ctx.group), None, None, None
+            return apply_function(_ReduceScatter, grad, ctx.dim, ctx.group), None, None, None
+        return _start_reduce_scatter(grad, ctx.dim, ctx.group), None, None, None
 
 
-class _Wait(torch.autograd.Function):
+class _WaitGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x.view_as(x)
@@ -261,77 +272,81 @@ def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _reduce(x: torch.Tensor, op: str, group: Any) -> torch.Tensor:
-    if x.is_nested:  # torch's encoders make such of padded ones, in evaluation
-        from ._torch_private import with_numbers  # noqa: PLC0415  it imports torch.distributed.tensor
+    if x.is_nested:  # torch's encoders make nested tensors of padded ones, in evaluation
+        from ._torch_private import with_values  # noqa: PLC0415  it imports torch.distributed.tensor
 
-        return with_numbers(x, _reduce(x.values(), op, group))
-    result: torch.Tensor = _ops.wait_tensor(_send(x, op, group))
+        return with_values(x, _reduce(x.values(), op, group))
+    result: torch.Tensor = _ops.wait_tensor(_start_reduction(x, op, group))
     return result
 
 
-def _send(x: torch.Tensor, op: str, group: Any) -> torch.Tensor:
-    return _ops.all_reduce(_plain(x).contiguous(), op, group.group_name)  # type: ignore[no-any-return]
+def _start_reduction(x: torch.Tensor, op: str, group: Any) -> torch.Tensor:
+    return _ops.all_reduce(_checked_unbatched(x).contiguous(), op, group.group_name)  # type: ignore[no-any-return]
 
 
-def _plain(x: torch.Tensor) -> torch.Tensor:
-    if not torch.compiler.is_compiling() and is_batched(x):  # torch would send numbers that are none
+def _checked_unbatched(x: torch.Tensor) -> torch.Tensor:
+    if not torch.compiler.is_compiling() and is_batched(x):  # torch would send the memory of the wrapper, not its values
         raise RuntimeError("a collective of sharded layers takes one gradient at a time; leave out is_grads_batched and vmap")
     return x
 
 
-def send(x: torch.Tensor, dim: int, group: Group, size: int) -> torch.Tensor:
-    """Start to gather ``size`` along ``dim``; the backend puts ranks, all with as much, along dimension 0."""
+def start_all_gather(x: torch.Tensor, dim: int, group: Group, size: int) -> torch.Tensor:
+    """Start an all-gather to ``size`` along ``dim``. The backend joins shards of equal size along dimension 0."""
     assert group is not None
-    mine = _padded(_plain(x), dim, -(-size // group.size())) if size % group.size() else _plain(x).contiguous()
-    return _ops.all_gather_into_tensor(mine, group.size(), group.group_name)  # type: ignore[no-any-return]
+    own = (
+        _padded(_checked_unbatched(x), dim, -(-size // group.size()))
+        if size % group.size()
+        else _checked_unbatched(x).contiguous()
+    )
+    return _ops.all_gather_into_tensor(own, group.size(), group.group_name)  # type: ignore[no-any-return]
 
 
-def received(sent: torch.Tensor, dim: int, group: Group, size: int) -> torch.Tensor:
-    """What ``send`` started, waited for and put together along ``dim``."""
+def wait_all_gather(started: torch.Tensor, dim: int, group: Group, size: int) -> torch.Tensor:
+    """Wait for ``start_all_gather`` and return the shards joined along ``dim``."""
     assert group is not None
-    gathered: torch.Tensor = _ops.wait_tensor(sent)
+    gathered: torch.Tensor = _ops.wait_tensor(started)
     uneven = size % group.size()
     if not dim:
         return gathered.narrow(0, 0, size) if uneven else gathered
     parts = list(gathered.chunk(group.size()))
     if uneven:
-        parts = [part.narrow(dim, 0, _width(size, group, rank)) for rank, part in enumerate(parts)]
+        parts = [part.narrow(dim, 0, _piece_size(size, group, rank)) for rank, part in enumerate(parts)]
     return torch.cat(parts, dim)
 
 
-def _join(x: torch.Tensor, dim: int, group: dist.ProcessGroup, size: int) -> torch.Tensor:
-    return received(send(x, dim, group, size), dim, group, size)
+def _all_gathered(x: torch.Tensor, dim: int, group: dist.ProcessGroup, size: int) -> torch.Tensor:
+    return wait_all_gather(start_all_gather(x, dim, group, size), dim, group, size)
 
 
-def _send_sums(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Start to reduce-scatter along ``dim``; the backend cuts along dimension 0, into equal pieces."""
-    rows = torch.cat(_plain(x).chunk(group.size(), dim)) if dim else _plain(x).contiguous()
+def _start_reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Start a reduce-scatter along ``dim``. The backend splits along dimension 0, into equal shards."""
+    rows = torch.cat(_checked_unbatched(x).chunk(group.size(), dim)) if dim else _checked_unbatched(x).contiguous()
     return _ops.reduce_scatter_tensor(rows, "sum", group.size(), group.group_name)  # type: ignore[no-any-return]
 
 
-def _sum_piece(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+def _reduce_scattered(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     ranks, size = group.size(), x.size(dim)
     if size % ranks:
         x = _padded(x, dim, -(-size // ranks) * ranks)
-    result: torch.Tensor = _ops.wait_tensor(_send_sums(x, dim, group))
-    return result.narrow(dim, 0, _width(size, group)) if size % ranks else result
+    result: torch.Tensor = _ops.wait_tensor(_start_reduce_scatter(x, dim, group))
+    return result.narrow(dim, 0, _piece_size(size, group)) if size % ranks else result
 
 
-def _exchange(x: torch.Tensor, dim: int, new_dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Send each rank its piece along ``new_dim``, and put what the ranks send together along ``dim``."""
+def _all_to_all(x: torch.Tensor, dim: int, new_dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Send each rank its shard along ``new_dim``, and join the received shards along ``dim``."""
     ranks = group.size()
-    rows = torch.stack(_plain(x).chunk(ranks, new_dim))
+    rows = torch.stack(_checked_unbatched(x).chunk(ranks, new_dim))
     sent = _ops.wait_tensor(_ops.all_to_all_single(rows, [1] * ranks, [1] * ranks, group.group_name))
     return torch.cat(sent.unbind(), dim)
 
 
-def _piece(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    start, stop = share(x.size(dim), group.size(), group.rank())
+def _local_piece(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    start, stop = shard_range(x.size(dim), group.size(), group.rank())
     return x.narrow(dim, start, stop - start).contiguous()
 
 
-def _width(size: int, group: dist.ProcessGroup, rank: int | None = None) -> int:
-    start, stop = share(size, group.size(), group.rank() if rank is None else rank)
+def _piece_size(size: int, group: dist.ProcessGroup, rank: int | None = None) -> int:
+    start, stop = shard_range(size, group.size(), group.rank() if rank is None else rank)
     return stop - start
 
 

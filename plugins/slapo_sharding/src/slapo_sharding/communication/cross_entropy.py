@@ -1,4 +1,4 @@
-"""Cross entropy of logits whose vocabulary is sharded; no rank ever holds all of them."""
+"""Cross entropy of logits that are sharded along the vocabulary, without gathering them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from . import collectives
-from .shard_ranges import share
+from .shard_ranges import shard_range
 
 
 def parallel_cross_entropy(
@@ -22,37 +22,37 @@ def parallel_cross_entropy(
     reduction: str = "mean",
     vocab_size: int | None = None,
 ) -> torch.Tensor:
-    """Compute ``torch.nn.functional.cross_entropy`` of the whole logits from each rank's piece of them.
+    """Compute ``torch.nn.functional.cross_entropy`` of the full logits from each rank's shard of them.
 
-    Computed in float32 at least. Two reductions of one number per target, or three with label smoothing, cross the group;
-    the logits are never gathered.
+    It computes in float32 at least. Two numbers per target are reduced over the group, three with label smoothing; the logits
+    are never gathered.
 
     Args:
-        logits: ``(..., vocabulary / n)``: this rank's columns, in the order of the ranks: as many on each, or, with
-            ``vocab_size``, as ``torch.chunk`` deals these out, the last ranks fewer.
-        target: ``(...)``: ids out of the whole vocabulary, the same on every rank.
+        logits: ``(..., vocabulary / n)``: this rank's columns, in the order of the ranks. All ranks have the same number, or,
+            with ``vocab_size``, the last ranks fewer, as ``torch.chunk`` splits.
+        target: ``(...)``: global ids, the same on every rank.
         group: The ranks; None for one.
         ignore_index: Targets that do not count.
-        label_smoothing: Share of the target that is spread over the vocabulary, 0 to 1.
+        label_smoothing: Weight of the uniform distribution in the target, 0 to 1.
         reduction: ``"mean"`` over the targets that count, ``"sum"`` or ``"none"``.
-        vocab_size: Size of the vocabulary where the ranks do not divide it. If all have as many columns nevertheless, the last
-            ones of the whole logits are padding: these never count.
+        vocab_size: Size of the vocabulary if the ranks do not divide it. If all ranks have the same number of columns all the
+            same, the last columns of the full logits are padding, which never counts.
 
     Returns:
         The loss, the same on every rank, in the dtype of ``logits``; ``(...)`` for ``"none"``, else a scalar.
 
     Raises:
-        TypeError: a group that is none.
-        ValueError: shapes that do not belong together, an unknown reduction, a smoothing outside of 0 to 1, a vocabulary that
-            is larger than the columns, or not as many columns on each rank without ``vocab_size``.
-        IndexError: a target outside of the vocabulary.
+        TypeError: ``group`` is no process group.
+        ValueError: shapes that do not fit together, an unknown reduction, a smoothing outside 0 to 1, a vocabulary that is
+            larger than the columns, or different numbers of columns on the ranks without ``vocab_size``.
+        IndexError: a target outside the vocabulary.
     """
     if not isinstance(group, collectives.Group):
         raise TypeError(f"group is {group!r}; give a process group or None, and what follows by name, as vocab_size=")
     ranks = collectives.num_ranks(group)
     width, rank = logits.shape[-1], 0 if group is None else group.rank()
     size = width * ranks if vocab_size is None else vocab_size
-    part, (low, high) = -(-size // ranks), share(size, ranks, rank)
+    part, (low, high) = -(-size // ranks), shard_range(size, ranks, rank)
     if logits.shape[:-1] != target.shape:
         raise ValueError(f"logits {list(logits.shape)} and target {list(target.shape)} differ in more than the vocabulary")
     if reduction not in ("mean", "sum", "none"):
@@ -63,7 +63,7 @@ def parallel_cross_entropy(
         raise ValueError(f"vocab_size is {size}, but there are {width} columns on rank {rank} of {ranks}")
     start = rank * max(width, part)
     real = min(max(size - start, 0), width)  # the columns after these are padding
-    highest = _highest(logits.detach()[..., :real], width, group, same=vocab_size is None)
+    highest = _row_maxima(logits.detach()[..., :real], width, group, same=vocab_size is None)
     counts = target != ignore_index
     if not torch.compiler.is_compiling() and bool((counts & ((target < 0) | (target >= size))).any()):
         raise IndexError(f"a target is outside of the vocabulary of {size} and is not ignore_index ({ignore_index})")
@@ -86,12 +86,12 @@ def vocab_parallel_cross_entropy(
     *,
     ignore_index: int = -100,
 ) -> torch.Tensor:
-    """The loss of each target, by its established name: ``parallel_cross_entropy`` without a reduction.
+    """Return the loss of each target: the established name of ``parallel_cross_entropy`` without a reduction.
 
     Args:
         vocab_parallel_logits: ``(..., vocabulary / n)``: this rank's columns.
-        target: ``(...)``: ids out of the whole vocabulary, the same on every rank.
-        label_smoothing: Share of the target that is spread over the vocabulary.
+        target: ``(...)``: global ids, the same on every rank.
+        label_smoothing: Weight of the uniform distribution in the target.
         group: The ranks; None is the whole world, as in torch.
         ignore_index: Targets whose loss is 0.
     """
@@ -101,7 +101,7 @@ def vocab_parallel_cross_entropy(
 
 
 class ParallelCrossEntropy(nn.Module):
-    """``vocab_parallel_cross_entropy`` as a module: of logits whose vocabulary is sharded, the loss of each target.
+    """Module that returns ``vocab_parallel_cross_entropy``, the loss of each target.
 
     Args:
         group: The ranks; None is the whole world, as in torch.
@@ -112,15 +112,15 @@ class ParallelCrossEntropy(nn.Module):
         self.group = group
 
     def forward(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """``(..., vocabulary / n)`` and ``(...)`` to ``(...)``; take the mean of it for what ``cross_entropy`` gives."""
+        """Map ``(..., vocabulary / n)`` and ``(...)`` to ``(...)``; its mean is the value of ``cross_entropy``."""
         return vocab_parallel_cross_entropy(outputs, labels, group=self.group)
 
 
-def _highest(values: torch.Tensor, width: int, group: collectives.Group, same: bool) -> torch.Tensor:
-    """The highest logit of each row, over all ranks; the same reduction says whether these have the same number of columns."""
+def _row_maxima(values: torch.Tensor, width: int, group: collectives.Group, same: bool) -> torch.Tensor:
+    """Return the highest logit of each row over all ranks; the same reduction compares their numbers of columns."""
     highest = values.amax(-1) if values.shape[-1] else values.new_full(values.shape[:-1], -torch.inf)
     highest = highest.to(torch.promote_types(values.dtype, torch.float32))
-    all_highest = collectives.largest(torch.cat([highest.flatten(), highest.new_tensor([width, -width])]), group)
+    all_highest = collectives.max_over_ranks(torch.cat([highest.flatten(), highest.new_tensor([width, -width])]), group)
     if same and not torch.compiler.is_compiling() and bool(all_highest[-2] != -all_highest[-1]):
         most, fewest = int(all_highest[-2]), -int(all_highest[-1])
         raise ValueError(f"the ranks have from {fewest} to {most} columns; give vocab_size=, the size of the whole vocabulary")
@@ -149,7 +149,7 @@ class _CrossEntropy(torch.autograd.Function):
         )
         exponentials = shifted.exp()
         sums = torch.stack([exponentials.sum(-1), picked, shifted.sum(-1)][: 3 if smoothing else 2])
-        sums = collectives.total(sums, group)
+        sums = collectives.sum_over_ranks(sums, group)
         losses = sums[0].log() - (1 - smoothing) * sums[1]
         if smoothing:
             losses = losses - smoothing / size * sums[2]

@@ -1,4 +1,4 @@
-"""Full tensors from the parts that ranks hold, and parts from full tensors."""
+"""Full tensors from shards, and shards from full tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slapo_training.distributed import original_keys, over_group
 
 
 def gather_full(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a parameter or buffer, a new tensor without a gradient on every rank of its group; of a whole one a copy.
+    """Return the full parameter or buffer as a new tensor without a gradient, on every rank of its group.
 
     Collective over the group.
     """
@@ -22,14 +22,14 @@ def gather_full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def scatter_full(tensor: torch.Tensor, full: torch.Tensor) -> None:
-    """Overwrite a parameter or buffer with this rank's part of ``full``; nothing is sent.
+    """Overwrite a parameter or buffer with this rank's shard of ``full``, without communication.
 
     Args:
         tensor: Changed in place; it keeps its dtype and device.
-        full: The same on every rank, of the shape that the whole tensor has.
+        full: The full tensor, the same on every rank.
 
     Raises:
-        ScheduleError: another shape, or a tensor on meta, which holds nothing; nothing was changed.
+        ScheduleError: another shape, or a tensor on meta, which has no data; nothing was changed.
     """
     if problem := _problem(tensor, full):
         raise ScheduleError(f"scatter_full: {problem}")
@@ -37,16 +37,16 @@ def scatter_full(tensor: torch.Tensor, full: torch.Tensor) -> None:
 
 
 def load_full_state(module: nn.Module, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
-    """Overwrite a module's parameters and buffers with this rank's parts of full tensors; nothing is sent.
+    """Overwrite a module's parameters and buffers with this rank's shards of full tensors, without communication.
 
     Args:
-        module: What was scheduled, or the module of an engine without pipeline stages.
-        state: Full tensors under the unmodified model's names, as ``Schedule.full_state`` or its ``state_dict`` gives them: the
-            same on every rank. Of a tied parameter one name is enough.
-        strict: Whether a parameter that the state does not have, or a name of the state that the module does not, is an error.
+        module: The scheduled module, or the module of an engine without pipeline stages.
+        state: Full tensors under the unmodified model's names, as in ``Schedule.full_state`` or its ``state_dict``, the same on
+            every rank. One name of a tied parameter is enough.
+        strict: Refuse a state that lacks a parameter or has a name that the module lacks.
 
     Raises:
-        ScheduleError: such a name, tensors of a tie that differ, another shape, or a tensor on meta; nothing was changed.
+        ScheduleError: such a name, tied tensors that differ, another shape, or a tensor on meta; nothing was changed.
     """
     named = dict([*module.named_parameters(), *module.named_buffers()])
     keys = original_keys(named.items())
@@ -76,7 +76,7 @@ def _problems(
 
 
 def _problem(tensor: torch.Tensor, full: torch.Tensor) -> str | None:
-    """Why a full tensor is none of this one, or None."""
+    """Return why ``full`` cannot be the full value of ``tensor``, or None."""
     spec = shard_spec(tensor)
     shape = spec.full_shape if spec is not None else tuple(tensor.shape)
     if not isinstance(full, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Who holds what where ranks do not hold equal parts: sizes that do not divide, and key and value heads in copies."""
+"""Ranges that each rank holds of a dimension: of uneven sizes, and of key and value heads that ranks replicate."""
 
 from __future__ import annotations
 
@@ -10,47 +10,47 @@ Ranges = tuple[tuple[int, int], ...]
 """``(start, stop)`` ranges that one rank holds, in order."""
 
 
-def share(size: int, num_shards: int, rank: int) -> tuple[int, int]:
-    """The ``(start, stop)`` range of a rank, as ``torch.chunk`` and DTensor deal it.
+def shard_range(size: int, num_shards: int, rank: int) -> tuple[int, int]:
+    """Return the ``(start, stop)`` range of a rank, as ``torch.chunk`` and DTensor split a dimension.
 
-    The first ranks all have the same, so only the end of a whole put together of parts of one size is padding.
+    All ranks but the last ones have ranges of the same size, so a gather of padded shards has its padding at the end.
     """
     part = -(-size // num_shards)
     return min(rank * part, size), min((rank + 1) * part, size)
 
 
-def chunks(size: int, num_shards: int) -> tuple[Ranges, ...]:
-    """What each rank holds of one block."""
-    return tuple((share(size, num_shards, rank),) for rank in range(num_shards))
+def block_ranges(size: int, num_shards: int) -> tuple[Ranges, ...]:
+    """Return the range of each rank in one block."""
+    return tuple((shard_range(size, num_shards, rank),) for rank in range(num_shards))
 
 
-def head_copies(queries: int, keys: int, size: int, num_shards: int) -> tuple[Ranges, ...]:
-    """What each rank holds of a block of key or value heads: those that its equal share of the query heads needs.
+def key_head_ranges(queries: int, keys: int, size: int, num_shards: int) -> tuple[Ranges, ...]:
+    """Return the ranges of each rank in a block of key or value heads: the heads that its query heads use.
 
-    Each is held as often as it takes to let every one serve as many query heads as the next, which is how models pair them.
+    A rank holds a head several times if needed, so that each copy serves the same number of query heads: models pair them so.
 
     Args:
         queries: Query heads, a multiple of ``keys`` and of ``num_shards``.
         keys: Key heads, as many as value heads.
-        size: Of one head.
+        size: Size of one head.
         num_shards: Number of ranks.
     """
-    own, served = queries // num_shards, queries // keys
-    firsts = [range(rank * own, (rank + 1) * own, gcd(own, served)) for rank in range(num_shards)]
-    return tuple(_joined((query // served * size, (query // served + 1) * size) for query in each) for each in firsts)
+    own_queries, served = queries // num_shards, queries // keys
+    firsts = [range(rank * own_queries, (rank + 1) * own_queries, gcd(own_queries, served)) for rank in range(num_shards)]
+    return tuple(_merged((query // served * size, (query // served + 1) * size) for query in each) for each in firsts)
 
 
-def side_by_side(blocks: Sequence[int], dealt: Iterable[tuple[Ranges, ...]]) -> tuple[Ranges, ...]:
-    """What each rank holds of all blocks, from what it holds of each."""
+def concatenated_ranges(blocks: Sequence[int], ranges: Iterable[tuple[Ranges, ...]]) -> tuple[Ranges, ...]:
+    """Return the ranges of each rank in concatenated blocks, from its ranges in each block."""
     starts = [stop - size for stop, size in zip(accumulate(blocks), blocks, strict=True)]
     moved = [
         [tuple((start + low, start + high) for low, high in own) for own in ranks]
-        for start, ranks in zip(starts, dealt, strict=True)
+        for start, ranks in zip(starts, ranges, strict=True)
     ]
     return tuple(tuple(part for own in parts for part in own) for parts in zip(*moved, strict=True))
 
 
-def _joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
+def _merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
     joined: list[tuple[int, int]] = []
     for start, stop in ranges:
         if joined and joined[-1][1] == start:

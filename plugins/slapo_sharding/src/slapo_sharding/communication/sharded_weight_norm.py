@@ -1,4 +1,4 @@
-"""Norms of weights whose rows are split over the ranks, as DoRA takes them: each is the norm of all parts, and a constant."""
+"""Norms of weights whose input dimension is sharded, as in DoRA: the norm over all shards, without a gradient."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from .collectives import Group, all_reduce
 _NORMS = frozenset((torch.linalg.norm, torch.linalg.vector_norm, torch.norm, torch.Tensor.norm))
 
 
-class Norms(TorchFunctionMode):
-    """Mode in which each norm that a forward takes is what ``given`` makes of it."""
+class NormMode(TorchFunctionMode):
+    """Mode that passes each norm in a forward through ``replace``."""
 
-    def __init__(self, given: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, replace: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self.given = given
+        self.replace = replace
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         found = func(*args, **(kwargs or {}))
-        return self.given(found) if func in _NORMS else found
+        return self.replace(found) if func in _NORMS else found
 
 
-def norms_over(group: Group) -> Norms:
-    """Return the mode in which the norm of this rank's part is the norm over the group, without a gradient."""
+def reduced_norms(group: Group) -> NormMode:
+    """Return the mode that turns the norm of this rank's shard into the norm over the group, without a gradient."""
 
-    def of_all(norm: torch.Tensor) -> torch.Tensor:
+    def reduced(norm: torch.Tensor) -> torch.Tensor:
         part = norm.detach().to(torch.promote_types(norm.dtype, torch.float32))
         return all_reduce(part.square(), group).sqrt().to(norm.dtype)
 
-    return Norms(of_all)
+    return NormMode(reduced)
 
 
-def recorded_norms(found: list[torch.Tensor]) -> Norms:
-    """Return the mode that adds the norms of a forward to ``found``."""
+def recorded_norms(found: list[torch.Tensor]) -> NormMode:
+    """Return the mode that appends the norms of a forward to ``found``."""
 
-    def kept(norm: torch.Tensor) -> torch.Tensor:
+    def record(norm: torch.Tensor) -> torch.Tensor:
         found.append(norm.detach())
         return norm
 
-    return Norms(kept)
+    return NormMode(record)
 
 
-def given_norms(norms: Sequence[torch.Tensor]) -> Norms:
-    """Return the mode in which the norms of a forward are these, one after the other."""
+def given_norms(norms: Sequence[torch.Tensor]) -> NormMode:
+    """Return the mode that replaces the norms of a forward by ``norms``, in order."""
     left = iter(norms)
-    return Norms(lambda norm: next(left, norm))
+    return NormMode(lambda norm: next(left, norm))

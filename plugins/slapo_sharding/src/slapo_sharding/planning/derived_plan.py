@@ -10,13 +10,13 @@ from slapo_core import Schedule, ScheduleError, TraceError, get_logger, is_shard
 from slapo_tracing.nodes import is_opaque, own_forward
 
 from ..rules.norms import counts_channels_only
-from ..rules.parametrizations import registrations
+from ..rules.parametrizations import no_parametrization_in_forward
 from ..rules.rulebook import rules_of
 from ..rules.sharding_rule import split_of
 from ..splitting import attention_heads
 from ..splitting.module_paths import ancestors
-from ..splitting.shard_planner import Sharder
-from ..syncs.sync_hooks import sums_gradient, trainable, trust_sums
+from ..splitting.shard_planner import ShardPlanner
+from ..syncs.sync_hooks import mark_gradients_verified, reduces_gradient, trainable
 from .derivation.flat_graphs import ReservedNameError, flat_graph, layer_paths
 from .derivation.layer_search import DerivedPlan
 from .derivation.plan_forwards import make_local_forwards
@@ -106,7 +106,7 @@ def _first_feasible_plan(
     while True:
         try:
             # parametrizations of a failed attempt would look like writes of the forward
-            with savepoint(schedule), registrations():
+            with savepoint(schedule), no_parametrization_in_forward():
                 return apply_plan(schedule, replicated, sequence_parallel, splits_more or bool(replicated.opaque))
         except (ScheduleError, TraceError) as err:
             if sequence_parallel and replicated.adapts:
@@ -224,7 +224,7 @@ def _stacks(schedule: Schedule, derived: DerivedPlan) -> list[str]:
             continue
         name = cut.main(schedule.mod.get_submodule(path))
         try:
-            Sharder(schedule[path], name, cut.dims[name], None).plan()
+            ShardPlanner(schedule[path], name, cut.dims[name], None).plan()
         except ScheduleError as err:
             derived.reasons[path] = str(err)
         else:
@@ -290,10 +290,10 @@ def _reduce_gradients(schedule: Schedule, derived: DerivedPlan, from_graph: Mapp
         held = trainable(handle.mod)
         parameters = {name: each for name, each in held.items() if name in names}
         # frozen, or tied to a parameter whose gradient is reduced
-        if not parameters or any(map(sums_gradient, parameters.values())):
+        if not parameters or any(map(reduces_gradient, parameters.values())):
             continue
         handle.sync("grad", "all_reduce", **({"of": sorted(parameters)} if held.keys() > parameters.keys() else {}))
-        trust_sums(handle.mod)
+        mark_gradients_verified(handle.mod)
 
 
 def _fork_random_numbers(schedule: Schedule, derived: DerivedPlan, from_graph: Collection[str]) -> None:
@@ -361,7 +361,7 @@ def _install_local_sizes(
         )
     for module in schedule.mod.modules():
         schedule.touch(module)
-    attention_heads.trust_counts(schedule.mod)
+    attention_heads.mark_counts_verified(schedule.mod)
     return installed
 
 

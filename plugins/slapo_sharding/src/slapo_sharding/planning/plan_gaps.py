@@ -5,7 +5,7 @@ from __future__ import annotations
 from slapo_core import Schedule, ScheduleError, TraceError, is_sharded
 
 from ..splitting import attention_heads
-from ..splitting.module_paths import kind
+from ..splitting.module_paths import without_block_numbers
 from .derivation.replicated_modules import log_replicated_attentions
 from .derived_plan import apply_derived_plan
 
@@ -31,11 +31,11 @@ def split_plan_gaps(schedule: Schedule) -> None:
 def _attention_modules(schedule: Schedule) -> list[str]:
     """Return the outermost modules with attention and no split. A repeated module is none."""
     found = dict[str, None]()
-    for path in attention_heads.whole_attentions(schedule.mod):
+    for path in attention_heads.replicated_attentions(schedule.mod):
         names = path.split(".")
         for end in range(1, len(names)):
             outer = ".".join(names[:end])
-            if kind(outer) != outer:
+            if without_block_numbers(outer) != outer:
                 break
             if not any(map(is_sharded, schedule.mod.get_submodule(outer).parameters())):
                 found[outer] = None

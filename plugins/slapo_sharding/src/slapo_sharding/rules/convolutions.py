@@ -1,7 +1,7 @@
 """Rules for convolutions of torch, transposed ones too, in 1 to 3 dimensions: split along output or input channels.
 
-Channels stand before the spatial dimensions, so what is sharded is sharded along dimension -2, -3 or -4. Groups of channels
-are dealt out whole: each rank convolves its own, on an input that is sharded the same way.
+Channels stand before the spatial dimensions, so values are sharded along dimension -2, -3 or -4. Groups of channels are never
+split: each rank convolves its own groups, on an input that is sharded the same way.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _TRANSPOSED: tuple[type[nn.Module], ...] = (nn.ConvTranspose1d, nn.ConvTranspose
 
 
 def channel_dim(module: nn.Module) -> int:
-    """Return the dimension of the channels of a convolution, or of what treats each for itself; -1, the width, of others."""
+    """Return the channel dimension of a convolution or of a module that treats channels separately; -1 for others."""
     if isinstance(module, _PLAIN + _TRANSPOSED):
         return -1 - len(module.kernel_size)  # type: ignore[arg-type]
     return 1 if is_by_channel(module) else -1
 
 
 def without_bias(module: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Forward of a convolution with split input channels: a partial sum."""
+    """Forward of a convolution with split input channels: a partial output."""
     return forward_with(module, {"bias": None}, input, *args, **kwargs)  # type: ignore[no-any-return]
 
 
@@ -39,12 +39,12 @@ def _is(kind: type[nn.Module], grouped: bool) -> Callable[[nn.Module], bool]:
 
 
 def _rules(kind: type[nn.Module], dim: int, output: int) -> Iterator[ShardingRule]:
-    """For one group and for several.
+    """Yield the rules of a convolution class, for one group and for several.
 
     Args:
         kind: The class.
         dim: Dimension of the channels.
-        output: Dimension of the weight that makes output channels where there is one group.
+        output: Dimension of the weight's output channels if there is one group.
     """
     name, counts = kind.__name__, ("in_channels", "out_channels", "groups")
     column = Cut({"weight": output, "bias": 0}, "replicated", "sharded", ("out_channels",), dim=dim)

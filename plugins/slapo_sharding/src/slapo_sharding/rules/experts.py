@@ -1,7 +1,7 @@
-"""Rules for the stacked experts of Transformers: the weights of all experts in one, split along each expert's inner width.
+"""Rules for the stacked experts of Transformers: one tensor for all experts, split along each expert's inner width.
 
-Every rank computes its part of every expert. The output is partial then, and so are the gradients of all inputs: of the
-hidden states, and of the routing weights, which each rank has multiplied with its partial outputs.
+Every rank computes its part of every expert. The output is then partial, and so are the gradients of all inputs: the hidden
+states, and the routing weights, which each rank multiplies with its partial outputs.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from .sharding_rule import Cut, ShardingRule, applied_cut, forward_with, standing_in
+from .sharding_rule import Cut, ShardingRule, applied_cut, forward_with, with_attributes
 
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
 _WIDTHS = ("intermediate_dim", "intermediate_size")
 
 
 def _is(transposed: bool, packed: bool) -> Callable[[nn.Module], bool]:
-    """Experts say themselves how their weights lie; ``packed``: gate before up, rather than one of each in turn."""
+    """Return the test for experts of one weight layout; ``packed``: gate before up, not interleaved."""
 
     def matches(module: nn.Module) -> bool:
         known = vars(module)
@@ -32,7 +32,7 @@ def _is(transposed: bool, packed: bool) -> Callable[[nn.Module], bool]:
 
 
 def with_shared_bias(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Forward of experts with a bias behind the reduction: the first rank's outputs have it, its gradient is whole on all."""
+    """Forward of experts with an output bias: the first rank adds it, and its gradient is replicated on all ranks."""
     applied = applied_cut(module)
     bias = module._parameters.get("down_proj_bias")
     if applied is None or bias is None or applied.spec.rank == 0:
@@ -42,11 +42,11 @@ def with_shared_bias(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _refuse(module: Any, cut: Cut) -> str | None:
     if unknown := {name for name, _ in module.named_parameters()} - cut.dims.keys() - {"down_proj_bias"}:
-        return f"what the experts do with {min(unknown)!r} is not known; leave them whole"
+        return f"the use of {min(unknown)!r} in the experts is not known; leave them whole"
     if module.has_post_expert_norm:
         return "the norm behind each expert needs its whole output; leave the experts whole"
     if getattr(module, "_is_expert_parallel", False):
-        return "the experts themselves are dealt out to the ranks; leave them whole"
+        return "the experts themselves are distributed over the ranks; leave them whole"
     width, name = module.down_proj.shape[cut.dims["down_proj"]], "gate_up_proj" if module.has_gate else "up_proj"
     if module.get_parameter(name).shape[cut.dims[name]] != width * (2 if module.has_gate else 1):
         return f"{name!r} and 'down_proj' do not fit together; leave the experts whole"
@@ -54,9 +54,9 @@ def _refuse(module: Any, cut: Cut) -> str | None:
 
 
 def _is_local(module: Any, cut: Cut, width: int) -> bool:
-    """Whether what lies between the projections does to a part what it does to the whole: tried on numbers."""
+    """Return whether the code between the projections computes the same on shards, by a numeric probe."""
     ranks = next((ranks for ranks in range(2, width + 1) if width % ranks == 0), 1)
-    local = standing_in(module, {name: vars(module)[name] // ranks for name in _WIDTHS if name in vars(module)})
+    local = with_attributes(module, {name: vars(module)[name] // ranks for name in _WIDTHS if name in vars(module)})
     between = type(module)._apply_gate if module.has_gate else (lambda of, x: of.act_fn(x))
     size = width * (2 if module.has_gate else 1)
     x = torch.sin(torch.arange(3.0 * size)).view(3, -1, size) * 4

@@ -15,47 +15,47 @@ from .sharding_rule import Cut, ShardingRule, applied_cut, computes_as
 
 
 def is_linear(module: nn.Module) -> bool:
-    """A Linear, or a subclass that computes the same."""
+    """Return whether a module is a Linear, or a subclass that computes the same."""
     return computes_as(module, nn.Linear) or (isinstance(module, nn.Linear) and computes_linear(module))
 
 
 def is_linear_of_op(module: nn.Module) -> bool:
-    """A linear layer of ``slapo.op`` without dropout and ``sync_fn``, told by its module's name, as nothing here imports it."""
+    """Return whether a module is a linear layer of ``slapo.op`` without dropout and ``sync_fn``; compared by name."""
     known = isinstance(module, nn.Linear) and type(module).__module__ == "slapo_kernels.layers.linear"
     return known and getattr(module, "sync_fn", None) is None and not getattr(module, "p", 0)
 
 
 def has_activation(module: nn.Module) -> bool:
-    """A linear layer of ``slapo.op`` with an activation, which is of the whole sum."""
+    """Return whether a module is a linear layer of ``slapo.op`` with an activation, which needs the reduced sum."""
     return is_linear_of_op(module) and hasattr(module, "activation")
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """An Embedding, or a subclass that computes the same."""
+    """Return whether a module is an Embedding, or a subclass with the same forward."""
     return computes_as(module, nn.Embedding)
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Transformers' Conv1D, a linear layer that keeps ``weight[in, out]``; told by its name, as nothing here imports it."""
+    """Return whether a module is Transformers' Conv1D, a linear layer with ``weight[in, out]``; compared by name."""
     cls = type(as_layer(module))
     return cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils"
 
 
 def linear_without_bias(module: Any, /, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Forward of a row-parallel Linear: a partial sum. A subclass may give its input another name."""
+    """Forward of a row-parallel Linear: a partial output. A subclass may name its input differently."""
     x = args[0] if len(args) == 1 and not kwargs else only_input(module, args, kwargs)
     return F.linear(x, module.weight)
 
 
 def conv1d_without_bias(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """Forward of a row-parallel Conv1D: a partial sum."""
+    """Forward of a row-parallel Conv1D: a partial output."""
     return torch.matmul(x, module.weight)
 
 
 def vocabulary_lookup(module: Any, input: torch.Tensor) -> torch.Tensor:
-    """Forward of a vocabulary-parallel Embedding: rows this rank owns, zeros for the others'.
+    """Forward of a vocabulary-parallel Embedding: rows that this rank owns, and zeros for rows of other ranks.
 
-    An index outside of the whole vocabulary is left outside, so it fails on every rank as it does in the unmodified module.
+    An index outside the whole vocabulary stays outside, so that it fails on every rank as in the unmodified module.
     """
     applied = applied_cut(module)
     assert applied is not None

@@ -1,8 +1,7 @@
-"""Subclasses of Linear whose own forward computes the same, as Falcon's does: shown, not believed.
+"""Subclasses of Linear whose own forward computes the same, such as Falcon's, found by a numeric probe.
 
-Such a forward is run on random numbers, with nothing of the module at hand but weight, bias and mode, and may only transpose,
-multiply and add. What it returns is then a polynomial of these numbers, and one that agrees with another where they were drawn
-at random is the same one.
+The probe runs the forward on random numbers, with no attributes but weight, bias and mode. The forward may only transpose,
+multiply and add. Its result is then a polynomial of these numbers, and two polynomials that agree at a random point are equal.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ _STATE = {*vars(nn.Linear(1, 1, device="meta")), *_OF_TRACES, "_is_hf_initialize
 
 
 def computes_linear(module: nn.Linear) -> bool:
-    """Whether the forward of the module's class computes ``input @ weight.T + bias``, and its gradients, whatever the input."""
+    """Return whether the forward of the module's class computes ``input @ weight.T + bias`` for every input."""
     extra = {name for name in vars(module) if name not in _STATE and not name.startswith("_slapo")}
     state = {*module._parameters, *module._buffers, *module._modules} - {"weight", "bias"}
-    return not extra and not state and _same(type(module), module.bias is not None)
+    return not extra and not state and _is_linear_class(type(module), module.bias is not None)
 
 
 def only_input(module: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The input that the module's forward is called with, by whatever name.
+    """Return the input of a call of the module's forward, whatever its name.
 
     Raises:
         TypeError: the call does not fit the forward.
-        ScheduleError: it gives more than the input, and nothing was shown of a forward that is given more.
+        ScheduleError: the call passes more than the input, which the probe does not cover.
     """
     signature = inspect.signature(type(module).forward)
     (_, x), *others = list(signature.bind(module, *args, **kwargs).arguments.items())[1:]
@@ -54,7 +53,7 @@ def only_input(module: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any])
 _known: WeakKeyDictionary[type[nn.Linear], dict[bool, bool]] = WeakKeyDictionary()
 
 
-def _same(cls: type[nn.Linear], bias: bool) -> bool:
+def _is_linear_class(cls: type[nn.Linear], bias: bool) -> bool:
     known = _known.setdefault(cls, {})
     if bias not in known:
         cases = [(training, shape) for training in (True, False) for shape in ((3,), (2, 3), (2, 4, 3))]
@@ -82,12 +81,12 @@ def _agrees(cls: Any, bias: bool, training: bool, shape: tuple[int, ...]) -> boo
         expected, weights = F.linear(numbers[0], probe.weight, probe.bias), draw(*shape[:-1], 5)
         values = [[of, *torch.autograd.grad((of * weights).sum(), numbers)] for of in (found, expected)]
         return all(one.shape == other.shape and torch.allclose(one, other) for one, other in zip(*values, strict=True))
-    except Exception:  # whatever a stranger's forward does without the rest of its module
+    except Exception:  # an unknown forward may raise anything without the rest of its module
         return False
 
 
 class _Polynomials(TorchFunctionMode):
-    """Refuses all but a few functions."""
+    """Mode that refuses functions other than transposes, products and sums."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _POLYNOMIAL:

@@ -1,7 +1,7 @@
-"""Rule for ``nn.MultiheadAttention``: each rank has a part of the heads, and a partial sum of the output projection.
+"""Rule for ``nn.MultiheadAttention``: the heads are sharded, and the output is partial.
 
-Counts stay whole, as the code around the module makes masks for all heads by them; the forward goes by the sizes of the
-parameters. The weights of the attention, where they are asked for, come out whole.
+Attributes such as ``num_heads`` keep their values, because code around the module makes masks for all heads from them. The
+forward uses the sizes of the parameters instead. Attention weights are returned for all heads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..communication import collectives
-from ..communication._torch_private import nested_of
+from ..communication._torch_private import nested_without_padding
 from .sharding_rule import AppliedCut, Cut, ShardingRule, applied_cut, computes_as
 
 
@@ -28,7 +28,7 @@ def with_local_heads(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Forward of the heads of this rank: a partial output, and the attention weights of all heads."""
+    """Forward of this rank's heads: return a partial output, and the attention weights of all heads."""
     if is_causal and attn_mask is None:
         raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
     if query.is_nested:
@@ -65,7 +65,7 @@ def _projected(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch
 
 
 def _with_extra_keys(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Append the learned key and the key of zeros, where the module has these."""
+    """Append the learned key and the zero key, if the module has them."""
     rows = len(key)
     if module.bias_k is not None:
         key = torch.cat([key, module.bias_k.expand(rows, -1, -1)], 1)
@@ -98,7 +98,7 @@ def _mask(
 
 
 def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a mask that is added to scores."""
+    """Return a mask in the form that is added to scores."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
@@ -128,7 +128,7 @@ def _own_heads(module: nn.Module, number: int) -> slice:
 
 
 def _bias_once(module: Any) -> torch.Tensor | None:
-    """Return the bias on the first rank, elsewhere zeros with the bias's gradient, which is whole on all ranks."""
+    """Return the bias on the first rank, and on others zeros through which the bias gets its replicated gradient."""
     bias: torch.Tensor | None = module.out_proj.bias
     return bias if bias is None or _applied(module).spec.rank == 0 else bias - bias.detach()
 
@@ -143,12 +143,12 @@ def _of_all_heads(module: Any, weights: torch.Tensor, average: bool) -> torch.Te
 
 
 def _nested(module: Any, x: torch.Tensor, need_weights: bool, average: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Forward of a nested tensor that torch's encoders make of padded inputs, in evaluation."""
+    """Forward of a nested tensor; torch's encoders make one of padded inputs in evaluation."""
     lengths = torch.tensor([len(row) for row in x.unbind()], device=x.device)
     padded = x.to_padded_tensor(0.0)
     padding = torch.arange(padded.shape[1], device=x.device) >= lengths[:, None]
     output, weights = with_local_heads(module, padded, padded, padded, padding, need_weights, None, average)
-    return nested_of(output, padding), weights
+    return nested_without_padding(output, padding), weights
 
 
 _DIMS = {

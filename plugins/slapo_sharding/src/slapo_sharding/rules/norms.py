@@ -1,6 +1,6 @@
-"""Rules for norms and activations that treat channels, or groups of these, each for itself, on an input sharded along channels.
+"""Rules for norms and activations that treat each channel, or group of channels, separately; their input is sharded likewise.
 
-``LayerNorm`` and its kin look at all of the last dimension and stay whole.
+``LayerNorm`` and similar norms need the whole last dimension and stay replicated.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _STATE = {"weight": 0, "bias": 0, "running_mean": 0, "running_var": 0}
 
 
 def is_batch_norm(module: Any) -> bool:
-    """A BatchNorm; ``SyncBatchNorm``, which would mix the ranks' channels over the default group, is none."""
+    """Return whether a module is a BatchNorm; not a ``SyncBatchNorm``, which would mix the ranks' channels."""
     return computes_as(module, *_BATCH)
 
 
@@ -61,13 +61,13 @@ PRELU = ShardingRule(
 
 
 def counts_channels_only(module: Any) -> bool:
-    """Return whether a module is a norm of single channels that has nothing but their number, ``num_features``."""
+    """Return whether a module norms single channels and has no tensors, only their number ``num_features``."""
     held = (*module._parameters.values(), *module._buffers.values())
     return all(each is None for each in held) and (is_instance_norm(module) or is_batch_norm(module))
 
 
 def has_batch(module: nn.Module, dims: int) -> bool:
-    """Return whether a norm takes a value of so many dimensions for a batch: an InstanceNorm takes one without, too."""
+    """Return whether a norm treats a value of ``dims`` dimensions as a batch; InstanceNorm takes unbatched values too."""
     batched = next((size for kind, size in _INSTANCE.items() if isinstance(module, kind)), dims)
     return dims == batched
 

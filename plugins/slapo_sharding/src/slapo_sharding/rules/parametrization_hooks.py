@@ -14,11 +14,11 @@ _SOURCES = {WeightNorm: ("_g", "_v"), SpectralNorm: ("_orig",), BasePruningMetho
 
 
 def is_computing(hook: object) -> bool:
-    """Return whether a hook is one of torch that computes a tensor of its module before each forward."""
+    """Return whether a hook is one of torch's that compute a tensor of the module before each forward."""
     return isinstance(hook, tuple(_SOURCES))
 
 
-def computing_hooks(module: nn.Module) -> Mapping[str, Any]:
+def parametrization_hooks(module: nn.Module) -> Mapping[str, Any]:
     """Return the hooks that compute tensors of the module, by the tensors' names."""
     hooks: list[Any] = [hook for hook in module.__dict__["_forward_pre_hooks"].values() if is_computing(hook)]
     return {hook._tensor_name if isinstance(hook, BasePruningMethod) else hook.name: hook for hook in hooks}
@@ -29,9 +29,9 @@ def sources_of(hook: Any, name: str) -> tuple[str, ...]:
     return tuple(f"{name}{suffix}" for kind, suffixes in _SOURCES.items() if isinstance(hook, kind) for suffix in suffixes)
 
 
-def follows(hook: Any, dim: int) -> bool:
+def splits_along(hook: Any, dim: int) -> bool:
     """Return whether each part along a dimension follows from the same part of all sources.
 
-    A mask multiplies elements; weight norm divides what lies along its own dimension by one norm each.
+    A mask multiplies elements; a weight norm has one norm for each index of its own dimension.
     """
     return isinstance(hook, BasePruningMethod) or (isinstance(hook, WeightNorm) and hook.dim == dim)

@@ -1,8 +1,8 @@
-"""Layers whose tensors are computed from others, by ``torch.nn.utils.parametrize`` or hooks: norms, masks, an own function.
+"""Layers whose tensors are computed from others by ``torch.nn.utils.parametrize`` or hooks: norms, masks, own functions.
 
-Such a layer is split as its class is, by the tensors its weight is computed from, where each part of the weight follows from
-the same part of all of them: of an elementwise function in both ways, of weight norm along the outputs, of a spectral norm in
-none. Which it is, a trial on random numbers tells; of torch's own hooks it is known, see ``computing_hooks``.
+Such a layer is split like its class, by the tensors that its weight is computed from. That is right if each part of the weight
+follows from the same part of all these tensors: in both dimensions for an elementwise function, along the outputs for a weight
+norm, in none for a spectral norm. A numeric probe decides; torch's own hooks are known, see ``parametrization_hooks``.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from ..communication._torch_autograd import versions_kept
-from .parametrization_hooks import computing_hooks, follows, sources_of
+from ..communication._torch_autograd import preserve_versions
+from .parametrization_hooks import parametrization_hooks, sources_of, splits_along
 from .sharding_rule import Cut, ShardingRule, holder_of
 
 _LIST = "parametrizations"
 _CASES = ((True, 1.0), (True, 1e-2), (True, 1e2), (False, 1.0))
-"""Modes and sizes of the random numbers: a bound on a norm of the whole shows on one side of it alone."""
+"""Modes and magnitudes of the random values; a bound on a norm shows only above or below it."""
 
 
-def computed_by(module: nn.Module) -> str | None:
-    """Return which tensors of a module are computed, and by what, as a sentence starts; None where none is.
+def parametrization_of(module: nn.Module) -> str | None:
+    """Return the clause of messages that names the computed tensors of a module; None if there are none.
 
     Example:
-        >>> computed_by(torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2)))
+        >>> parametrization_of(torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2)))
         "'weight' is computed by _WeightNorm"
     """
     found = {name: [type(each).__name__ for each in functions.children()] for name, functions in _functions(module).items()}
-    found.update({name: [type(hook).__name__] for name, hook in computing_hooks(module).items()})
+    found.update({name: [type(hook).__name__] for name, hook in parametrization_hooks(module).items()})
     return " and ".join(f"{name!r} is computed by {', '.join(names)}" for name, names in found.items()) or None
 
 
-def sources(module: nn.Module, name: str) -> tuple[str, ...]:
-    """Return the names of the parameters that a tensor is computed from, counted from the module; of any other, its own."""
+def source_parameters(module: nn.Module, name: str) -> tuple[str, ...]:
+    """Return the paths of the parameters that a tensor is computed from; the tensor's own name if it is not computed."""
     holder, own = holder_of(module, name)
-    if (hook := computing_hooks(holder).get(own)) is not None:
+    if (hook := parametrization_hooks(holder).get(own)) is not None:
         return sources_of(hook, name)
     functions, below = _functions(holder).get(own), name.removesuffix(own)
     return (name,) if functions is None else tuple(f"{below}{_LIST}.{own}.{source}" for source in functions._parameters)
 
 
-def adapted(rule: ShardingRule, module: nn.Module, ranks: int) -> ShardingRule:
-    """Return the rule for a module of the kind whose tensors may be computed: without the cuts that would be wrong."""
+def restricted_rule(rule: ShardingRule, module: nn.Module, ranks: int) -> ShardingRule:
+    """Return a rule without the cuts that are wrong for a module's computed tensors."""
     held = {*module._parameters, *module._buffers}
     if {name for cut in rule.cuts for name in cut.dims} <= held and not parametrize.is_parametrized(module):
         return rule
@@ -64,7 +64,7 @@ _adapted: WeakKeyDictionary[nn.Module, dict[tuple[str, int], ShardingRule]] = We
 
 
 def _functions(module: nn.Module) -> Mapping[str, nn.Module]:
-    """Return what computes the module's tensors, by their names."""
+    """Return the parametrizations of the module's tensors by name."""
     return dict(module.get_submodule(_LIST).named_children()) if parametrize.is_parametrized(module) else {}
 
 
@@ -74,37 +74,43 @@ def _adapted_cut(module: nn.Module, cut: Cut, ranks: int) -> Cut | None:
         return cut
     if any("." in name and not isinstance(found, nn.Module) for name, found in split.items()):
         return None  # hooks of a layer inside do not run where its weight alone is used
-    if not all(_follows(found, cut.dims[name], ranks * cut.parts.get(name, 1)) for name, found in split.items()):
+    if not all(_splits_elementwise(found, cut.dims[name], ranks * cut.parts.get(name, 1)) for name, found in split.items()):
         return None
     return replace(
         cut,
-        dims={source: dim for name, dim in cut.dims.items() for source in sources(module, name)},
-        parts={source: number for name, number in cut.parts.items() for source in sources(module, name)},
+        dims={source: dim for name, dim in cut.dims.items() for source in source_parameters(module, name)},
+        parts={source: number for name, number in cut.parts.items() for source in source_parameters(module, name)},
         shown=True,
     )
 
 
 def _computing(module: nn.Module, name: str) -> Any:
-    """Return what computes a tensor of the module or of one inside of it; a cut may name some that the module lacks."""
+    """Return the parametrization or hook that computes a tensor of this path; None without one, or without the tensor."""
     below, _, own = name.rpartition(".")
     try:
         holder = module.get_submodule(below)
     except AttributeError:
         return None
-    return computing_hooks(holder).get(own) or _functions(holder).get(own)
+    return parametrization_hooks(holder).get(own) or _functions(holder).get(own)
 
 
-def _follows(functions: Any, dim: int, pieces: int) -> bool:
+def _splits_elementwise(functions: Any, dim: int, pieces: int) -> bool:
     """Return whether each piece along a dimension, and its gradients, follow from the same piece of all sources."""
     if not isinstance(functions, nn.Module):
-        return follows(functions, dim)
+        return splits_along(functions, dim)
     try:
         own = copy.deepcopy(functions).cpu().double()
         shapes = {name: parameter.shape for name, parameter in own.named_parameters(recurse=False)}
-        if [*shapes] != [name for name, _ in own.named_parameters()]:  # the functions learn, too
+        if [*shapes] != [name for name, _ in own.named_parameters()]:  # the functions have parameters of their own
             return False
         return all(_follows_once(own.train(training), shapes, dim, scale, pieces) for training, scale in _CASES)
-    except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):  # it takes no part, or has no numbers yet
+    except (
+        RuntimeError,
+        ValueError,
+        TypeError,
+        IndexError,
+        NotImplementedError,
+    ):  # it does not run on a part, or has no values yet
         return False
 
 
@@ -144,13 +150,13 @@ def _piece(tensor: torch.Tensor, dim: int, pieces: int, number: int) -> torch.Te
 
 
 @contextmanager
-def registrations() -> Iterator[list[nn.Module]]:
-    """Give the modules of which a forward parametrises a tensor while it runs, as PEFT's for ``target_parameters`` does."""
+def no_parametrization_in_forward() -> Iterator[list[nn.Module]]:
+    """Yield the list of modules that a forward parametrizes while it runs, as PEFT's does for ``target_parameters``."""
     plain, found = parametrize.register_parametrization, list[nn.Module]()
 
     def register(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         found.append(module)
-        with versions_kept(tuple(module.parameters())):  # it sets them to what they are
+        with preserve_versions(tuple(module.parameters())):  # registration writes the same values in place
             return plain(module, *args, **kwargs)
 
     parametrize.register_parametrization = register

@@ -1,4 +1,4 @@
-"""Trials on random numbers that show how a projection is split: which tensors, along which dimensions."""
+"""Numeric probe that finds how a projection can be split: which tensors, and along which dimensions."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..communication.sharded_weight_norm import given_norms, norms_over, recorded_norms
+from ..communication.sharded_weight_norm import given_norms, recorded_norms, reduced_norms
 from .sharding_rule import Cut, applied_cut, holder_of, tensor_of
 
 _INPUTS = (((2, 3), 1.0), ((5,), 1e5))
-"""Shapes and sizes of inputs: what clips large values is seen."""
+"""Shapes and magnitudes of inputs; the large one finds code that clips values."""
 _LARGE = 1e2
-"""Factor of weights in one more case: a bound on a norm of them is seen."""
+"""Factor of the weights in one more case, which finds a bound on their norm."""
 _TOLERANCE = 1e-5
 NAMES = (("in_features", "infeatures", "in_dim", "input_size"), ("out_features", "outfeatures", "out_dim", "output_size"))
 """Attributes that hold the width of the input, and of the output."""
 
 
-def part_of_sum(module: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Forward of a row-parallel projection that adds something to its product: each rank adds an equal share of it."""
+def row_parallel_forward(module: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Forward of a row-parallel projection with an added term: each rank adds an equal share of the term."""
     applied = applied_cut(module)
     assert applied is not None
-    return _part_of_sum(module, x, applied.spec.num_shards, *args, **kwargs)
+    return _with_shared_term(module, x, applied.spec.num_shards, *args, **kwargs)
 
 
-def _part_of_sum(module: Any, x: torch.Tensor, ranks: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _with_shared_term(module: Any, x: torch.Tensor, ranks: int, *args: Any, **kwargs: Any) -> torch.Tensor:
     forward = type(module).forward
     nothing = x.new_zeros(*(1,) * (x.dim() - 1), x.shape[-1])
     added = forward(module, nothing, *args, **kwargs)
@@ -39,28 +39,28 @@ def _part_of_sum(module: Any, x: torch.Tensor, ranks: int, *args: Any, **kwargs:
     return part
 
 
-def part_with_norms(module: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Forward of a row-parallel projection that divides by norms of its weights: those of the parts of all ranks."""
-    with norms_over(applied_cut(module).spec.group):  # type: ignore[union-attr]
+def row_parallel_norm_forward(module: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Forward of a row-parallel projection that divides by norms of its weights, reduced over the ranks."""
+    with reduced_norms(applied_cut(module).spec.group):  # type: ignore[union-attr]
         return type(module).forward(module, x, *args, **kwargs)  # type: ignore[no-any-return]
 
 
-def part_of_sum_with_norms(module: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Forward of a row-parallel projection that divides by norms of its weights, and adds something to its product."""
-    with norms_over(applied_cut(module).spec.group):  # type: ignore[union-attr]
-        return part_of_sum(module, x, *args, **kwargs)
+def row_parallel_bias_norm_forward(module: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Forward of a row-parallel projection that divides by norms of its weights and has an added term."""
+    with reduced_norms(applied_cut(module).spec.group):  # type: ignore[union-attr]
+        return row_parallel_forward(module, x, *args, **kwargs)
 
 
-_ADDING = (part_of_sum, part_of_sum_with_norms)
-_WITH_NORMS = (part_with_norms, part_of_sum_with_norms)
+_ADDING = (row_parallel_forward, row_parallel_bias_norm_forward)
+_WITH_NORMS = (row_parallel_norm_forward, row_parallel_bias_norm_forward)
 
 
-class Trial:
-    """Trials of one module.
+class ProjectionProbe:
+    """Numeric probe of one module.
 
     Args:
-        module: The projection; it stays as it is.
-        ranks: How many parts it is to be split into; fewer are tried where it cannot be, which ``shard`` refuses.
+        module: The projection; it is not changed.
+        ranks: Number of shards. If the widths are not divisible, which ``shard`` refuses, fewer are tried.
         inputs: Width of its input.
         outputs: Width of its output.
     """
@@ -74,8 +74,8 @@ class Trial:
         named = {**dict(self.probe.named_parameters()), **dict(self.probe.named_buffers())}
         self.tensors: dict[str, torch.Tensor] = {name: each for name, each in named.items() if each.dim()}
         for each in named.values():
-            each.copy_(self._drawn(each))
-        self.x = self._numbers(*_INPUTS[0][0], inputs)
+            each.copy_(self._random_like(each))
+        self.x = self._random(*_INPUTS[0][0], inputs)
         self.large = copy.deepcopy(self.probe)
         for each in (*self.large.parameters(), *self.large.buffers()):
             if each.is_floating_point() and each.dim() > 1:
@@ -83,7 +83,7 @@ class Trial:
         self.norms: list[torch.Tensor] = []
 
     def is_needed(self) -> bool:
-        """Return whether the module does more than call layers: it uses other tensors, or changes itself."""
+        """Return whether the module does more than call layers: it uses tensors of its own, or changes itself."""
         called: set[nn.Module] = set()
         before, module = repr(_plain(self.probe)), copy.deepcopy(self.probe)
         for each in module.modules():
@@ -91,7 +91,7 @@ class Trial:
         found = module(self.x)
         if found.shape != (*self.x.shape[:-1], self.widths["sharded"]) or not found.isfinite().all():
             return False
-        if not all(torch.equal(found, copy.deepcopy(self.probe)(self.x)) for _ in range(2)):  # it draws numbers
+        if not all(torch.equal(found, copy.deepcopy(self.probe)(self.x)) for _ in range(2)):  # it draws random numbers
             return False
         (trained := copy.deepcopy(self.probe).train())(self.x)
         for used in (module, trained):  # it keeps statistics
@@ -99,10 +99,10 @@ class Trial:
                 return False
         layers = {layer for layer in called if type(layer) is nn.Linear and layer is not module}
         loose = [name for name in self.tensors if holder_of(module, name)[0] not in layers]
-        return any(self._matters(name) for name in loose) or repr(_plain(module)) != before
+        return any(self._changes_output(name) for name in loose) or repr(_plain(module)) != before
 
     def mixes_rows(self) -> bool:
-        """Return whether what the module gives for a row depends on the others, as in attention."""
+        """Return whether a row of the output depends on other rows, as in attention."""
         return _differs(self._run(self.x)[..., :1, :], self._run(self.x[..., :1, :]))
 
     def cuts(self) -> Iterator[Cut]:
@@ -110,7 +110,7 @@ class Trial:
         for output, names in (("sharded", NAMES[1]), ("partial", NAMES[0])):
             cut = self._cut(output, names)
             if cut is None and output == "partial" and (norms := self._norms(self.probe, self.x)):
-                self.norms = norms  # constants: parts of the weight leave them as they are
+                self.norms = norms  # treated as constants, which no split of the weight changes
                 cut = self._cut(output, names)
             if cut is not None:
                 yield cut
@@ -123,7 +123,7 @@ class Trial:
             return None
         main.sort(key=lambda name: -self.tensors[name].numel())
         ordered = {name: dims[name] for name in dict.fromkeys([main[0], *dims])}
-        summed = tuple(name for name, _ in self.probe.named_parameters() if name not in dims and self._matters(name))
+        summed = tuple(name for name, _ in self.probe.named_parameters() if name not in dims and self._changes_output(name))
         cut = Cut(
             ordered,
             "replicated" if output == "sharded" else "sharded",
@@ -140,8 +140,8 @@ class Trial:
     def _forward(self, output: str) -> Callable[..., Any] | None:
         adds = output == "partial" and bool(self._run(torch.zeros_like(self.x)).any())
         if self.norms:
-            return part_of_sum_with_norms if adds else part_with_norms
-        return part_of_sum if adds else None
+            return row_parallel_bias_norm_forward if adds else row_parallel_norm_forward
+        return row_parallel_forward if adds else None
 
     def _norms(self, module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
         found: list[torch.Tensor] = []
@@ -149,34 +149,34 @@ class Trial:
             module(x)
         return found
 
-    def _drawn(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return other numbers of the same kind: positive ones for what may be a scale, integers in the range there is."""
+    def _random_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return random values of the same kind: positive for a possible scale, integers in the range of the tensor."""
         if tensor.is_floating_point():
             is_matrix = sum(size > 1 for size in tensor.shape) > 1
-            drawn = self._numbers(*tensor.shape) if is_matrix else self._numbers(*tensor.shape).abs() + 0.5
+            drawn = self._random(*tensor.shape) if is_matrix else self._random(*tensor.shape).abs() + 0.5
             return drawn.to(tensor.dtype)
         low, high = int(tensor.min()), int(tensor.max()) + 1
         return torch.randint(low, high, tensor.shape, generator=self.generator).to(tensor.dtype)
 
-    def _numbers(self, *shape: int) -> torch.Tensor:
+    def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator, dtype=torch.float64)
 
     def _run(self, x: torch.Tensor, changed: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
         module = _copied(self.probe)
         for name, tensor in (changed or {}).items():
-            _put(module, name, tensor)
+            _replace_tensor(module, name, tensor)
         with torch.no_grad(), given_norms(self.norms):
             found: torch.Tensor = module(x)
         return found
 
-    def _matters(self, name: str) -> bool:
+    def _changes_output(self, name: str) -> bool:
         tensor = tensor_of(self.probe, name)
         assert tensor is not None
-        return _differs(self._run(self.x), self._run(self.x, {name: self._drawn(tensor)}))
+        return _differs(self._run(self.x), self._run(self.x, {name: self._random_like(tensor)}))
 
     def _halves_redrawn(self, name: str, dim: int) -> list[torch.Tensor]:
         tensor = self.tensors[name]
-        half, other = tensor.shape[dim] // 2, self._drawn(tensor)
+        half, other = tensor.shape[dim] // 2, self._random_like(tensor)
         halves = [tensor.narrow(dim, 0, half), tensor.narrow(dim, half, half)]
         others = [other.narrow(dim, 0, half), other.narrow(dim, half, half)]
         return [torch.cat([others[0], halves[1]], dim), torch.cat([halves[0], others[1]], dim)]
@@ -185,7 +185,7 @@ class Trial:
         return [dim for dim, size in enumerate(self.tensors[name].shape) if size > 1 and size % 2 == 0]
 
     def _column_dim(self, name: str) -> int | None:
-        """Return the dimension along which each half decides a half of the output, and nothing of the other."""
+        """Return the dimension along which each half determines one half of the output and does not change the other."""
         before, half = self._run(self.x), self.widths["sharded"] // 2
         for dim in self._even_dims(name):
             first, second = (self._run(self.x, {name: each}) for each in self._halves_redrawn(name, dim))
@@ -199,7 +199,7 @@ class Trial:
         return None
 
     def _row_dim(self, name: str) -> int | None:
-        """Return the dimension along which each half is used with a half of the input, and with nothing of the other."""
+        """Return the dimension along which each half is used with one half of the input only."""
         half = self.widths["partial"] // 2
         masks = [torch.arange(self.widths["partial"]) < half, torch.arange(self.widths["partial"]) >= half]
         given = [self.x * mask for mask in masks]
@@ -225,10 +225,10 @@ class Trial:
         self, cut: Cut, ranks: int, given: tuple[tuple[int, ...], float], training: bool, source: nn.Module
     ) -> bool:
         shape, scale = given
-        x = (self._numbers(*shape, self.widths["partial"]) * scale).requires_grad_()
+        x = (self._random(*shape, self.widths["partial"]) * scale).requires_grad_()
         whole = _trained(_copied(source).train(training))
         out = whole(x)
-        weights = self._numbers(*out.shape)
+        weights = self._random(*out.shape)
         wanted = _gradients(out, whole, x, weights)
         parts, columns = [], cut.output == "sharded"
         modules = [self._part(cut, ranks, rank, source).train(training) for rank in range(ranks)]
@@ -258,22 +258,22 @@ class Trial:
         for name, dim in cut.dims.items():
             whole = tensor_of(source, name)
             assert whole is not None
-            _put(module, name, _share(whole, dim, ranks, rank).clone())
+            _replace_tensor(module, name, _share(whole, dim, ranks, rank).clone())
         for name in cut.attributes:
             setattr(module, name, self.widths[cut.output] // ranks)
         if cut.forward in _ADDING:
-            module.__dict__["forward"] = types.MethodType(lambda own, x: _part_of_sum(own, x, ranks), module)
+            module.__dict__["forward"] = types.MethodType(lambda own, x: _with_shared_term(own, x, ranks), module)
         return _trained(module)
 
 
 def _copied(module: nn.Module) -> nn.Module:
-    """Return a copy of the module with other parameters and buffers of the same memory."""
+    """Return a copy of the module whose parameters and buffers share memory with the module's."""
     held = {id(each): each.detach() for each in module.buffers()}
     held |= {id(each): nn.Parameter(each.detach(), requires_grad=False) for each in module.parameters()}
     return copy.deepcopy(module, held)
 
 
-def _put(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+def _replace_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
     holder, own = holder_of(module, name)
     if own in holder._parameters:
         holder._parameters[own] = nn.Parameter(tensor, requires_grad=False)
@@ -305,7 +305,7 @@ def _differs(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
-    """Return the settings that the module and those inside of it keep as numbers, words and containers of these."""
+    """Return the attributes of all modules inside that are numbers, strings or containers."""
     kinds = (int, float, bool, str, type(None), tuple, list, dict)
     return {
         f"{path}.{name}": value

@@ -1,8 +1,8 @@
-"""Sharding rule for projections of any class: layers whose parts are shown to follow from parts of their tensors.
+"""Sharding rule for projections of any class, found by a numeric probe.
 
-Such a layer takes one value of ``[..., in_features]`` and returns one of ``[..., out_features]``: an adapter that multiplies by
-parameters of its own, a Linear with a norm of its weight's rows, quantised storage with scales. Trials on random numbers find
-which tensors are split; see ``projection_trial``.
+A projection takes one value of ``[..., in_features]`` and returns one of ``[..., out_features]``: an adapter that multiplies by
+parameters of its own, a Linear with a norm of its weight's rows, quantised storage with scales. ``projection_probe`` finds the
+tensors that are split.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .parametrization_hooks import computing_hooks
-from .projection_probe import NAMES, Trial
+from .parametrization_hooks import parametrization_hooks
+from .projection_probe import NAMES, ProjectionProbe
 from .sharding_rule import Cut, ShardingRule, applied_cut, computes_as
 
 KIND = "projection"
@@ -26,9 +26,9 @@ _known: dict[Hashable, tuple[Cut, ...]] = {}
 
 
 def projection_rule(module: nn.Module, ranks: int) -> ShardingRule | None:
-    """Return the rule for a module that is a projection, over so many ranks; None for any other.
+    """Return the rule for a module that is a projection, over ``ranks`` ranks; None for any other.
 
-    A module that only calls layers is none: these are split for themselves.
+    A module that only calls layers is no projection: its layers are split instead.
     """
     applied = applied_cut(module)
     if applied is not None:
@@ -43,7 +43,7 @@ def projection_rule(module: nn.Module, ranks: int) -> ShardingRule | None:
 
 
 def is_projection(module: nn.Module) -> bool:
-    """Return whether a module says how wide its input and output are, and has tensors for it that are its own."""
+    """Return whether a module has attributes for its input and output widths, and matrices of its own."""
     held = [*module._parameters.values(), *module._buffers.values()]
     return _own_sizes(module) is not None and any(each is not None and each.dim() > 1 for each in held)
 
@@ -51,15 +51,15 @@ def is_projection(module: nn.Module) -> bool:
 def _cuts(module: nn.Module, ranks: int, inputs: int, outputs: int) -> tuple[Cut, ...]:
     try:
         with torch.random.fork_rng(devices=[]), redirect_stdout(io.StringIO()):
-            trial = Trial(module, ranks, inputs, outputs)
-            is_projection = trial.is_needed() and (_own_sizes(module) is not None or not trial.mixes_rows())
-            return tuple(trial.cuts()) if is_projection else ()
-    except Exception:  # whatever a stranger's forward does on random numbers
+            probe = ProjectionProbe(module, ranks, inputs, outputs)
+            is_projection = probe.is_needed() and (_own_sizes(module) is not None or not probe.mixes_rows())
+            return tuple(probe.cuts()) if is_projection else ()
+    except Exception:  # an unknown forward may raise anything on random numbers
         return ()
 
 
 def _sizes(module: nn.Module) -> tuple[int, int] | None:
-    """Return the widths of the input and the output: the module's own, or those of the largest layer inside of it."""
+    """Return the widths of input and output: the module's own, or those of the largest layer inside it."""
     own = _own_sizes(module)
     if own is not None:
         return own
@@ -77,10 +77,10 @@ def _own_sizes(module: nn.Module) -> tuple[int, int] | None:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Return whether any code but forwards runs with the module; what hooks of torch compute has a rule of its own."""
+    """Return whether hooks run with the module, or tensors are computed by hooks, which have rules of their own."""
     tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(
-        "forward" in each.__dict__ or computing_hooks(each) or any(each.__dict__[table] for table in tables)
+        "forward" in each.__dict__ or parametrization_hooks(each) or any(each.__dict__[table] for table in tables)
         for each in module.modules()
     )
 
@@ -96,7 +96,7 @@ def _takes_one_value(module: nn.Module) -> bool:
 
 
 def _signature(module: nn.Module) -> Hashable:
-    """Return what modules share that have the same cuts: classes, shapes and settings."""
+    """Return the key of modules with the same cuts: classes, shapes and settings."""
     state = [(name, tuple(each.shape), each.dtype) for name, each in (*module.named_parameters(), *module.named_buffers())]
     settings = [(name, type(each), repr(_settings(each))) for name, each in module.named_modules()]
     return tuple(state), tuple(settings)

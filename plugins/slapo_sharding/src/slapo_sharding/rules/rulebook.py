@@ -1,4 +1,4 @@
-"""The sharding rules a schedule goes by: those of all plugins of its registry, our own last."""
+"""Sharding rules of a schedule: those of all plugins of its registry, in order; the rules of this package are last."""
 
 from __future__ import annotations
 
@@ -15,45 +15,47 @@ from slapo_tracing.nodes import as_layer
 from slapo_training.model import is_wrapper
 
 from .convolutions import channel_dim
-from .parametrizations import adapted, computed_by
+from .parametrizations import parametrization_of, restricted_rule
 from .projections import projection_rule
 from .sharding_rule import Cut, ShardingRule, applied_cut, tensor_of
 
 
 class Rulebook:
-    """Rules, the first that matches a module counts.
+    """Ordered rules, of which the first that matches a module applies.
 
     Args:
-        rules: Each with who it is from.
-        ranks: How many ranks modules are split over; trials cut as many parts.
+        rules: Each rule with its owner, for messages.
+        ranks: Number of ranks that modules are split over; numeric probes split into as many parts.
     """
 
     def __init__(self, rules: Sequence[tuple[ShardingRule, str]], ranks: int) -> None:
         self.rules, self.ranks = rules, max(ranks, 2)
 
     def find(self, module: nn.Module) -> ShardingRule | None:
-        """The rule for a module, or None."""
+        """Return the rule for a module, or None."""
         found = self._first(module)
         return None if found is None else found[0]
 
     def _first(self, module: nn.Module) -> tuple[ShardingRule, str] | None:
-        """The first rule that matches with who it is from; a trial decides where none does, or none of its cuts is right."""
+        """Return the first matching rule with its owner; without one, or without a right cut, a numeric probe decides."""
         if any(map(is_wrapper, module._parameters.values())):
-            return None  # what a part of such a weight is, its class alone could say
+            return None  # a tensor subclass defines itself how it is split
         found = next(self._matching(module), None)
         if found is None or not found[0].cuts:
-            shown = projection_rule(module, self.ranks)
-            found = found if shown is None else (shown, "slapo_sharding")
+            probed = projection_rule(module, self.ranks)
+            found = found if probed is None else (probed, "slapo_sharding")
         return found
 
     def _matching(self, module: nn.Module) -> Iterator[tuple[ShardingRule, str]]:
         layer = as_layer(module)
         return (
-            (adapted(rule, layer, self.ranks), owner) for rule, owner in self.rules if _ask(rule, owner, rule.matches, layer)
+            (restricted_rule(rule, layer, self.ranks), owner)
+            for rule, owner in self.rules
+            if _ask(rule, owner, rule.matches, layer)
         )
 
     def ways(self, module: nn.Module, input: str, output: str) -> Iterator[Cut]:
-        """The cuts of a module that is given and returns such values; none without a rule."""
+        """Yield the cuts of a module with these layouts of input and output."""
         rule = self.find(module)
         return (cut for cut in (rule.cuts if rule is not None else ()) if (cut.input, cut.output) == (input, output))
 
@@ -62,7 +64,7 @@ class Rulebook:
 
         Args:
             module: The layer.
-            output: ``"sharded"`` from a whole input, ``"partial"`` from a sharded one, or ``"kept"``: both are sharded.
+            output: ``"sharded"`` from a replicated input, ``"partial"`` from a sharded one, or ``"kept"``: both are sharded.
         """
         given = {"sharded": ("replicated", "indices"), "partial": ("sharded",), "kept": ("sharded",)}[output]
         made = "sharded" if output == "kept" else output
@@ -70,22 +72,22 @@ class Rulebook:
         return next((cut for each in given for cut in self.ways(module, each, made) if cut.dim == dim), None)
 
     def is_layer(self, module: nn.Module, output: str | None = None) -> bool:
-        """Return whether a module can be split such that its output is this, see ``layer_cut``; None asks for any way."""
+        """Return whether a module can be split to this output, see ``layer_cut``; None stands for any output."""
         ways = {"sharded": ("replicated", "sharded"), "partial": ("sharded", "partial"), "kept": ("sharded", "sharded")}
         asked, dim = ways.values() if output is None else [ways[output]], channel_dim(as_layer(module))
         return any(cut.dim == dim for way in asked for cut in self.ways(module, *way))
 
     def stack_cut(self, module: nn.Module) -> Cut | None:
-        """The way to split what is columns and rows in one, as stacked experts are: a whole input, a partial output."""
+        """Return the way to split a module with a replicated input and a partial output, such as stacked experts, or None."""
         return next(self.ways(module, "replicated", "partial"), None)
 
     def is_table(self, module: nn.Module) -> bool:
-        """Return whether a module looks rows up and can be split along these."""
+        """Return whether a module is a lookup table whose width can be split."""
         cut = self.layer_cut(module, "sharded")
         return cut is not None and cut.input == "indices"
 
     def cut(self, module: nn.Module, name: str, dim: int) -> Cut:
-        """The cut of ``module`` that splits parameter ``name`` along ``dim``; the one it was cut by, if that is so.
+        """Return the cut of ``module`` that splits parameter ``name`` along ``dim``; the applied one if it does.
 
         Raises:
             LookupError: no rule for such modules, no such cut, or the rule refuses it; its message continues "'name' ...".
@@ -100,7 +102,7 @@ class Rulebook:
 
 
 def described(module: nn.Module) -> str:
-    """Return the class of a module as errors name it, with its package if torch has another one of that name.
+    """Return the name of a module's class for errors, with its package if torch has another class of that name.
 
     Example:
         >>> described(nn.Linear(2, 2))
@@ -115,7 +117,7 @@ def described(module: nn.Module) -> str:
 
 def _cut(rule: ShardingRule, owner: str, module: nn.Module, name: str, dim: int) -> Cut:
     cut = next((cut for cut in rule.cuts if cut.dims.get(name) == dim), None)
-    if cut is None and (computed := next(filter(None, map(computed_by, module.modules())), None)):
+    if cut is None and (computed := next(filter(None, map(parametrization_of, module.modules())), None)):
         raise LookupError(f"cannot be split along {dim}: {computed}, and a part of it does not follow from parts")
     if cut is None:
         held = {*module._parameters, *module._buffers}
@@ -151,7 +153,7 @@ _books: WeakKeyDictionary[Registry, dict[int, Rulebook]] = WeakKeyDictionary()
 
 
 def rules_of(schedule: Schedule) -> Rulebook:
-    """The rules of the schedule's plugins, loaded when first asked for.
+    """Return the rules of the schedule's plugins, loaded on first use.
 
     Raises:
         PluginError: a plugin's hook fails, or a rule cannot be imported or is not one.
@@ -167,10 +169,10 @@ _added: WeakKeyDictionary[Registry, dict[type[nn.Module], tuple[ShardingRule, st
 
 
 def add_rule(registry: Registry, module_cls: type[nn.Module], rule: Any, owner: str) -> None:
-    """Put a rule of this process in front of those of the plugins; the newest comes first, and one of a class replaces its.
+    """Add a rule of this process before those of the plugins, the newest first; a class has one such rule.
 
     Raises:
-        PluginError: it is no rule.
+        PluginError: ``rule`` is no valid rule.
     """
     _check(rule, owner)
     added = _added.setdefault(registry, {})
@@ -255,7 +257,7 @@ def _wrong_function(what: str, given: Any, called: str, arguments: int, takes_mo
     try:
         signature = inspect.signature(given)
         (signature.bind_partial if takes_more else signature.bind)(*range(arguments))
-    except ValueError:  # what is not written in Python may have no signature
+    except ValueError:  # a function that is not written in Python may have no signature
         return
     except TypeError:
         yield f"{what} takes {signature}; it is called as {called}"

@@ -1,4 +1,4 @@
-"""``register_shard_method``: sharding rules of this process, by decorator; plugins use the hook ``slapo_shard_rules``."""
+"""``register_shard_method``: decorator for sharding rules of this process. Plugins use the hook ``slapo_shard_rules``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .sharding_rule import Cut, ShardingRule, computes_as
 
 
 class ShardMethod:
-    """Base class of the ways to split modules of a class; a subclass is registered by ``register_shard_method``.
+    """Base class for the ways to split a module class; ``register_shard_method`` registers a subclass.
 
     Attributes:
         cuts: The ways to split such a module.
@@ -34,14 +34,14 @@ Method = TypeVar("Method", bound=type[ShardMethod])
 def register_shard_method(module_cls: type[nn.Module] | None) -> Callable[[Method], Method]:
     """Return a class decorator that lets ``shard`` split modules of a class in this process.
 
-    It comes before the rules of plugins. Registering a class once more replaces its method. Subclasses count that keep the
-    class's forward.
+    The method comes before the rules of plugins. Registering a module class again replaces its method. Subclasses that keep
+    the class's forward are split, too.
 
     Args:
         module_cls: A class of modules; None, for one that could not be imported, registers nothing.
 
     Raises:
-        PluginError: what is decorated does not say how such modules are split.
+        PluginError: the decorated class is no valid method.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Sharding rules: what it means to split a parameter of a module, per class of module."""
+"""Sharding rules: the ways to split the parameters of a module, per module class."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ class Cut:
     """One way to split a module over the group.
 
     Args:
-        dims: Parameter to the dimension that is split; those the module has are split together.
-        input: What the module must be given: ``"replicated"`` (its gradient comes out partial), ``"sharded"``, or
-            ``"indices"`` (replicated, and without a gradient). ``"whole"``, with that output too, is for modules that run
-            from graphs, which add up results and gradients themselves; no rule has it.
-        output: What the module then returns: ``"sharded"``, or ``"partial"``.
-        attributes: Sizes that become local, those the module has.
-        forward: Takes the place of the module's forward on more than one rank; ``forward(module, *args)``.
-        late_bias: ``forward`` leaves out the module's bias, which the sync that reduces the output adds once; a module
-            without a bias keeps its own forward.
-        fusable: Whether the dimension may be made of fused blocks.
-        dim: Dimension along which a sharded input or output is sharded, and which a late bias is added along; the last one by
-            default, and -3 for images of ``[channels, height, width]``, with or without a batch before these.
-        parts: Parameter to the number of equal blocks it is made of, each split for itself; the others are one block.
-        uneven: Whether ranks may have parts of different sizes.
-        divided: Sizes that the ranks have to divide, and that stay whole.
-        draws: Whether ``forward`` draws random numbers for this rank's part, as dropout does.
-        summed: Parameters that stay whole and of whose gradients each rank has a part.
-        shown: Whether trials found the cut, see ``projections``.
+        dims: Parameter to the dimension that is split; the parameters that the module has are split together.
+        input: Layout of the module's input: ``"replicated"`` (its gradient is then partial), ``"sharded"``, or ``"indices"``
+            (replicated, without a gradient). ``"whole"``, for input and output, is for modules that run from graphs and reduce
+            results and gradients themselves; no rule has it.
+        output: Layout of the module's output: ``"sharded"`` or ``"partial"``.
+        attributes: Sizes that become local, if the module has them.
+        forward: Replaces the module's forward on more than one rank; ``forward(module, *args)``.
+        late_bias: ``forward`` omits the module's bias, which the sync that reduces the output adds once. A module without a
+            bias keeps its own forward.
+        fusable: True if the dimension may consist of fused blocks.
+        dim: Dimension along which a sharded input or output is sharded, and along which a late bias is added. The last one by
+            default; -3 for images of ``[channels, height, width]``, with or without a batch dimension.
+        parts: Parameter to the number of equal blocks that it consists of, each of which is split; the others are one block.
+        uneven: True if ranks may have shards of different sizes.
+        divided: Sizes that the ranks must divide, and that stay as they are.
+        draws: True if ``forward`` draws random numbers for this rank's shard, as dropout does.
+        summed: Parameters that stay replicated and whose gradients are partial.
+        shown: True if a numeric probe found the cut, see ``projections``.
     """
 
     dims: Mapping[str, int]
@@ -55,20 +55,20 @@ class Cut:
     shown: bool = False
 
     def main(self, module: nn.Module) -> str:
-        """The first of the parameters that ``module`` has; the others follow it."""
+        """Return the first of these parameters that ``module`` has; the others are split with it."""
         return next(name for name in self.dims if tensor_of(module, name) is not None)
 
 
 @dataclass(frozen=True)
 class ShardingRule:
-    """The cuts of a class of modules; plugins give theirs by the hook ``slapo_shard_rules``.
+    """Cuts of a class of modules; plugins return theirs from the hook ``slapo_shard_rules``.
 
     Args:
-        kind: What such a module is called in messages.
-        matches: Whether a module is one. It has to be sure of the forward, not of the class alone: a subclass may compute
-            something else.
+        kind: Name of such a module in messages.
+        matches: Returns whether a module is one. It must be sure of the forward, not only of the class, because a subclass may
+            compute something else.
         cuts: The ways to split it.
-        refuse: Why a cut of this module would be wrong, or None.
+        refuse: Returns why a cut of this module would be wrong, or None.
     """
 
     kind: str
@@ -79,14 +79,14 @@ class ShardingRule:
 
 @dataclass(frozen=True)
 class AppliedCut:
-    """Record of how a module was cut; it sits on the module. Over one rank nothing is changed but this record.
+    """Record of how a module was split, kept on the module. On one rank only this record changes.
 
     Args:
         cut: The cut.
-        spec: How its parameters were split; kept here too, as an engine may put others in their place.
-        late_bias: Whether the reducing sync has to add the bias.
-        asked: Parameters the user named; the others followed.
-        gathered: Whether the output is put together again at once.
+        spec: Shard of its parameters; kept here too, because an engine may replace the parameters.
+        late_bias: True if the reducing sync has to add the bias.
+        asked: Parameters that the user named; the others were split with them.
+        gathered: True if the output is gathered at once.
     """
 
     cut: Cut
@@ -97,7 +97,7 @@ class AppliedCut:
 
     @property
     def keeps_own(self) -> bool:
-        """True if the module takes and returns whole values and its own tensors are whole too: only inner ones are cut."""
+        """True if the module takes and returns replicated values, and only tensors of modules inside it are split."""
         return self.cut.input == self.cut.output == "whole" and all("." in name for name in self.cut.dims)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AppliedCut:
@@ -110,7 +110,7 @@ def computes_as(module: nn.Module, *kinds: type[nn.Module]) -> bool:
 
 
 def tensor_of(module: nn.Module, name: str) -> torch.Tensor | None:
-    """The module's own parameter or buffer of this name; one that another is computed from has a path, see ``parametrized``."""
+    """Return the module's parameter or buffer of this name, or of this path below it (see ``parametrizations``), or None."""
     module, name = holder_of(module, name)
     found = module._parameters.get(name)
     return found if found is not None else module._buffers.get(name)
@@ -123,39 +123,39 @@ def holder_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def applied_cut(module: nn.Module) -> AppliedCut | None:
-    """Return the record of how a module was cut, or None."""
+    """Return the record of how a module was split, or None."""
     return module.__dict__.get(_CUT)
 
 
 def split_of(module: nn.Module) -> AppliedCut | None:
-    """Return the record of how a module was cut, if this rank has only a part of it."""
+    """Return the record of how a module was split if there are several ranks, else None."""
     applied = applied_cut(module)
     return applied if applied is not None and applied.spec.num_shards > 1 else None
 
 
 def is_kept_for_inside(module: nn.Module, tensor: torch.Tensor) -> bool:
-    """Return whether an uncut module only keeps this part of a tensor for a layer inside, as BERT's head does a bias."""
+    """Return whether an unsplit module holds this shard only for a layer inside, as BERT's head holds a bias."""
     return split_of(module) is None and any(
         split_of(inside) is not None and holds(inside, tensor) for inside in module.modules() if inside is not module
     )
 
 
 def holds(module: nn.Module, tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a parameter or buffer of the module's own, or of a child whose weights its forward uses."""
+    """Return whether a tensor is the module's own, or a child's whose weights the module's forward uses."""
     applied = applied_cut(module)
-    if applied is not None and applied.cut.shown:  # whatever it makes of what is inside, and where it puts that meanwhile
+    if applied is not None and applied.cut.shown:  # its forward may use any tensor inside, and may move one while it runs
         return any(held is tensor for held in (*module.parameters(), *module.buffers()))
     below = [tensor_of(module, name) for name in (applied.cut.dims if applied is not None else ()) if "." in name]
     return any(held is tensor for held in [*module._parameters.values(), *module._buffers.values(), *below])
 
 
 def record_cut(module: nn.Module, applied: AppliedCut) -> None:
-    """Note on the module how it was cut."""
+    """Keep on the module the record of how it was split."""
     module.__dict__[_CUT] = applied
 
 
-class _Instead:
-    """Stands for a module with other values of some attributes."""
+class _AttributeOverride:
+    """Stand-in for a module with other values of some attributes."""
 
     def __init__(self, module: nn.Module, values: Mapping[str, Any]) -> None:
         self.__dict__.update(values, _slapo_module=module)
@@ -164,11 +164,11 @@ class _Instead:
         return getattr(self.__dict__["_slapo_module"], name)
 
 
-def standing_in(module: nn.Module, values: Mapping[str, Any]) -> Any:
-    """Return what a method of the module's class may take for the module: other values of some attributes."""
-    return _Instead(module, values)
+def with_attributes(module: nn.Module, values: Mapping[str, Any]) -> Any:
+    """Return a stand-in for the module, with other values of some attributes, for methods of its class."""
+    return _AttributeOverride(module, values)
 
 
 def forward_with(module: nn.Module, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """Call the forward of the module's class with other values of some attributes, its bias say; the module stays as it is."""
-    return type(module).forward(_Instead(module, values), *args, **kwargs)
+    """Call the forward of the module's class with other values of some attributes; the module does not change."""
+    return type(module).forward(_AttributeOverride(module, values), *args, **kwargs)

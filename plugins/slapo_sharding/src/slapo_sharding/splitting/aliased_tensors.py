@@ -14,17 +14,17 @@ _MARK = "shares memory with "
 
 
 def note_shared_memory(root: nn.Module) -> None:
-    """Mark each parameter and buffer that is a view of another one's numbers."""
+    """Tag each parameter and buffer that shares memory with another one."""
     for one, other in overlapping({id(each): each for each in (*root.parameters(), *root.buffers())}.values()):
         parameter_facts(one).tags.add(f"{_MARK}{parameter_facts(other).names[0]!r}")
         parameter_facts(other).tags.add(f"{_MARK}{parameter_facts(one).names[0]!r}")
 
 
 def check_shared_memory(root: nn.Module) -> None:
-    """Refuse trained parameters whose numbers others are views of: parts, stages and flat buffers are copies.
+    """Refuse trained parameters that share memory with others, because shards, stages and flat buffers are copies.
 
     Raises:
-        BuildError: there are such, and several ranks.
+        BuildError: there is one, and there are several ranks.
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
         for name, parameter in root.named_parameters():
@@ -40,7 +40,7 @@ def check_shared_memory(root: nn.Module) -> None:
 
 
 def overlapping(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield pairs of tensors that are views of the same numbers; each is compared with the next one in memory."""
+    """Yield pairs of tensors that share memory; each tensor is compared with the next one in memory only."""
     plain = (each for each in tensors if type(each) in (torch.Tensor, nn.Parameter) and each.layout is torch.strided)
     found = sorted((_memory(each), id(each), each) for each in plain if each.numel() and not each.is_meta)
     for (memory, _, one), (following, _, other) in zip(found, found[1:], strict=False):
@@ -55,7 +55,7 @@ def _memory(tensor: torch.Tensor) -> tuple[str, int, int, int]:
 
 
 def _offsets(tensor: torch.Tensor) -> torch.Tensor:
-    """Return where the numbers of a tensor are in its memory, in bytes."""
+    """Return the byte offset of each element of a tensor in its memory."""
     found = torch.tensor(tensor.storage_offset())
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         found = found[..., None] + torch.arange(size) * stride

@@ -1,8 +1,7 @@
-"""Attention modules: a head is never split, fused projections are split block by block, and what counts heads turns local.
+"""Attention modules: heads are never split, fused projections are split block by block, and head counts become local.
 
-Models differ in names only, so an attention module is told by what it has: the size of a head or a number of them, and
-projections that make heads. Transformers' attention views ``(..., -1, head_dim)``, which needs no count; what else it keeps
-is in the lists here.
+An attention module is recognised by its attributes: the size or the number of heads, and projections that make heads.
+Transformers' attention views ``(..., -1, head_dim)``, which needs no count; the names of its other attributes are listed here.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ _LOCAL, _SHOWN, _TRACED = "_slapo_local_heads", "_slapo_shown_counts", "_slapo_s
 
 
 def fused_blocks(owner: nn.Module | None, child: str, width: int) -> tuple[int, ...] | None:
-    """Sizes of the blocks of a projection called ``child`` inside ``owner``; one block where nothing is fused.
+    """Return the block sizes of a projection called ``child`` inside ``owner``; one block if it is not fused.
 
-    GPT-2 and its kin split the output of ``c_attn`` by their own ``split_size``, which leaves no doubt.
+    GPT-2 and similar models split the output of ``c_attn`` by their attribute ``split_size``.
 
     Returns:
-        None when the name says that it is fused, and nothing says how.
+        None if the name is that of a fused projection whose blocks are unknown.
     """
     if child not in _FUSED:
         return (width,)
@@ -52,25 +51,27 @@ def makes_heads(owner: nn.Module | None, child: str) -> bool:
 
 
 class Heads(NamedTuple):
-    """Heads of an attention on all ranks together: the queries', and the keys', each of which serves as many queries."""
+    """Heads of an attention on all ranks together: numbers of query and of key heads, and the size of a head."""
 
     queries: int
     keys: int
     size: int
 
     def local(self, num_shards: int) -> Heads:
-        """Return the heads of one rank: its queries, and the keys that these need, in copies where ranks share them."""
+        """Return the heads of one rank: its query heads, and the key heads that these use, replicated if ranks share them."""
         own = self.queries // num_shards
         return Heads(own, own // gcd(own, self.queries // self.keys), self.size)
 
     def counts(self) -> dict[str, int]:
-        """Attributes that models keep of the keys."""
+        """Return the attributes in which models keep counts of key heads, with their values."""
         widths = dict.fromkeys(_KEY_WIDTHS, self.keys * self.size)
         return {**dict.fromkeys(_KEY_COUNTS, self.keys), **dict.fromkeys(_GROUPS, self.queries // self.keys), **widths}
 
 
-def deal(owner: nn.Module, child: str, blocks: tuple[int, ...], num_shards: int) -> tuple[shard_ranges.Ranges, ...] | None:
-    """How the output of a projection that makes heads is dealt out; None for equal parts of every block.
+def head_ranges(
+    owner: nn.Module, child: str, blocks: tuple[int, ...], num_shards: int
+) -> tuple[shard_ranges.Ranges, ...] | None:
+    """Return the ranges of each rank in the output of a projection that makes heads; None for equal parts of every block.
 
     Args:
         owner: The attention module.
@@ -79,7 +80,7 @@ def deal(owner: nn.Module, child: str, blocks: tuple[int, ...], num_shards: int)
         num_shards: Number of ranks.
 
     Raises:
-        LookupError: heads cannot be dealt out; its message says why.
+        LookupError: heads would have to be split; its message says why.
     """
     size, heads = _head_size(owner), _heads(owner, child, blocks)
     assert size is not None
@@ -88,50 +89,50 @@ def deal(owner: nn.Module, child: str, blocks: tuple[int, ...], num_shards: int)
     for index, width in enumerate(blocks):
         keys = copied if _is_keys(child, index) else None
         if keys is not None and keys.keys * size == width and keys.queries % num_shards == 0:
-            dealt.append(shard_ranges.head_copies(keys.queries, keys.keys, size, num_shards))
+            dealt.append(shard_ranges.key_head_ranges(keys.queries, keys.keys, size, num_shards))
         elif keys is None and width % size == 0 and (width // size) % num_shards == 0:
-            dealt.append(shard_ranges.chunks(width, num_shards))
+            dealt.append(shard_ranges.block_ranges(width, num_shards))
         else:
             raise LookupError(f"{width / size:g} attention heads of size {size} cannot be dealt out to {num_shards} ranks")
     if not counts_local_heads(owner):
         _check_counts(owner, heads, num_shards)
-    return shard_ranges.side_by_side(blocks, dealt) if any(width // size % num_shards for width in blocks) else None
+    return shard_ranges.concatenated_ranges(blocks, dealt) if any(width // size % num_shards for width in blocks) else None
 
 
 def copied_heads(owner: nn.Module, child: str, blocks: tuple[int, ...], num_shards: int) -> Heads | None:
-    """The heads of an attention of which ranks have to hold keys in copies; None where they need not, or cannot."""
+    """Return the heads of an attention whose key heads ranks have to replicate; None if they need not, or cannot."""
     heads = _heads(owner, child, blocks)
     try:
-        deal(owner, child, blocks, num_shards)
+        head_ranges(owner, child, blocks, num_shards)
     except LookupError:
         return None
     return heads if heads is not None and heads.keys % num_shards else None
 
 
 def may_be_fused(child: str) -> bool:
-    """Whether a projection of this name makes queries and keys."""
+    """Return whether a projection of this name may make queries and keys."""
     return child in _FUSED
 
 
-def with_keys(child: str, blocks: tuple[int, ...], heads: Heads) -> tuple[int, ...]:
-    """The blocks of a projection, its keys and values as many as ``heads`` says."""
+def blocks_with_key_heads(child: str, blocks: tuple[int, ...], heads: Heads) -> tuple[int, ...]:
+    """Return the blocks of a projection with the key and value widths of ``heads``."""
     width = heads.keys * heads.size
     return tuple(width if _is_keys(child, index) else old for index, old in enumerate(blocks))
 
 
 def key_counts(owner: nn.Module, heads: Heads, other: Heads) -> dict[str, int]:
-    """What the attributes of an attention that count keys would be with other heads."""
+    """Return the attributes of an attention that count key heads, with their values for ``other``."""
     counts = other.counts()
     return {name: counts[name] for name, value in heads.counts().items() if _integer(owner, name) == value}
 
 
 def _is_keys(child: str, block: int) -> bool:
-    """Whether a block of a projection is keys or values."""
+    """Return whether a block of a projection is keys or values."""
     return child in _KEYS or (child in _FUSED and block > 0)
 
 
 def _check_counts(owner: nn.Module, heads: Heads | None, num_shards: int) -> None:
-    """Counts have to be divisible, or, of keys in copies, as the projections say: what pairs heads depends on them."""
+    """Raise ``LookupError`` for counts that are not divisible, or that differ from the projections' if keys are replicated."""
     if heads is not None and heads.keys % num_shards:
         for name, expected in heads.counts().items():
             if (value := _integer(owner, name)) not in (None, expected):
@@ -144,7 +145,7 @@ def _check_counts(owner: nn.Module, heads: Heads | None, num_shards: int) -> Non
 
 
 def _heads(owner: nn.Module, child: str, blocks: tuple[int, ...]) -> Heads | None:
-    """The heads, where the projections say how many there are."""
+    """Return the heads by the widths of the projections, or None."""
     size = _head_size(owner)
     widths: list[int | None] = []
     if child not in _FUSED:
@@ -159,7 +160,7 @@ def _heads(owner: nn.Module, child: str, blocks: tuple[int, ...]) -> Heads | Non
 
 
 def _width(projection: nn.Module | None) -> int | None:
-    """Width of a projection's output on all ranks together."""
+    """Return the width of a projection's output on all ranks together, or None."""
     applied = applied_cut(projection) if projection is not None else None
     if applied is not None and applied.cut.output == "sharded":
         return applied.spec.full_shape[applied.spec.dim]
@@ -167,7 +168,7 @@ def _width(projection: nn.Module | None) -> int | None:
 
 
 def count_local_heads(owner: nn.Module, child: str, blocks: tuple[int, ...], num_shards: int) -> None:
-    """Let the attention module count local heads; once, however many of its projections are sharded."""
+    """Let the attention module count local heads; the second and later projections change nothing."""
     if num_shards == 1 or _LOCAL in owner.__dict__:
         return
     heads = _heads(owner, child, blocks)
@@ -182,51 +183,51 @@ def count_local_heads(owner: nn.Module, child: str, blocks: tuple[int, ...], num
 
 
 def norms_heads(owner: nn.Module, child: str) -> bool:
-    """Whether ``child`` of ``owner`` normalises single heads: all it has is as long as one, and its name says so."""
+    """Return whether ``child`` of ``owner`` is a norm of single heads, by its name and the shape of its parameters."""
     size, module = _head_size(owner), owner._modules.get(child)
     shapes = {tuple(parameter.shape) for parameter in module.parameters()} if module is not None else set()
     return size is not None and child in _HEAD_NORMS and shapes == {(size,)}
 
 
-def attends(module: nn.Module) -> bool:
-    """Whether a module is an attention: its class says so, or a child makes heads."""
+def is_attention(module: nn.Module) -> bool:
+    """Return whether a module is an attention, by the name of its class or a child that makes heads."""
     return "attention" in type(module).__name__.lower() or any(makes_heads(module, child) for child in module._modules)
 
 
 def has_local_heads(module: nn.Module) -> bool:
-    """Whether a module is an attention of which this rank has a part of the heads."""
-    return attends(module) and any(_is_column(inside) for inside in module.modules())
+    """Return whether a module is an attention whose heads are sharded."""
+    return is_attention(module) and any(_is_column(inside) for inside in module.modules())
 
 
-def whole_attentions(root: nn.Module) -> Iterator[str]:
-    """Paths of the attentions, the innermost ones, of whose weights nothing is split."""
+def replicated_attentions(root: nn.Module) -> Iterator[str]:
+    """Yield the paths of the innermost attention modules that are entirely replicated."""
     for path, module in root.named_modules():
-        if attends(module) and any(parameter.dim() > 1 for parameter in module.parameters()):
+        if is_attention(module) and any(parameter.dim() > 1 for parameter in module.parameters()):
             inner, *others = module.modules()
-            if not any(map(split_of, (inner, *others))) and not any(map(attends, others)):
+            if not any(map(split_of, (inner, *others))) and not any(map(is_attention, others)):
                 yield path
 
 
 def counts_local_heads(owner: nn.Module) -> bool:
-    """Whether a shard step made the attention module count local heads."""
+    """Return whether a shard step made the attention module count local heads."""
     return _LOCAL in owner.__dict__
 
 
-def trust_counts(module: nn.Module) -> None:
-    """What counts heads or a width in this module and all it has is right for this rank, as its graph shows."""
+def mark_counts_verified(module: nn.Module) -> None:
+    """Record that a trace verified the local counts of this module and all modules inside."""
     for part in module.modules():
         part.__dict__[_TRACED] = True
         if part._modules:
             part.__dict__[_SHOWN] = True
 
 
-def is_shown(module: nn.Module) -> bool:
-    """Return whether a trace of this rank's model has shown that what the module returns is used as a part."""
+def counts_verified(module: nn.Module) -> bool:
+    """Return whether a trace of this rank's model has verified the uses of the module's output."""
     return _TRACED in module.__dict__
 
 
 def counts_locally(module: nn.Module) -> bool:
-    """Whether a step made the module count what this rank has."""
+    """Return whether a step made the module count this rank's shard."""
     return _SHOWN in module.__dict__ or counts_local_heads(module)
 
 
@@ -235,7 +236,7 @@ def _head_size(owner: nn.Module) -> int | None:
 
 
 def _counted_size(owner: nn.Module) -> int | None:
-    """The width of the queries by their number, where nothing else says it: the keys and values then have to be such heads."""
+    """Return the head size as query width by head count, if no attribute has it and the key and value widths fit."""
     count = next((count for name in _COUNTS if (count := _integer(owner, name))), 0) * owner.__dict__.get(_LOCAL, 1)
     widths = [_width(owner._modules[name]) for names in (_QUERIES, _KEYS) for name in names if name in owner._modules]
     if count <= 0 or len(widths) != 3 or widths[1] != widths[2] or not all(widths):

@@ -1,12 +1,12 @@
-"""Places in a model, which may be of repeated blocks."""
+"""Paths of modules in models with repeated blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 
-def kind(path: str) -> str:
-    """Return a path without the numbers of blocks: the same for the modules at one place of all of them."""
+def without_block_numbers(path: str) -> str:
+    """Return a path with ``*`` for each block number: the same for corresponding modules of all blocks."""
     return ".".join("*" if name.isdigit() else name for name in path.split("."))
 
 

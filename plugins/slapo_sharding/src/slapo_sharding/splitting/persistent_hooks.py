@@ -1,7 +1,7 @@
-"""Facts and hooks of a module's parameters, kept with the module when other parameters take their places.
+"""Facts and hooks of parameters, which the module moves to the parameters that replace them.
 
-FSDP2 gives a module parameters of its own, and ``load_state_dict(assign=True)`` those of the state; torch's hooks and what is
-set on a parameter stay behind with the old ones.
+FSDP2 gives a module new parameters, and ``load_state_dict(assign=True)`` gives it those of the state. Torch's hooks and
+attributes stay with the old parameters.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from slapo_training.gradient_hooks import register_first
 
 from ..communication._torch_autograd import no_functions
 from ..rules.sharding_rule import tensor_of
-from ..syncs.sync_hooks import GradientSum
+from ..syncs.sync_hooks import GradientReductionHook
 
 
-class LastingHook:
-    """A hook of a module: before its forward the parameter of this name has the hook that was meant for it.
+class PersistentHook:
+    """Forward pre-hook of a module that puts a tensor hook on the present parameter of this name, if it lacks the hook.
 
-    A module that tracing dissolves is no longer called: only the parameter it has then has the hook.
+    A module that a trace inlines is no longer called: then only its present parameter has the tensor hook.
 
     Args:
-        name: Of the parameter, in the module or as a path below it.
-        hook: For ``Tensor.register_hook``.
+        name: Name of the parameter in the module, or a path below it.
+        hook: Hook for ``Tensor.register_hook``.
     """
 
     traced = True  # it changes no value
@@ -55,34 +55,34 @@ class LastingHook:
 
 
 def keep_hook(schedule: Schedule, module: nn.Module, name: str, hook: Callable[[torch.Tensor], Any]) -> None:
-    """Whatever tensor becomes the module's parameter of this name gets this hook too; the present one has it."""
-    lasting = LastingHook(name, hook)
-    module.register_forward_pre_hook(lasting)
-    schedule.on_undo(partial(lasting.drop, module))
+    """Put the hook, which the present parameter has, on every later parameter of this name."""
+    persistent = PersistentHook(name, hook)
+    module.register_forward_pre_hook(persistent)
+    schedule.on_undo(partial(persistent.drop, module))
 
 
 def keep_sum(schedule: Schedule, module: nn.Module, name: str) -> None:
-    """Sum the gradient of a whole parameter, in the module or below it: each rank has a part of it, as was shown."""
+    """Reduce the gradient of a replicated parameter, in the module or below it, which was verified to be partial."""
     label = f"{schedule.path}.{name}" if schedule.path else name
-    total, parameter = GradientSum(schedule.group, label, seen=True), tensor_of(module, name)
-    total.by_plan = True
+    reduction, parameter = GradientReductionHook(schedule.group, label, seen=True), tensor_of(module, name)
+    reduction.by_plan = True
     if parameter is not None and parameter.requires_grad:
-        schedule.on_undo(register_first(parameter, total).remove)
-    keep_hook(schedule, module, name, total)
+        schedule.on_undo(register_first(parameter, reduction).remove)
+    keep_hook(schedule, module, name, reduction)
 
 
-class _LastingFacts:
-    """A hook of a module behind its loading of a state.
+class _FactsAfterLoad:
+    """Hook that runs after a module has loaded a state, and moves the facts of shards to new tensors.
 
     Args:
-        known: What is known of its parts, by name.
+        known: Facts of the module's shards, by name.
     """
 
     def __init__(self, known: dict[str, ParameterFacts]) -> None:
         self.known = known
 
-    def __deepcopy__(self, memo: Any) -> _LastingFacts:
-        return _LastingFacts(dict(self.known))
+    def __deepcopy__(self, memo: Any) -> _FactsAfterLoad:
+        return _FactsAfterLoad(dict(self.known))
 
     def __call__(self, module: nn.Module, keys: Any) -> None:
         for name, known in self.known.items():
@@ -93,11 +93,11 @@ class _LastingFacts:
 
 
 def keep_facts(module: nn.Module) -> None:
-    """A part that ``load_state_dict(assign=True)`` puts into the module is known to be one, as the part before it was."""
+    """Keep the facts of the module's shards when ``load_state_dict(assign=True)`` replaces them."""
     own = {**module._parameters, **module._buffers}
     known = {
         name: parameter_facts(tensor)
         for name, tensor in own.items()
         if tensor is not None and parameter_facts(tensor).spec is not None
     }
-    module.register_load_state_dict_post_hook(_LastingFacts(known))  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_post_hook(_FactsAfterLoad(known))  # type: ignore[no-untyped-call]

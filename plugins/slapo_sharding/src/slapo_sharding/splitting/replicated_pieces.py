@@ -1,4 +1,4 @@
-"""Parameters of which ranks hold copies: each copy sees a part of the gradient and gets the whole."""
+"""Parameters with pieces that several ranks hold: their partial gradients are reduced, so that the copies stay equal."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from slapo_training.gradient_hooks import register_first
 from ..communication import collectives
 
 
-class CopySum:
-    """A hook of a parameter: each micro-batch's gradient is summed over all that hold the same, on this rank as well.
+class PieceReductionHook:
+    """Hook of a parameter that sums each micro-batch's gradient over all copies of a piece, on this rank as well.
 
-    Only what lies between the first and the last copy is sent: of a fused projection the keys and values.
+    Only the range from the first to the last replicated piece is sent: the keys and values of a fused projection.
 
     Args:
         spec: How the parameter is sharded.
     """
 
-    of_schedule = True  # not the user's
+    of_schedule = True  # tells engines that it is no hook of the user's
 
     def __init__(self, spec: ShardSpec) -> None:
         self.spec = spec
@@ -33,7 +33,7 @@ class CopySum:
         copied = (held > 1).nonzero()
         self.start, self.stop = int(copied[0]), int(copied[-1]) + 1
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CopySum:
+    def __deepcopy__(self, memo: dict[int, Any]) -> PieceReductionHook:
         return self
 
     def __call__(self, grad: torch.Tensor | None) -> torch.Tensor | None:
@@ -50,7 +50,7 @@ class CopySum:
         return summed
 
     def _places(self) -> Iterator[tuple[int, int, int]]:
-        """Iterate over the pieces: the start on this rank, the start in the message, and the size of each."""
+        """Yield the start on this rank, the start in the message, and the size of each piece."""
         offset = 0
         for start, stop in self.spec.ranges():
             low, high = max(start, self.start), min(stop, self.stop)
@@ -59,15 +59,15 @@ class CopySum:
             offset += stop - start
 
 
-def sum_copies(parameter: nn.Parameter, spec: ShardSpec) -> CopySum:
-    """Let every copy that the parameter holds get the whole gradient, also when it is unfrozen only later."""
-    frozen, hook = not parameter.requires_grad, CopySum(spec)
-    parameter.requires_grad_(True)  # torch takes hooks of no other
+def reduce_replicated_pieces(parameter: nn.Parameter, spec: ShardSpec) -> PieceReductionHook:
+    """Register the hook that reduces the gradients of replicated pieces, also for a frozen parameter, and return it."""
+    frozen, hook = not parameter.requires_grad, PieceReductionHook(spec)
+    parameter.requires_grad_(True)  # torch accepts hooks only on tensors that require a gradient
     register_first(parameter, hook)
     parameter.requires_grad_(not frozen)
     return hook
 
 
-def has_copies(spec: ShardSpec) -> bool:
-    """Return whether a part of the parameter is held more than once."""
+def has_replicated_pieces(spec: ShardSpec) -> bool:
+    """Return whether ranks hold a piece of the parameter more than once."""
     return spec.uneven_ranges is not None and sum(spec.sizes) > spec.full_shape[spec.dim]

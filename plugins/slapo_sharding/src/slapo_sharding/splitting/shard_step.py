@@ -1,4 +1,4 @@
-"""Carry out a shard step that was planned: tensors are cut, attributes turn local, forwards of our own take their place."""
+"""Application of a planned shard step: shards, local attributes, and the forwards of sharding rules."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from slapo_tracing.nodes import own_forward
 from slapo_training.gradient_hooks import carry_hooks, cut_attributes
 
 from ..rules.parametrization_hooks import is_computing
-from ..rules.parametrizations import sources
+from ..rules.parametrizations import source_parameters
 from ..rules.sharding_rule import AppliedCut, Cut, applied_cut, record_cut, tensor_of
 from ..syncs import overlapped_linear
 from ..syncs.sync_hooks import Sync
 from . import attention_heads, persistent_hooks, weight_digests
-from .replicated_pieces import has_copies, sum_copies
+from .replicated_pieces import has_replicated_pieces, reduce_replicated_pieces
 
 
 @dataclass
@@ -26,10 +26,10 @@ class ShardStep:
     """Plan of one call of ``shard``.
 
     Args:
-        module: The one asked for.
-        record: What is noted on it.
-        cuts: Every module that is cut: the one asked for, and those tied to it.
-        pieces: ``(module, path, tensor, spec)`` of each tensor that is cut now; a tied one stands once.
+        module: The module of the call.
+        record: Record that is kept on it.
+        cuts: Every module that is split: the module of the call, and those tied to it.
+        pieces: ``(module, path, tensor, spec)`` of each tensor that is split now; a tied tensor once.
         owner: The attention module that will count local heads.
     """
 
@@ -40,7 +40,7 @@ class ShardStep:
     owner: nn.Module | None = None
 
 
-def carry_out(schedule: Schedule, step: ShardStep) -> None:
+def apply_step(schedule: Schedule, step: ShardStep) -> None:
     """Change the model as planned."""
     num_shards, handles = step.record.spec.num_shards, {step.module: schedule}
     if not step.cuts.keys() <= handles.keys():
@@ -54,15 +54,17 @@ def carry_out(schedule: Schedule, step: ShardStep) -> None:
         else:
             below, _, name = path.rpartition(".")
             handle = handles[module][below] if below else handles[module]
-            handle.set_parameter(name, new := local_tensor(tensor, spec))
+            handle.set_parameter(name, new := local_shard(tensor, spec))
             carry_hooks(new, tensor, spec, handle.places_of(new, (handle.mod, name)))
-            if has_copies(spec) and isinstance(tensor, nn.Parameter):
-                persistent_hooks.keep_hook(schedule, handle.mod, name, sum_copies(handle.mod.get_parameter(name), spec))
+            if has_replicated_pieces(spec) and isinstance(tensor, nn.Parameter):
+                persistent_hooks.keep_hook(
+                    schedule, handle.mod, name, reduce_replicated_pieces(handle.mod.get_parameter(name), spec)
+                )
             if below:
                 persistent_hooks.keep_facts(handle.mod)
     for module, cut in step.cuts.items():
         if num_shards > 1:
-            _turn_local(module, cut, step.record.spec)
+            _use_local_attributes(module, cut, step.record.spec)
             persistent_hooks.keep_facts(module)
         if module is not step.module:
             record_cut(module, AppliedCut(cut, step.record.spec, num_shards > 1 and has_late_bias(module, cut)))
@@ -75,16 +77,17 @@ def carry_out(schedule: Schedule, step: ShardStep) -> None:
         attention_heads.count_local_heads(step.owner, schedule.name, step.record.spec.blocks, num_shards)
 
 
-def local_tensor(tensor: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+def local_shard(tensor: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+    """Return the shard of a parameter or buffer, with the facts, gradient and attributes of the tensor."""
     new = successor(tensor, spec.local(tensor.detach()), spec=spec)
     cut_attributes(new, tensor.shape, spec.dim, spec.local)
     if tensor.grad is not None:
         new.grad = spec.local(tensor.grad)
-    weight_digests.remember(new, tensor)
+    weight_digests.record_digest(new, tensor)
     return new
 
 
-def _turn_local(module: nn.Module, cut: Cut, spec: ShardSpec) -> None:
+def _use_local_attributes(module: nn.Module, cut: Cut, spec: ShardSpec) -> None:
     whole, part = spec.full_shape[spec.dim], spec.sizes[spec.rank]
     for name in cut.attributes:
         if (value := getattr(module, name, None)) is not None:
@@ -105,10 +108,10 @@ _HOOKS = {
 
 
 def user_code(module: nn.Module) -> str | None:
-    """Return the user's own code that runs with this module, or None; syncs, wrappers and cuts are the schedule's."""
+    """Return the kind of the user's own code that runs with this module, or None."""
     for kind, table in _HOOKS.items():
         hooks = module.__dict__[table]
-        if not all(isinstance(hook, (Sync, persistent_hooks.LastingHook)) or is_computing(hook) for hook in hooks.values()):
+        if not all(isinstance(hook, (Sync, persistent_hooks.PersistentHook)) or is_computing(hook) for hook in hooks.values()):
             return kind
     forward, applied = own_forward(module), applied_cut(module)
     ours = forward is None or overlapped_linear.is_overlapping(forward)
@@ -118,11 +121,11 @@ def user_code(module: nn.Module) -> str | None:
 
 
 def needs_forward(module: nn.Module, cut: Cut) -> bool:
-    """Return whether the cut's own forward has to take the place of the module's."""
+    """Return whether the cut's own forward has to replace the module's."""
     return cut.forward is not None and (not cut.late_bias or has_late_bias(module, cut))
 
 
 def has_late_bias(module: nn.Module, cut: Cut) -> bool:
     """Return whether there is a bias that the reducing sync has to add."""
-    held = (tensor_of(module, source) for source in sources(module, "bias"))
+    held = (tensor_of(module, source) for source in source_parameters(module, "bias"))
     return cut.late_bias and any(each is not None for each in held)

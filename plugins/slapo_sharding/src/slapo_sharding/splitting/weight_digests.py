@@ -1,7 +1,7 @@
-"""Comparison, at the first run, of some numbers of each weight: ranks must share out one model.
+"""Comparison of weights between ranks at the first run: all ranks must have made the same model.
 
-Each process makes its own copy of the model, and one that was seeded with its rank makes another one. The shards would be of
-different models then, and what stays whole would differ from rank to rank, without an error.
+Each process makes its own copy of the model, and a process that was seeded with its rank makes a different one. Shards would
+then belong to different models, and replicated weights would differ between ranks, without an error.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ from ..communication._torch_autograd import no_functions
 from ..communication._torch_private import no_modes
 from ..communication.collectives import Group
 from ..rules.sharding_rule import split_of
-from ..syncs.sync_order import OFF
+from ..syncs.sync_order import off_switch
 
 _SAMPLES = 64
-_cut_from: Any = WeakIdKeyDictionary()
-"""Shard to its digest, and to that of the whole tensor that it was cut from."""
+_digests: Any = WeakIdKeyDictionary()
+"""Shard to its digest, and the digest of the full tensor."""
 
 
-def sharers(model: nn.Module) -> tuple[Group, torch.device]:
-    """The ranks that share out a model, None where nobody has a part, and where their parts are."""
+def sharding_group(model: nn.Module) -> tuple[Group, torch.device]:
+    """Return the group that a model is sharded over, None if it is not, and the device of the shards."""
     for module in model.modules():
         if (applied := split_of(module)) is not None:
             return applied.spec.group, next(chain(module.parameters(), module.buffers())).device
     return None, torch.device("cpu")
 
 
-def remember(shard: torch.Tensor, full: torch.Tensor) -> None:
-    """Note what a shard was just cut from."""
+def record_digest(shard: torch.Tensor, full: torch.Tensor) -> None:
+    """Record the digests of a new shard and of its full tensor."""
     if not full.is_meta:
-        _cut_from[shard] = (_digest(shard), _digest(full))
+        _digests[shard] = (_digest(shard), _digest(full))
 
 
-def check(model: nn.Module) -> None:
-    """Compare the weights of the ranks that share out a model. Collective over their group.
+def check_same_weights(model: nn.Module) -> None:
+    """Compare the weights of a sharded model between the ranks. Collective over their group.
 
-    Those are left out that are on no device, that were written since they were split, or that an engine has taken over.
+    Weights on meta are left out, and so are those that were modified since they were split, or that an engine replaced.
 
     Raises:
         BuildError: they differ; on every rank, with the first weight that does.
     """
-    group, _ = sharers(model)
+    group, _ = sharding_group(model)
     if group is None or in_function_transform() or dist.get_backend(group) == "fake":
         return
     with no_functions(), no_modes(), torch.no_grad():
-        digests = {name: digest for name, parameter in model.named_parameters() if (digest := _known(parameter))}
+        digests = {name: digest for name, parameter in model.named_parameters() if (digest := _digest_of_full(parameter))}
         if len(set(gather_objects(_hash(repr(digests).encode()), None, group))) == 1:
             return
         found = gather_objects(digests, None, group)
@@ -63,15 +63,16 @@ def check(model: nn.Module) -> None:
     different = next((name for name in shared if len({other[name] for other in found}) > 1), None)
     if different is not None:
         raise BuildError(
-            f"the ranks do not share out one model: {different!r} had other numbers on one of them before it was split; make "
-            f"the model with the same seed on every rank, or load the same weights before scheduling it; {OFF}"
+            f"the ranks do not share out one model: {different!r} had other numbers on one of them before it was split; "
+            f"make the model with the same seed on every rank, or load the same weights before scheduling it; "
+            f"{off_switch('weights')}"
         )
 
 
-def _known(parameter: torch.Tensor) -> str:
-    """The digest of the whole tensor that this parameter is or was cut from; empty where it is not known."""
-    if parameter in _cut_from:
-        shard, full = _cut_from[parameter]
+def _digest_of_full(parameter: torch.Tensor) -> str:
+    """Return the digest of a parameter's full tensor; empty if it is unknown."""
+    if parameter in _digests:
+        shard, full = _digests[parameter]
         return str(full) if shard == _digest(parameter) else ""
     if (
         is_sharded(parameter)
@@ -87,9 +88,9 @@ def _digest(x: torch.Tensor) -> str:
     if not x.numel():
         return ""
     with no_functions(), no_modes(), torch.no_grad():
-        places = torch.linspace(0, x.numel() - 1, min(_SAMPLES, x.numel()), dtype=torch.float64, device=x.device).long()
-        some = x.detach()[torch.unravel_index(places, x.shape)] if x.dim() else x.detach().view(1)
-        return _hash(some.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        indices = torch.linspace(0, x.numel() - 1, min(_SAMPLES, x.numel()), dtype=torch.float64, device=x.device).long()
+        samples = x.detach()[torch.unravel_index(indices, x.shape)] if x.dim() else x.detach().view(1)
+        return _hash(samples.cpu().contiguous().view(torch.uint8).numpy().tobytes())
 
 
 def _hash(content: bytes) -> str:

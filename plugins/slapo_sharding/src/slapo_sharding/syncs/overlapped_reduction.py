@@ -1,10 +1,11 @@
-"""Values of which each rank uses its own part of the gradient, and where the sum of these starts in the backward.
+"""Values whose partial gradient is reduced in the backward, overlapped with the gradients of weights.
 
     x -- wait -- start --- layers        forward: nothing, or a gather
-          \\-- their weights --/          backward: data of the layers, start, their weights, wait
+          \\-- their weights --/          backward: inputs of the layers, start, their weights, wait
 
-A column-parallel layer knows such a value (``column_forward``): it computes its weight's gradient while the sum is under way.
-Of a gathered value it keeps this rank's part, and gathers that again while the first layer computes its input's gradient.
+A column-parallel layer looks up whether its input is such a value (``overlapped_linear``). If it is, the layer computes its
+weight's gradient while the reduction runs. For a gathered value the layer saves this rank's shard, and the shard is gathered
+again while the first layer computes its input's gradient.
 """
 
 from __future__ import annotations
@@ -15,139 +16,141 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..communication import collectives
-from ..communication._torch_autograd import saving, swap_turns
+from ..communication._torch_autograd import saved_tensor_hook, swap_sequence_numbers
 
 
-class Source(Protocol):
-    """Where a weight's gradient has the layer's input from, given what the forward kept of it."""
+class InputSource(Protocol):
+    """Provider of a layer's input for its weight's gradient, from the tensor that the forward saved."""
 
-    def start(self, kept: torch.Tensor) -> None:
-        """One more layer will ask for it in this backward."""
+    def start_gather(self, saved: torch.Tensor) -> None:
+        """Announce that one more layer will ask for the input in this backward."""
 
-    def whole(self, kept: torch.Tensor) -> torch.Tensor:
-        """The input; differentiable while a graph of the backward is made."""
+    def input(self, saved: torch.Tensor) -> torch.Tensor:
+        """Return the input; differentiable if the backward is recorded."""
 
-    def expect(self, dtype: torch.dtype) -> None:
-        """One more layer of the forward computes in this dtype."""
+    def add_dtype(self, dtype: torch.dtype) -> None:
+        """Record the dtype in which a layer of the forward computes."""
 
 
-class Started:
-    """Of a value: what layers keep of it, and the node of autograd that starts the sum of its gradient.
+class OverlappedReduction:
+    """Record of a value: the tensor that layers save instead, and the autograd node that starts the reduction.
 
     Args:
-        value: The value; it is not kept.
-        kept: Input or part that it was made from.
-        source: Makes the value of that in the backward.
-        held: What says how autograd saves tensors, if the value is found only where that is the same: a recompute that is
-            given the value, or a copy of it, must keep as much as its forward did.
+        value: The value; no reference is kept.
+        saved: Input or shard that the value was made from.
+        source: Makes the value from ``saved`` in the backward.
+        saved_hook: Saved-tensor hook under which the value was made. The record is found only under the same hook, because a
+            recomputation that is given the value, or a copy, must save as many tensors as its forward did.
     """
 
-    def __init__(self, value: torch.Tensor, kept: torch.Tensor, source: Source, held: Any = None) -> None:
-        self.kept, self.source, self.held = kept, source, held
+    def __init__(self, value: torch.Tensor, saved: torch.Tensor, source: InputSource, saved_hook: Any = None) -> None:
+        self.saved, self.source, self.saved_hook = saved, source, saved_hook
         self.node = value.grad_fn
-        self.versions = value._version, kept._version
+        self.versions = value._version, saved._version
 
-    def precede(self, weights: torch.Tensor) -> None:
-        """What stands for a layer's weights takes its turn in the backward after the start, and before the wait."""
+    def run_before(self, weights: torch.Tensor) -> None:
+        """Let the start node run in the backward before the node that computes a layer's weight gradients."""
         if self.node is not None and weights.grad_fn is not None:
-            swap_turns(self.node, weights.grad_fn)
+            swap_sequence_numbers(self.node, weights.grad_fn)
 
 
-_ANYHOW = object()
-_known: Any = WeakIdKeyDictionary()
+_ANY_SAVED_TENSOR_HOOK = object()
+_reductions: Any = WeakIdKeyDictionary()
 
 
-def of(x: torch.Tensor) -> Started | None:
-    """What is known of ``x``, if it is such a value, unchanged, or all of one in another shape."""
+def reduction_of(x: torch.Tensor) -> OverlappedReduction | None:
+    """Return the record of ``x``, or of the value that ``x`` is a full view of; None if the value was modified since."""
     if not torch.is_grad_enabled():
         return None
-    value = x if x in _known else x._base
-    found: Started | None = None if value is None else _known.get(value)
+    value = x if x in _reductions else x._base
+    found: OverlappedReduction | None = None if value is None else _reductions.get(value)
     if value is None or found is None:
         return None
-    if found.held is not _ANYHOW and found.held is not saving():
+    if found.saved_hook is not _ANY_SAVED_TENSOR_HOOK and found.saved_hook is not saved_tensor_hook():
         return None
-    if found.versions != (value._version, found.kept._version) or x.dtype != value.dtype:
+    if found.versions != (value._version, found.saved._version) or x.dtype != value.dtype:
         return None
     same = x.is_contiguous() and value.is_contiguous() and x.numel() == value.numel() and x.shape[-1] == value.shape[-1]
     return found if same else None
 
 
-def summed(x: torch.Tensor, group: collectives.Group) -> torch.Tensor:
-    """``x``, its gradient summed over the group."""
+def with_reduced_gradient(x: torch.Tensor, group: collectives.Group) -> torch.Tensor:
+    """Return ``x``, with its gradient summed over the group."""
     if torch.compiler.is_compiling():  # the compiler orders the backward itself
         return collectives.all_reduce_grad(x, group)
-    value = collectives.all_reduce_grad(x, group, apart=True)
+    value = collectives.all_reduce_grad(x, group, split_backward=True)
     if value is not x:
-        _known[value] = Started(value, x, _Kept(group), _ANYHOW)
+        _reductions[value] = OverlappedReduction(value, x, _SavedInput(group), _ANY_SAVED_TENSOR_HOOK)
     return value
 
 
-def gathered(x: torch.Tensor, dim: int, group: collectives.Group, size: int | None) -> torch.Tensor:
-    """All parts of a value, of which each rank goes on to use its own."""
-    apart = torch.is_grad_enabled() and not (torch.compiler.is_compiling() or x.is_inference())
-    value = collectives.all_gather(x, dim, group, backward="reduce_scatter", size=size, apart=apart)
-    if apart and value is not x:
-        _known[value] = Started(value, x, _Again(dim % x.dim(), group, value.size(dim)), saving())
+def gather_with_overlap(x: torch.Tensor, dim: int, group: collectives.Group, size: int | None) -> torch.Tensor:
+    """All-gather a value that each rank uses for its own shards; the gradient is reduce-scattered."""
+    overlaps = torch.is_grad_enabled() and not (torch.compiler.is_compiling() or x.is_inference())
+    value = collectives.all_gather(x, dim, group, backward="reduce_scatter", size=size, split_backward=overlaps)
+    if overlaps and value is not x:
+        _reductions[value] = OverlappedReduction(
+            value, x, _RegatheredInput(dim % x.dim(), group, value.size(dim)), saved_tensor_hook()
+        )
     return value
 
 
-class _Kept:
-    """The input as it was kept."""
+class _SavedInput:
+    """Source of an input that was saved whole."""
 
     def __init__(self, group: collectives.Group) -> None:
         self.group = group
 
-    def start(self, kept: torch.Tensor) -> None:
-        """It is there."""
+    def start_gather(self, saved: torch.Tensor) -> None:
+        """Do nothing: the input is there."""
 
-    def whole(self, kept: torch.Tensor) -> torch.Tensor:
-        """A gradient of a weight's gradient is this rank's part of the input's."""
-        return collectives.all_reduce_grad(kept, self.group) if torch.is_grad_enabled() else kept
+    def input(self, saved: torch.Tensor) -> torch.Tensor:
+        """Return the input; in a recorded backward its gradient is partial, and reduced."""
+        return collectives.all_reduce_grad(saved, self.group) if torch.is_grad_enabled() else saved
 
-    def expect(self, dtype: torch.dtype) -> None:
-        """It is kept in its own."""
+    def add_dtype(self, dtype: torch.dtype) -> None:
+        """Do nothing: the input keeps its dtype."""
 
 
-class _Again:
-    """Gathers a part once more in the backward, once for all layers that use it.
+class _RegatheredInput:
+    """Source that gathers a saved shard again in the backward, once for all layers that use it.
 
     Args:
         dim: Dimension that is sharded.
         group: Ranks in the order of their shards.
-        size: Of the whole along ``dim``.
+        size: Size of the gathered input along ``dim``.
     """
 
     def __init__(self, dim: int, group: collectives.Group, size: int) -> None:
         self.dim, self.group, self.size = dim, group, size
         self.dtypes: set[torch.dtype] = set()
-        self.left = 0  # layers that have yet to ask
-        self.sent: torch.Tensor | None = None
-        self.known: torch.Tensor | None = None
+        self.num_waiting = 0  # layers that have yet to ask
+        self.started: torch.Tensor | None = None
+        self.gathered: torch.Tensor | None = None
 
-    def expect(self, dtype: torch.dtype) -> None:
-        """If all layers compute in one dtype, that is what is sent."""
+    def add_dtype(self, dtype: torch.dtype) -> None:
+        """Record a dtype; if all layers compute in the same one, the shard is sent in it."""
         self.dtypes.add(dtype)
 
-    def start(self, kept: torch.Tensor) -> None:
-        """Send this rank's part, unless it is sent already."""
+    def start_gather(self, saved: torch.Tensor) -> None:
+        """Start the all-gather, unless it was started already."""
         if torch.is_grad_enabled():
             return
-        self.left += 1
-        if self.sent is None and self.known is None:
-            (dtype,) = self.dtypes if len(self.dtypes) == 1 else (kept.dtype,)
-            self.sent = collectives.send(kept.to(dtype), self.dim, self.group, self.size)
+        self.num_waiting += 1
+        if self.started is None and self.gathered is None:
+            (dtype,) = self.dtypes if len(self.dtypes) == 1 else (saved.dtype,)
+            self.started = collectives.start_all_gather(saved.to(dtype), self.dim, self.group, self.size)
 
-    def whole(self, kept: torch.Tensor) -> torch.Tensor:
-        """All parts, let go with the last layer that asks."""
+    def input(self, saved: torch.Tensor) -> torch.Tensor:
+        """Return the gathered input; the last layer that asks releases it."""
         if torch.is_grad_enabled():
-            return collectives.all_gather(kept, self.dim, self.group, backward="reduce_scatter", size=self.size)
-        if self.sent is None and self.known is None:
-            self.start(kept)
-        if self.sent is not None:
-            self.known, self.sent = collectives.received(self.sent, self.dim, self.group, self.size), None
-        whole, self.left = self.known, self.left - 1
-        assert whole is not None
-        if not self.left:
-            self.known = None
-        return whole
+            return collectives.all_gather(saved, self.dim, self.group, backward="reduce_scatter", size=self.size)
+        if self.started is None and self.gathered is None:
+            self.start_gather(saved)
+        if self.started is not None:
+            self.gathered, self.started = collectives.wait_all_gather(self.started, self.dim, self.group, self.size), None
+        full, self.num_waiting = self.gathered, self.num_waiting - 1
+        assert full is not None
+        if not self.num_waiting:
+            self.gathered = None
+        return full

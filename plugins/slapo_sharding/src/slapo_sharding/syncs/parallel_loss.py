@@ -1,7 +1,7 @@
-"""The loss of a causal language model from each rank's part of the logits, which then are gathered for nobody.
+"""Loss of a causal language model from sharded logits, which are never gathered.
 
-Transformers' models call their ``loss_function`` with the logits and the labels. A module takes its place that computes what
-``ForCausalLMLoss`` does from the columns this rank has; the model's own code in between runs on parts.
+Transformers' models call their ``loss_function`` with the logits and the labels. A module replaces that function and computes
+``ForCausalLMLoss`` from this rank's columns; the model's own code in between runs on shards.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from .sync_hooks import Sync
 _LOSS, _STYLE = "ForCausalLMLoss", "colwise_gather_output"
 
 
-def with_parts(schedule: Schedule, steps: dict[str, str]) -> dict[str, str]:
-    """The steps of a plan, the head's such that its output stays in parts.
+def plan_with_sharded_logits(schedule: Schedule, steps: dict[str, str]) -> dict[str, str]:
+    """Return the steps of a plan, changed so that the output of the head stays sharded.
 
     Raises:
-        ScheduleError: the plan does not split the head, or the model computes another loss.
+        ScheduleError: the plan does not shard the head, or the model computes another loss.
     """
     model: Any = schedule.mod
     head = next((path for path, module in model.named_modules() if module is _head(model)), None)
@@ -42,14 +42,14 @@ def with_parts(schedule: Schedule, steps: dict[str, str]) -> dict[str, str]:
     return {**steps, head: "colwise"}
 
 
-def put(schedule: Schedule) -> ParallelLoss | None:
-    """Let the model, whose head is split, compute its loss from parts; None where it is whole, on one rank."""
+def install_loss(schedule: Schedule) -> ParallelLoss | None:
+    """Let a model with a sharded head compute its loss from shards, and return the loss; None on one rank."""
     model: Any = schedule.mod
     applied = split_of(_head(model))
     if applied is None:
         return None
     loss = ParallelLoss(applied.spec)
-    type(model).loss_function.fset(model, loss)  # else it would be a child of that name
+    type(model).loss_function.fset(model, loss)  # plain assignment would register a child module instead
     model.register_forward_hook(LossOrLogits())
     return loss
 
@@ -59,7 +59,7 @@ def _head(model: Any) -> Any:
 
 
 def _loss_of(model: Any) -> str:
-    """What a model computes its loss by: the name of its ``loss_function``, where its forward calls that."""
+    """Return the name of the ``loss_function`` that a model's forward calls, for messages."""
     called = getattr(getattr(inspect.unwrap(type(model).forward), "__code__", None), "co_names", ())
     if not isinstance(getattr(type(model), "loss_function", None), property) or "loss_function" not in called:
         return "computed in its forward"
@@ -72,11 +72,11 @@ def _error(schedule: Schedule, why: str) -> ScheduleError:
 
 
 @dataclass(frozen=True)
-class _Gather(Sync):
-    """A gather of parts that need not be equal.
+class _UnevenGather(Sync):
+    """All-gather of shards of different sizes.
 
     Args:
-        size: Of the whole.
+        size: Size of the gathered dimension.
     """
 
     size: int | None = None
@@ -86,10 +86,10 @@ class _Gather(Sync):
 
 
 class TokenLosses(nn.Module):
-    """The cross entropy of each token, by ``parallel_cross_entropy``; layers of an engine may take its place.
+    """Cross entropy of each token; layers of an engine may replace this module.
 
     Args:
-        spec: How the weight of the head is split.
+        spec: Shard of the head's weight.
     """
 
     def __init__(self, spec: ShardSpec) -> None:
@@ -97,7 +97,7 @@ class TokenLosses(nn.Module):
         self.spec = spec
 
     def forward(self, logits: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
-        """``[tokens]`` in float32 of ``[tokens, columns]`` and ids out of the whole vocabulary; 0 where it is ignored."""
+        """Map ``[tokens, columns]`` and global ids to ``[tokens]`` in float32, 0 for ignored ids."""
         size = self.spec.full_shape[0] if self.spec.uneven_ranges is not None else None
         return parallel_cross_entropy(
             logits.float(), target, self.spec.group, ignore_index=ignore_index, reduction="none", vocab_size=size
@@ -105,10 +105,10 @@ class TokenLosses(nn.Module):
 
 
 class ParallelLoss(nn.Module):
-    """What ``ForCausalLMLoss`` computes, from this rank's columns of the logits.
+    """``ForCausalLMLoss`` from this rank's columns of the logits.
 
     Args:
-        spec: How the weight of the head is split.
+        spec: Shard of the head's weight.
     """
 
     def __init__(self, spec: ShardSpec) -> None:
@@ -116,9 +116,11 @@ class ParallelLoss(nn.Module):
         self.spec = spec
         self.losses: nn.Module = TokenLosses(spec)
         self.whole = nn.Identity()
-        gather = _Gather("fwd_post", "all_gather", -1, spec.group, size=self._size if spec.uneven_ranges is not None else None)
+        gather = _UnevenGather(
+            "fwd_post", "all_gather", -1, spec.group, size=self._size if spec.uneven_ranges is not None else None
+        )
         self.whole.register_forward_hook(gather, with_kwargs=True)
-        wrap_forward(self, _as_one)
+        wrap_forward(self, _single_node)
 
     @property
     def _size(self) -> int:
@@ -134,7 +136,7 @@ class ParallelLoss(nn.Module):
         shift_labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """The loss; ``nll_loss`` takes the mean, as of one class, so whoever counts the labels of a loss finds them there."""
+        """Return the loss. Its mean is an ``nll_loss`` over one class, so that engines which count labels find them."""
         if vocab_size != self._size:
             raise ScheduleError(f"vocab_size is {vocab_size}, and the head has {self._size} rows; they have to be the same")
         if shift_labels is None:
@@ -142,7 +144,7 @@ class ParallelLoss(nn.Module):
         target = shift_labels.reshape(-1).to(logits.device)
         if logits.shape[:-1].numel() != target.shape[0]:
             raise ValueError(f"there are logits of {logits.shape[:-1].numel()} tokens and {target.shape[0]} labels")
-        with no_functions():  # the first run, which is looked at, would see a part used for the whole
+        with no_functions():  # the checks of the first run would refuse a shard that is used as the whole
             losses: torch.Tensor = self.losses(logits.reshape(target.shape[0], logits.shape[-1]), target, ignore_index)
         counted = torch.where(target == ignore_index, _IGNORED, 0)
         reduction = "mean" if num_items_in_batch is None else "sum"
@@ -156,13 +158,13 @@ class ParallelLoss(nn.Module):
 _IGNORED = -100
 
 
-def _as_one(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Keeps the loss one step of a traced model, whose collectives a graph would lack."""
+def _single_node(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a forward as one node of a trace; a graph inside would lack the collectives."""
     return call(*args, **kwargs)
 
 
 class LossOrLogits:
-    """A forward hook of the model: beside a loss it returns no logits, which are parts; without one they are gathered."""
+    """Forward hook that drops the sharded logits beside a loss, and gathers them without one."""
 
     traced = True
 

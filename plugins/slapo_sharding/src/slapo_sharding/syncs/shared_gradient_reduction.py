@@ -1,4 +1,4 @@
-"""The sum of an input's gradient: once for all layers that are given the same tensor."""
+"""Reduction of an input's gradient, once for all layers that take the same tensor."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from ..communication import collectives
 from . import overlapped_reduction
 
 
-class SharedSum:
-    """Modules that use the same tensor sum its gradient over the group once, all their parts of it together.
+class SharedGradientReduction:
+    """Shared reduction of the partial gradients of several modules that take the same tensor.
 
-    Which tensor that is shows when they run: one that another module has not been given has a sum of its own, so the
-    gradients are right whatever the modules are given.
+    The tensors are compared when the modules run. A tensor that no other module took has its own reduction, so the gradients
+    are right whatever the modules take.
 
     Args:
-        group: The ranks that each have a part of the gradient.
-        members: Number of modules; once all have had the tensor, it is let go.
+        group: The ranks that each have a partial gradient.
+        members: Number of modules; the tensor is released when all have taken it.
     """
 
-    __slots__ = ("group", "known", "left", "members", "proven")  # what is kept in them is no state of the model
+    __slots__ = ("current", "group", "is_shared", "members", "num_left")  # no ``__dict__``: nothing here is model state
 
     def __init__(self, group: collectives.Group, members: int) -> None:
         self.group, self.members = group, members
-        self.left = 0
-        self.proven = False  # that all modules have been given one tensor, unchanged
-        self.known: tuple[torch.Tensor, int, torch.Tensor] | None = None
+        self.num_left = 0
+        self.is_shared = False  # True once all modules have taken one tensor, unchanged
+        self.current: tuple[torch.Tensor, int, torch.Tensor] | None = None
 
-    def take(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` for one of the modules, its gradient summed; the same tensor as long as ``x`` is the same and unchanged."""
+    def with_shared_reduction(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x`` with a reduced gradient: the same tensor for each module while ``x`` is the same and unchanged."""
         compiling = torch.compiler.is_compiling()
-        if compiling and not self.proven:  # a graph has no versions to tell that x is unchanged
+        if compiling and not self.is_shared:  # a compiled graph has no version counters to tell that x is unchanged
             return collectives.all_reduce_grad(x, self.group)
         version = 0 if compiling else x._version
-        if self.known is None or self.known[0] is not x or self.known[1] != version:
-            self.known, self.left = (x, version, overlapped_reduction.summed(x, self.group)), self.members
-        taken = self.known[2]
-        self.left -= 1
-        if self.left == 0:
-            self.known, self.proven = None, True
+        if self.current is None or self.current[0] is not x or self.current[1] != version:
+            self.current, self.num_left = (x, version, overlapped_reduction.with_reduced_gradient(x, self.group)), self.members
+        taken = self.current[2]
+        self.num_left -= 1
+        if self.num_left == 0:
+            self.current, self.is_shared = None, True
         return taken

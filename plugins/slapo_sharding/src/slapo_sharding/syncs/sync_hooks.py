@@ -1,4 +1,4 @@
-"""Hooks that run a sync around its module; they take positional and keyword inputs alike."""
+"""Hooks that run a sync around its module, on positional and keyword inputs."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from slapo_core import ScheduleError
 from slapo_tracing.nodes import Hidden
 
 from ..communication import collectives
-from ..communication._torch_private import with_numbers
+from ..communication._torch_private import with_values
 from ..rules.sharding_rule import applied_cut
 from . import overlapped_reduction
-from .shared_gradient_reduction import SharedSum
-from .vocabulary_ids import whole_vocabulary
+from .shared_gradient_reduction import SharedGradientReduction
+from .vocabulary_ids import with_global_ids
 
 REDUCING = ("all_reduce", "reduce_scatter")
-"""Operations that make a partial output whole."""
+"""Operations that reduce a partial output."""
 
 
 @dataclass(frozen=True)
 class Sync(Hidden):
-    """One sync of a module; registered as a hook of torch that is given keyword inputs.
+    """Sync of a module, registered as a torch hook with keyword inputs.
 
     Args:
-        mode: ``"fwd_pre"``, ``"fwd_post"`` or ``"bwd_post"``; for ``"grad"`` see ``GradientSum``.
+        mode: ``"fwd_pre"``, ``"fwd_post"`` or ``"bwd_post"``; for ``"grad"`` see ``GradientReductionHook``.
         op: Name of the operation, or ``"function"``.
-        axis: Dimension it works along.
+        axis: Dimension that the operation works along.
         group: Ranks that take part.
-        backward: Of ``all_gather``.
+        backward: Backward of ``all_gather``.
         fn: The user's function.
-        takes_kwargs: Whether ``fn`` wants the keyword inputs as well.
-        new_axis: Of ``all_to_all``: the dimension that is cut.
-        path: Of the module, for errors.
-        shared: What sums the gradients of inputs instead, also of other modules'.
+        takes_kwargs: True if ``fn`` takes the keyword inputs as well.
+        new_axis: Dimension that ``all_to_all`` splits.
+        path: Path of the module, for errors.
+        shared: Reduction of the inputs' gradients that this module shares with others.
     """
 
     mode: str
@@ -52,17 +52,17 @@ class Sync(Hidden):
     backward: str = "split"
     fn: Callable[..., Any] | None = None
     takes_kwargs: bool = False
-    shared: SharedSum | None = None
+    shared: SharedGradientReduction | None = None
     new_axis: int | None = None
     path: str = ""
 
     @property
     def traced_with_layer(self) -> bool:
-        """True where a trace may record the sync with its module, see ``slapo_tracing.nodes.forward_wrapping.is_opaque``."""
+        """True if a trace may record the sync with its module, see ``slapo_tracing.nodes.forward_wrapping.is_opaque``."""
         return self.fn is None and self.mode in ("fwd_pre", "bwd_post")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sync:
-        return self  # groups cannot be copied, and nothing here changes but what a shared sum knows of a running forward
+        return self  # groups cannot be copied; only ``shared`` has state, and that is of a running forward
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None) -> Any:
         if self.mode == "fwd_post":
@@ -71,12 +71,12 @@ class Sync(Hidden):
             return self.fn(module, args, kwargs)  # torch calls a backward hook with (module, grad_input, grad_output)
         if self.mode == "bwd_post":
             if len(args) == 1 and isinstance(args[0], torch.Tensor) and not kwargs:
-                return (synced(args[0], self),), kwargs
-            return pytree.tree_map_only(torch.Tensor, partial(synced, sync=self), (args, kwargs))
+                return (run_sync(args[0], self),), kwargs
+            return pytree.tree_map_only(torch.Tensor, partial(run_sync, sync=self), (args, kwargs))
         return self._before(module, args, kwargs)
 
     def run(self, x: torch.Tensor, uneven: int | None = None) -> torch.Tensor:
-        """The operation on one tensor; ``uneven`` is the size of the whole one where ranks do not have equal parts of it."""
+        """Run the operation on one tensor; ``uneven`` is the full size if ranks have shards of different sizes."""
         if self.mode == "bwd_post":
             return self._reduce_grad(x)
         if self.op == "all_reduce":
@@ -87,7 +87,7 @@ class Sync(Hidden):
             assert self.new_axis is not None
             return collectives.all_to_all(x, self.axis, self.new_axis, self.group)
         if self.op == "all_gather" and self.backward == "reduce_scatter":
-            return overlapped_reduction.gathered(x, self.axis, self.group, uneven)
+            return overlapped_reduction.gather_with_overlap(x, self.axis, self.group, uneven)
         if self.op == "all_gather":
             return collectives.all_gather(x, self.axis, self.group, backward=self.backward, size=uneven)
         if self.op == "scatter":
@@ -95,7 +95,7 @@ class Sync(Hidden):
         return getattr(collectives, self.op)(x, self.axis, self.group)  # type: ignore[no-any-return]
 
     def _check(self, x: torch.Tensor, uneven: bool) -> None:
-        """Whether the dimensions are there, and the one that is cut can be."""
+        """Raise ``ScheduleError`` if a dimension is missing, or the one to split is not divisible."""
         ranks, axes = collectives.num_ranks(self.group), [axis for axis in (self.axis, self.new_axis) if axis is not None]
         message = None
         if not all(-x.dim() <= axis < x.dim() for axis in axes):
@@ -111,27 +111,27 @@ class Sync(Hidden):
     def _reduce_grad(self, x: torch.Tensor) -> torch.Tensor:
         if not x.requires_grad or not torch.is_grad_enabled():
             return x
-        return collectives.all_reduce_grad(x, self.group) if self.shared is None else self.shared.take(x)
+        return collectives.all_reduce_grad(x, self.group) if self.shared is None else self.shared.with_shared_reduction(x)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.fn is None:
-            return map_input(partial(self._along_cut, module), args, kwargs)
+            return map_first_input(partial(self._run_along_cut, module), args, kwargs)
         result = self.fn(module, args, kwargs) if self.takes_kwargs else self.fn(module, args)
         if result is None or (self.takes_kwargs and not (isinstance(result, tuple) and len(result) == 2)):
             return result  # torch says what is wrong with it
         found, named = result if self.takes_kwargs else (result, kwargs)
-        return whole_vocabulary(module, args, found if isinstance(found, tuple) else (found,)), named
+        return with_global_ids(module, args, found if isinstance(found, tuple) else (found,)), named
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if self.fn is None:
-            output = map_output(partial(self._along_cut, module), output)
+            output = map_output(partial(self._run_along_cut, module), output)
         else:
             result = self.fn(module, args, kwargs, output) if self.takes_kwargs else self.fn(module, args, output)
             output = output if result is None else result
         return map_output(partial(self._plus_bias, module), output) if self._adds_bias(module) else output
 
     def _adds_bias(self, module: nn.Module) -> bool:
-        """Whether this is the sync that adds a bias left out by the module's forward: the one that reduces."""
+        """Return whether this sync adds the bias that the module's forward leaves out: the reducing sync does."""
         applied = applied_cut(module)
         if applied is None or not applied.late_bias:
             return False
@@ -142,8 +142,8 @@ class Sync(Hidden):
     def _plus_bias(self, module: Any, x: torch.Tensor) -> torch.Tensor:
         """Add the bias in the output's own dtype, which autocast may have chosen.
 
-        An output that was scattered along the bias's dimension takes a piece of the bias; one scattered along another leaves
-        each rank a part of the bias's gradient.
+        An output that was scattered along the bias's dimension needs a shard of the bias. An output that was scattered along
+        another dimension has a partial gradient of the bias, which is reduced.
         """
         bias: torch.Tensor = module.bias
         applied = applied_cut(module)
@@ -155,54 +155,54 @@ class Sync(Hidden):
             bias = collectives.scatter(bias, 0, self.group) if same else collectives.all_reduce_grad(bias, self.group)
         bias = bias.to(x.dtype)
         if x.is_nested:
-            return with_numbers(x, (x.values().view(-1, len(bias)) + bias).flatten())
+            return with_values(x, (x.values().view(-1, len(bias)) + bias).flatten())
         return x + (bias.view(-1, *(1,) * (x.dim() - 1 - dim)) if dim < x.dim() - 1 else bias)
 
-    def _along_cut(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Run on what goes into a module or comes out; parts of channels, say, must not be put together along another one."""
+    def _run_along_cut(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Run on an input or output; refuse to gather or scatter it along another dimension than the sharded one."""
         applied = applied_cut(module) if self.op in ("all_gather", "scatter") else None
         if applied is not None and applied.spec.num_shards > 1:
             side = {"fwd_post all_gather": applied.cut.output, "fwd_pre scatter": applied.cut.input}
             assert self.axis is not None
             if side.get(f"{self.mode} {self.op}") != "sharded":
-                return synced(x, self)
+                return run_sync(x, self)
             if (self.axis - applied.cut.dim) % x.dim():
                 what = f"a {type(module).__name__} is sharded along {applied.cut.dim} there, not along {self.axis}"
                 message = f"{self.mode} {self.op}: {what}; give axis={applied.cut.dim}"
                 raise ScheduleError(message, path=self.path, primitive="sync")
             if applied.spec.uneven_ranges is not None:
-                return synced(x, self, applied.spec.full_shape[applied.spec.dim])
-        return synced(x, self)
+                return run_sync(x, self, applied.spec.full_shape[applied.spec.dim])
+        return run_sync(x, self)
 
 
-def synced(x: torch.Tensor, sync: Sync, uneven: int | None = None) -> torch.Tensor:
-    """Run a sync on a tensor, as one operation of a trace that goes into the module; see ``Sync.run``."""
+def run_sync(x: torch.Tensor, sync: Sync, uneven: int | None = None) -> torch.Tensor:
+    """Run a sync on a tensor, as one operation in a trace; see ``Sync.run``."""
     if has_torch_function_unary(x):
-        return handle_torch_function(synced, (x,), x, sync, uneven)
+        return handle_torch_function(run_sync, (x,), x, sync, uneven)
     return sync.run(x, uneven)
 
 
-class GradientSum:
-    """A hook of a parameter: each micro-batch's gradient is summed over the group as it arrives.
+class GradientReductionHook:
+    """Hook of a parameter that all-reduces each micro-batch's gradient over the group.
 
     Args:
-        group: The ranks that each have a part of the gradient.
-        name: Of the parameter, for the error when the gradient turns out to be whole already.
-        seen: Whether the gradient is known not to be whole, so that parts which happen to be equal are no error.
+        group: The ranks that each have a partial gradient.
+        name: Name of the parameter, for the error if the gradient is replicated already.
+        seen: True if the gradient is known to be partial, so that equal values on all ranks are no error.
     """
 
-    of_schedule = True  # not the user's
+    of_schedule = True  # tells engines that it is no hook of the user's
     by_plan = False
-    """Whether a plan that was shown right put it there."""
+    """True if a verified plan added the hook."""
 
     def __init__(self, group: collectives.Group, name: str, *, seen: bool = False) -> None:
         self.group, self.name, self.seen = group, name, seen
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> GradientSum:
-        return GradientSum(self.group, self.name, seen=self.seen)
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradientReductionHook:
+        return GradientReductionHook(self.group, self.name, seen=self.seen)
 
     def __call__(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        if grad is None:  # of a backward that reaches the parameter and has nothing for it
+        if grad is None:  # a backward may reach the parameter without a gradient for it
             return None
         total = collectives.all_reduce(grad, self.group)
         if not self.seen and not torch.compiler.is_compiling():
@@ -210,11 +210,11 @@ class GradientSum:
         return total
 
     def _check(self, grad: torch.Tensor, total: torch.Tensor) -> None:
-        """Parts that are the same on all ranks, in each of several numbers, are not parts."""
-        telling = grad.numel() * grad.element_size() >= _TELLING_BYTES and bool(grad.any())
-        self.seen = telling
+        """Raise ``ScheduleError`` for a gradient of several numbers that is the same on all ranks: it is not partial."""
+        is_comparable = grad.numel() * grad.element_size() >= _MIN_BYTES_TO_COMPARE and bool(grad.any())
+        self.seen = is_comparable
         ranks = collectives.num_ranks(self.group)
-        if telling and torch.allclose(total, grad * ranks, rtol=torch.finfo(grad.dtype).eps, atol=0):
+        if is_comparable and torch.allclose(total, grad * ranks, rtol=torch.finfo(grad.dtype).eps, atol=0):
             raise ScheduleError(
                 f"the gradient of {self.name!r} is the same on every rank, so it is whole already and its sum would be "
                 f"{ranks} times too large; leave sync('grad', 'all_reduce') out",
@@ -222,37 +222,37 @@ class GradientSum:
             )
 
 
-_TELLING_BYTES = 8
+_MIN_BYTES_TO_COMPARE = 8
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of the module itself that get a gradient, by name."""
+    """Return the module's own parameters that need a gradient, by name."""
     return {name: parameter for name, parameter in module.named_parameters(recurse=False) if parameter.requires_grad}
 
 
-def trust_sums(module: nn.Module) -> None:
-    """It is shown that the gradients of this module's own parameters are parts, also where these are equal."""
+def mark_gradients_verified(module: nn.Module) -> None:
+    """Record that the gradients of the module's own parameters are partial, even if they are equal on all ranks."""
     for parameter in trainable(module).values():
         for hook in (parameter._backward_hooks or {}).values():
-            if isinstance(hook, GradientSum):
+            if isinstance(hook, GradientReductionHook):
                 hook.seen = hook.by_plan = True
 
 
-def sums_gradient(parameter: torch.Tensor, by_plan: bool = False) -> bool:
-    """Return whether a sync sums the gradient of a parameter over the group.
+def reduces_gradient(parameter: torch.Tensor, by_plan: bool = False) -> bool:
+    """Return whether a sync reduces the gradient of a parameter over the group.
 
     Args:
         parameter: The parameter.
-        by_plan: Count only the syncs of plans that were shown right.
+        by_plan: Count only the syncs of verified plans.
     """
     hooks = (parameter._backward_hooks or {}).values()
-    return any(isinstance(hook, GradientSum) and (hook.by_plan or not by_plan) for hook in hooks)
+    return any(isinstance(hook, GradientReductionHook) and (hook.by_plan or not by_plan) for hook in hooks)
 
 
-def map_input(
+def map_first_input(
     fn: Callable[[torch.Tensor], torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Apply ``fn`` to the first floating-point input, positional ones before keyword ones; the others pass as they are."""
+    """Apply ``fn`` to the first floating-point input, positional ones before keyword ones; return all inputs."""
     for index, value in enumerate(args):
         if _is_floating(value):
             return (*args[:index], fn(value), *args[index + 1 :]), kwargs
@@ -284,7 +284,7 @@ def map_output(fn: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
 
 
 def first_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """The input that syncs and cuts are about, if there is one of floating point."""
+    """Return the first floating-point input, which syncs and cuts apply to, or None."""
     found: list[torch.Tensor] = []
 
     def note(x: torch.Tensor) -> torch.Tensor:
@@ -292,14 +292,14 @@ def first_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor |
         return x
 
     try:
-        map_input(note, args, kwargs)
+        map_first_input(note, args, kwargs)
     except ScheduleError:
         return None
     return found[0]
 
 
 def syncs_of(module: nn.Module, mode: str | None = None) -> Iterator[Sync]:
-    """The syncs of a module itself, of one mode or of all, in the order in which they run on each side."""
+    """Yield the module's own syncs, of one mode or of all, in the order in which they run on each side."""
     tables: tuple[dict[int, Any], ...] = (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks)
     for hook in chain.from_iterable(table.values() for table in tables):
         if isinstance(hook, Sync) and mode in (None, hook.mode):

@@ -1,4 +1,4 @@
-"""The ids that a function gives a vocabulary-parallel embedding: of the whole vocabulary, or of this rank's rows."""
+"""Ids that a user's function passes to a vocabulary-parallel embedding: global ids, or numbers of this rank's rows."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import nn
 from ..rules.sharding_rule import split_of
 
 
-def whole_vocabulary(module: nn.Module, given: tuple[Any, ...], found: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return what a function before the module made of its inputs, with ids of the whole vocabulary.
+def with_global_ids(module: nn.Module, given: tuple[Any, ...], found: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the result of a function before the module, with local ids replaced by global ones.
 
-    The classic function masks the ids of other ranks and counts its own from 0. The split embedding looks up ids of the whole
-    vocabulary, and gives zeros for those of other ranks.
+    The classic function masks the ids of other ranks and counts its own from 0. The sharded embedding takes global ids, and
+    returns zeros for the ids of other ranks.
 
     Args:
         module: Any module.
         given: Its positional inputs.
-        found: What the function returned for them.
+        found: Result of the function for them.
     """
     applied = split_of(module)
     if applied is None or (applied.cut.input, applied.cut.output) != ("indices", "partial") or not (given and found):

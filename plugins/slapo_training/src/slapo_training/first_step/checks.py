@@ -43,7 +43,7 @@ class FirstStep:
 
     def __init__(self, program: Program, options: CommonOptions) -> None:
         self._program, self._options, self._modes = program, options, Modes(program.module)
-        self._off = disabled_checks() if options.check else tuple(CHECKS)
+        self._off = [name for name in disabled_checks(options.check) if name in CHECKS]
         options.batch_rows.learn_tokens(program.module)
         self._is_done = False
         self.injects = self.is_uneven = False

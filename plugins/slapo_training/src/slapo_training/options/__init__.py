@@ -5,7 +5,16 @@ value and a value that works. The environment variable ``SLAPO_DISABLE_CHECKS`` 
 have a module each. It may import ``slapo_core``, ``batches`` and ``losses``, whose options it validates.
 """
 
+from .check_switches import disabled_checks, log_disabled_checks, register_checks
 from .common_options import CommonOptions, is_rate
 from .engine_options import DTYPES, EngineOptions
 
-__all__ = ["CommonOptions", "DTYPES", "EngineOptions", "is_rate"]
+__all__ = [
+    "DTYPES",
+    "CommonOptions",
+    "EngineOptions",
+    "disabled_checks",
+    "is_rate",
+    "log_disabled_checks",
+    "register_checks",
+]

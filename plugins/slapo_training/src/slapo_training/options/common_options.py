@@ -70,7 +70,8 @@ class CommonOptions:
             torch, which runs them in each micro-batch's backward on each replica.
         check: Check the first step that cuts a batch, before it is trained on: a loss that is no mean over rows is refused,
             modules that mix rows are named in a warning, and gradients that the model injects are weighted right. It costs at
-            most two steps, once. ``SLAPO_DISABLE_CHECKS`` switches off the checks ``rows`` and ``injected`` by name.
+            most two steps, once. ``{"rows": False}``, or the environment variable ``SLAPO_DISABLE_CHECKS``, switches off
+            checks by name: ``rows``, ``injected`` and those of plugins.
         strict: Refuse where the first step's checks would warn.
         optimizer_blocks: For optimizers that step a whole tensor: globs of the names of the model's own fused parameters, each
             with ``(dim, blocks)``, the number or the sizes of blocks along a dimension that are stepped as tensors of their
@@ -93,7 +94,7 @@ class CommonOptions:
     loss_weights: Count | Mapping[str, Count] | None = None
     loss_over: str | None = None
     gradient_hooks: str = "step"
-    check: bool = True
+    check: bool | Mapping[str, bool] = True
     strict: bool = False
     optimizer_blocks: Mapping[str, tuple[int, int | Sequence[int]]] | None = None
 
@@ -179,9 +180,9 @@ class CommonOptions:
             raise BuildError(f"microbatches is {self.microbatches!r}; give a whole number from 1 on")
         if isinstance(self.clip, bool) or not isinstance(self.clip, (int, float)) or not self.clip >= 0:
             raise BuildError(f"clip is {self.clip!r}; give the largest gradient norm, or 0 for no clipping")
-        for name in ("check", "strict"):
-            if type(getattr(self, name)) is not bool:
-                raise BuildError(f"{name} is {getattr(self, name)!r}; give True or False")
+        disabled_checks(self.check)
+        if type(self.strict) is not bool:
+            raise BuildError(f"strict is {self.strict!r}; give True or False")
         if self.ignore_index is not None and type(self.ignore_index) is not int:
             raise BuildError(
                 f"ignore_index is {self.ignore_index!r}; give the label value that the loss leaves out, a whole number"

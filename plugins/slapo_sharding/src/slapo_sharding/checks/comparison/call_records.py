@@ -1,4 +1,4 @@
-"""Records of the torch functions that a module calls, to find the line where two runs of it part."""
+"""Records of the torch functions that a module calls, to find the line where two runs differ."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _NEAR = 1e-3
 
 
 class Record(NamedTuple):
-    """One tensor that a function returned.
+    """Tensor that a function returned.
 
     Args:
-        name: Of the function.
-        line: Of the code that called it.
-        shape: Of the tensor.
-        power: Sum of the squares of its numbers.
+        name: Name of the function.
+        line: Line of the code that called it.
+        shape: Shape of the tensor.
+        power: Sum of the squares of its elements.
     """
 
     name: str
@@ -33,13 +33,13 @@ class Record(NamedTuple):
 
 
 class CallRecords:
-    """List of what torch functions returned in a run, in order."""
+    """List of the tensors that torch functions returned in a run, in order."""
 
     def __init__(self) -> None:
         self.made: list[Record] = []
 
     def __call__(self, func: Any, result: Any) -> None:
-        """Add what a function returned, or what a layer is given."""
+        """Add the result of a function, or the inputs of a layer."""
         name = name_of(func)
         if is_metadata(func, name) or in_function_transform():
             return
@@ -50,12 +50,12 @@ class CallRecords:
 
 
 def first_difference(parts: CallRecords, whole: CallRecords, group: Group) -> str:
-    """Return the line of the first tensor that is not a part of the one on whole values. Collective over the group.
+    """Return the line of the first tensor that is no shard of the whole value's. Collective over the group.
 
     Args:
-        parts: The run on this rank's parts.
+        parts: The run on this rank's shards.
         whole: The run on whole values.
-        group: The ranks that have parts.
+        group: The ranks that have shards.
     """
     gathered: list[list[Record]] = gather_objects(parts.made, None, group)
     everywhere = [list(made) for made in zip(*gathered, strict=False)]
@@ -69,10 +69,10 @@ def first_difference(parts: CallRecords, whole: CallRecords, group: Group) -> st
         total = sum(each.power for each in made)
         if made[0].shape == expected.shape:
             total /= len(made)
-            alike = all(_near(each.power, expected.power) for each in made)
+            fits = all(_near(each.power, expected.power) for each in made)
         else:
-            alike = _is_part(made[0].shape, expected.shape, len(made))
-        if not alike or not _near(total, expected.power):
+            fits = _is_part(made[0].shape, expected.shape, len(made))
+        if not fits or not _near(total, expected.power):
             return line
     return line
 

@@ -1,9 +1,9 @@
-"""Comparison of a module on this rank's parts with the same module on whole values, once, at the first run.
+"""Comparison of a module on this rank's shards with the same module on whole values, once, at the first run.
 
-The dry run of a derived plan knows all sizes, and torch's rules know most operations. What these do not see of a schedule by
-hand is seen here, whatever its cause: sizes that code reads off a sharded value, one element taken out of it, a value that goes
-through Python, NumPy or an operator without a rule. The innermost module whose inputs are whole and that returns what is whole
-runs twice more, without gradients and dropout: once as it did, and once on whole values (see ``whole_forward``).
+A manual schedule has no dry run that knows all sizes, and torch's rules know most operations only. The comparison finds the
+other faults: sizes that code reads from a sharded value, one element taken out of it, a value that goes through Python, NumPy
+or an operator without a rule. The innermost module with whole inputs and outputs runs twice more, without gradients and
+dropout: once as it did, and once on whole values (``module_rerun``).
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from ...communication import collectives
 from ...communication._torch_private import no_modes
 from ...communication.collectives import Group
 from ...rules.sharding_rule import split_of
-from ...splitting.attention_heads import is_shown
+from ...splitting.attention_heads import counts_verified
 from ...syncs.sync_hooks import REDUCING, syncs_of
 from ..value_tracking.op_rules import SAME
-from ..value_tracking.tracked_value import Followed
+from ..value_tracking.tracked_value import TrackedValue
 from .call_records import CallRecords, first_difference
-from .module_rerun import Rerun, reason_against
+from .module_rerun import Rerun, rerun_obstacle
 
 _CUTTING = ("scatter", "reduce_scatter", "all_to_all")
 _GATHERING = ("all_gather", "function")
 _EQUAL, _UNKNOWN, _DIFFERENT = range(3)
 _FEW = 1 / 8
-"""Share of the whole numbers and truth values that may differ, as rounding may choose another one."""
+"""Fraction of integers and booleans that may differ, because rounding may change a choice."""
 
 
-_UNLIKE = (
+_DIFFERS_FROM_WHOLE = (
     "from here on it computes something else than the unmodified module does, which has all of the values: code takes the size "
     "or an element of a part for that of the whole; tensor_parallel() without plan= divides sizes that code takes from whole "
     "values; or gather the output of the layers before, sync('fwd_post', 'all_gather', axis=-1), with what follows whole"
@@ -52,16 +52,16 @@ _SUMMED_TWICE = (
 )
 
 
-class Call:
-    """Record of a call, to be repeated.
+class RecordedCall:
+    """Record of a call that can be repeated.
 
     Args:
         module: The module.
-        args: What it is given; tensors are copied, as the call may change them.
-        kwargs: The same.
+        args: Its positional inputs; tensors are copied, because the call may change them.
+        kwargs: Its keyword inputs, likewise.
 
     Attributes:
-        is_multiple: True if its results are those on whole values as often as there are ranks.
+        is_multiple: True if the results are those on whole values times the number of ranks.
     """
 
     is_multiple = False
@@ -75,8 +75,8 @@ class Call:
         self._before = [Snapshot(each, seen) for each in (*state, self.given)]
         self._random = PythonRandomState()
 
-    def is_alike(self, group: Group) -> bool:
-        """Return whether it is the same call on all ranks, as far as some sums tell. Collective over the group."""
+    def is_same_on_ranks(self, group: Group) -> bool:
+        """Return whether all ranks make the same call, by sums of the inputs. Collective over the group."""
         with torch.no_grad(), no_modes():
             sums = [
                 (tuple(x.shape), x.dtype, float(x.double().nan_to_num().sum())) for x in _tensors(self.given) if _is_real(x)
@@ -84,7 +84,7 @@ class Call:
         return len(set(gather_objects(repr(sums), None, group))) == 1
 
     def rerun(self, rerun: Rerun) -> list[torch.Tensor]:
-        """Repeat the call; return the tensors of its result. The module is left as it is."""
+        """Repeat the call and return the tensors of its result; the module's state is restored."""
         seen: set[int] = set()
         after = [Snapshot(value, seen) for value in (*(vars(each) for each in self.module.modules()), self.given)]
         random = PythonRandomState()
@@ -100,40 +100,43 @@ class Call:
             random.restore()
 
 
-class WholeComparison:
+class ModuleComparison:
     """Comparison of the modules of a running forward.
 
     Args:
         roots: The models whose schedules are built.
-        told: A context in which modules that are called are given to another object than the first run.
+        rerun_modules: Context in which called modules go to a ``Rerun`` instead of the checks.
         call: ``nn.Module.__call__``.
     """
 
     def __init__(
-        self, roots: Iterable[nn.Module], told: Callable[[Rerun], AbstractContextManager[None]], call: Callable[..., Any]
+        self,
+        roots: Iterable[nn.Module],
+        rerun_modules: Callable[[Rerun], AbstractContextManager[None]],
+        call: Callable[..., Any],
     ) -> None:
         self.roots = set(roots)
         self.inside = {module for root in self.roots for module in root.modules()}
-        self.told, self.call = told, call
+        self.rerun_modules, self.call = rerun_modules, call
         self.covered: set[nn.Module] = set()
 
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-        """A module is called; return the record of the call, if it may have to be repeated."""
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedCall | None:
+        """Record the call of a module; return the record if the call may have to be repeated."""
         if module not in self.inside or split_of(module) is not None or not self._uncovered(module):
             return None
-        return Call(module, args, kwargs)
+        return RecordedCall(module, args, kwargs)
 
-    def leave(self, call: Call, output: Any, known: Any, around: Iterable[nn.Module]) -> tuple[str, str] | None:
-        """A module has returned.
+    def leave(self, call: RecordedCall, output: Any, known: Any, around: Iterable[nn.Module]) -> tuple[str, str] | None:
+        """Compare a module that has returned. Collective over its group.
 
         Args:
             call: Record of the call.
             output: Its result.
-            known: Layout of each tensor that is not the same on every rank.
+            known: Layout of each tensor that is not replicated.
             around: The modules that are still running.
 
         Returns:
-            The line and what is wrong there, if anything is.
+            The line of the first difference and the reason, or None.
         """
         module, layers = call.module, self._uncovered(call.module)
         results, is_root = [known.get(x, SAME) for x in _tensors(output)], call.module in self.roots
@@ -141,15 +144,15 @@ class WholeComparison:
             return None
         if not is_root and (any(each is not SAME for each in results) or any(map(_reduces, around))):
             return None
-        if (reason := reason_against([*module.modules()])) is not None:
+        if (reason := rerun_obstacle([*module.modules()])) is not None:
             _skip(call, reason)
             return None
         group = next(group for each in layers if (group := _group(each)) is not None)
-        if not call.is_alike(group):
+        if not call.is_same_on_ranks(group):
             _skip(call, "the ranks are given other values")
             return None
         verdict = self._verdict(call, results, len(layers), group)
-        verdict = int(collectives.largest(torch.tensor([verdict], device=_device(module)), group))
+        verdict = int(collectives.max_over_ranks(torch.tensor([verdict], device=_device(module)), group))
         if verdict == _UNKNOWN:
             _skip(call, "its results cannot be compared")
             return None
@@ -157,18 +160,20 @@ class WholeComparison:
         return None if verdict == _EQUAL else self._explained(call, group)
 
     def _uncovered(self, module: nn.Module) -> set[nn.Module]:
-        """Return the modules inside that return parts, which neither a trace nor a comparison has covered."""
-        return {each for each in module.modules() if _returns_parts(each) and each not in self.covered and not is_shown(each)}
+        """Return the modules inside with sharded outputs that neither a trace nor a comparison has covered."""
+        return {
+            each for each in module.modules() if _returns_parts(each) and each not in self.covered and not counts_verified(each)
+        }
 
-    def _verdict(self, call: Call, results: Sequence[Any], num_layers: int, group: Group) -> int:
-        """Return how the call compares, as far as this rank knows."""
+    def _verdict(self, call: RecordedCall, results: Sequence[Any], num_layers: int, group: Group) -> int:
+        """Return this rank's verdict on the call."""
         found, has_drawn = [], False
         for is_whole in (False, True):
             rerun = Rerun(self.call, is_whole)
             try:
-                with self.told(rerun):
+                with self.rerun_modules(rerun):
                     found.append(call.rerun(rerun))
-            except Exception as err:  # code may fail on whole values, where a user has set sizes before there was a schedule
+            except Exception as err:  # it may fail on whole values if a user set sizes before the schedule was made
                 get_logger().debug("%s cannot be repeated: %s", type(call.module).__name__, err)
                 return _UNKNOWN
             has_drawn |= rerun.has_drawn
@@ -176,7 +181,7 @@ class WholeComparison:
         if not len(parts) == len(whole) == len(results):
             return _UNKNOWN
         near = _tolerance(call.module, [*parts, *whole]) * sqrt(num_layers)
-        owns = [_own(x, known, group) for x, known in zip(whole, results, strict=True)]
+        owns = [_expected_shard(x, known, group) for x, known in zip(whole, results, strict=True)]
         pairs = [(part, x) for part, x in zip(parts, owns, strict=True) if x is not None and part.shape == x.shape]
         if not pairs:
             return _UNKNOWN
@@ -185,15 +190,15 @@ class WholeComparison:
             return _EQUAL if len(pairs) == len(parts) or call.module in self.roots else _UNKNOWN
         return _UNKNOWN if has_drawn else _DIFFERENT
 
-    def _explained(self, call: Call, group: Group) -> tuple[str, str]:
-        """Repeat the call once more to find the line; return it, and what is wrong there."""
+    def _explained(self, call: RecordedCall, group: Group) -> tuple[str, str]:
+        """Repeat the call once more; return the line of the first difference and the reason."""
         parts, whole = CallRecords(), CallRecords()
         for records in (parts, whole):
             rerun = Rerun(self.call, records is whole, records)
-            with self.told(rerun):
+            with self.rerun_modules(rerun):
                 call.rerun(rerun)
         line = first_difference(parts, whole, group)
-        return line, _SUMMED_TWICE if call.is_multiple and _reduces(call.module) else _UNLIKE
+        return line, _SUMMED_TWICE if call.is_multiple and _reduces(call.module) else _DIFFERS_FROM_WHOLE
 
 
 def _is_real(x: torch.Tensor) -> bool:
@@ -220,15 +225,15 @@ def _device(module: nn.Module) -> torch.device:
     return next((x.device for x in module.parameters()), torch.device("cpu"))
 
 
-def _skip(call: Call, reason: str) -> None:
+def _skip(call: RecordedCall, reason: str) -> None:
     get_logger().debug("%s is not compared with its run on whole values: %s", type(call.module).__name__, reason)
 
 
-def _own(whole: torch.Tensor, known: Any, group: Group) -> torch.Tensor | None:
-    """Return what this rank should have of a result; None where that is not known."""
-    if not isinstance(known, Followed):
+def _expected_shard(whole: torch.Tensor, known: Any, group: Group) -> torch.Tensor | None:
+    """Return this rank's shard of a whole result; None if its layout is unknown."""
+    if not isinstance(known, TrackedValue):
         return whole
-    if known.is_part_of_sum or group is None or not isinstance(known.layout.placement, Shard):
+    if known.is_partial or group is None or not isinstance(known.layout.placement, Shard):
         return None
     dim, ranks = known.layout.dim, known.layout.ranks
     sizes = [size * ranks for size in known.layout.blocks] or [whole.shape[dim]]
@@ -238,7 +243,7 @@ def _own(whole: torch.Tensor, known: Any, group: Group) -> torch.Tensor | None:
 
 
 def _tolerance(module: nn.Module, results: Iterable[torch.Tensor]) -> float:
-    """Return how far results may be apart by the rounding of the coarsest numbers, relative to their size."""
+    """Return the relative tolerance of results, from the coarsest dtype."""
     device = _device(module).type
     kinds = {x.dtype for x in (*module.parameters(), *results) if x.is_floating_point()}
     if torch.is_autocast_enabled(device):
@@ -250,7 +255,7 @@ def _tolerance(module: nn.Module, results: Iterable[torch.Tensor]) -> float:
 
 
 def _near(part: torch.Tensor, whole: torch.Tensor, near: float) -> bool:
-    """Return whether two results are the same but for rounding."""
+    """Return whether two results are equal up to rounding."""
     if not (whole.is_floating_point() or whole.is_complex()):
         return bool((part != whole).float().mean() <= _FEW) if whole.numel() else True
     kind = torch.complex128 if whole.is_complex() else torch.float64

@@ -1,11 +1,11 @@
-"""Second forwards of a module whose layers are split: on this rank's parts once more, and on whole values.
+"""Reruns of a module whose layers are sharded: on this rank's shards, and on whole values.
 
-    parts:  x -- column layer -- this rank's part ------------------ row layer -- sum -- y
-    whole:  x -- column layer -- gather -- all of it -- this rank's part -- row layer -- sum -- y
+    shards: x -- column layer -- shard ------------------------------ row layer -- sum -- y
+    whole:  x -- column layer -- gather -- whole value -- shard ----- row layer -- sum -- y
 
-On whole values every layer computes its part as before, but what comes out of it is gathered, and what goes into it is cut, at
-the layer itself. Between the layers the code then sees what it sees in the unmodified model: whatever it reads, takes out,
-counts or draws. Syncs do nothing, and attributes count what they counted. No weight is gathered.
+On whole values every layer computes its shard as before, but its output is gathered and its input is scattered at the layer
+itself. The code between the layers then sees the values of the unmodified model. Syncs do nothing, and attributes have the
+values of the unmodified model. No weight is gathered.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ...communication._torch_private import no_modes
 from ...communication.collectives import Group
 from ...planning.execution.layer_backends import BackendSync
 from ...rules.sharding_rule import AppliedCut, split_of
-from ...syncs.sync_hooks import Sync, map_input, map_output, syncs_of
+from ...syncs.sync_hooks import Sync, map_first_input, map_output, syncs_of
 from . import original_sizes
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -41,17 +41,16 @@ _DROPOUTS = frozenset(
 
 
 class NotComparable(Exception):
-    """A module cannot be run on whole values; the reason is for the log."""
+    """Error for a module that cannot run on whole values; the reason is for the log."""
 
 
 class Rerun(TorchFunctionMode):
-    """Runs a module again: without gradients, dropout and hooks of the user's, and leaves the random state as it was.
+    """Mode that runs a module again without gradients, dropout and user hooks, and restores the random state.
 
     Args:
         call: ``nn.Module.__call__``.
         is_whole: Run on whole values.
-        note: Called with each torch function that code between the layers calls and its result, and with
-            what a layer is given.
+        note: Called with each torch function of the code between the layers and its result, and with the inputs of layers.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class Rerun(TorchFunctionMode):
         """Call the module.
 
         Raises:
-            NotComparable: the ranks communicate in its own code.
+            NotComparable: the module's own code communicates.
         """
         inside, before = list(module.modules()), rng_state()
         group = next((applied.spec.group for each in inside if (applied := split_of(each)) is not None), None)
@@ -75,7 +74,7 @@ class Rerun(TorchFunctionMode):
                 for context in (torch.no_grad(), no_modes(), _without_hooks(inside, self.is_whole), _copied_buffers(inside)):
                     stack.enter_context(context)
                 if self.is_whole:
-                    stack.enter_context(original_sizes.restored(inside))
+                    stack.enter_context(original_sizes.original_sizes(inside))
                     stack.enter_context(_Communication(self, group))
                 stack.enter_context(self)
                 return self.inside(module, args, kwargs)
@@ -86,7 +85,7 @@ class Rerun(TorchFunctionMode):
             set_rng_state(before)
 
     def inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a module that is called in the forward."""
+        """Call a module inside the forward."""
         applied = split_of(module)
         if applied is None:
             return self.call(module, *args, **kwargs)
@@ -96,8 +95,8 @@ class Rerun(TorchFunctionMode):
             if not self.is_whole:
                 return self.call(module, *args, **kwargs)
             if applied.cut.input == "sharded":
-                args, kwargs = map_input(lambda x: _cut(x, applied), args, kwargs)
-            return _made_whole(module, applied, args, kwargs, self.call(module, *args, **kwargs))
+                args, kwargs = map_first_input(lambda x: _local_input(x, applied), args, kwargs)
+            return _gathered_output(module, applied, args, kwargs, self.call(module, *args, **kwargs))
         finally:
             self.in_layer -= 1
 
@@ -118,7 +117,7 @@ def _no_dropout(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Communication(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses collectives of the group in code between the layers, which would be of whole values."""
+    """Mode that refuses collectives of the group in code between the layers, which would get whole values."""
 
     def __init__(self, rerun: Rerun, group: Group) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -135,12 +134,12 @@ class _Communication(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.group is None or self.group in unboxed or self.group.group_name in names
 
 
-def _cut(x: torch.Tensor, applied: AppliedCut) -> torch.Tensor:
-    return _line(applied, x, x.shape[applied.cut.dim]).local(x)
+def _local_input(x: torch.Tensor, applied: AppliedCut) -> torch.Tensor:
+    return _shard_layout(applied, x, x.shape[applied.cut.dim]).local(x)
 
 
-def _made_whole(module: nn.Module, applied: AppliedCut, args: Any, kwargs: Any, output: Any) -> Any:
-    """Return what a layer returned as the unmodified one does."""
+def _gathered_output(module: nn.Module, applied: AppliedCut, args: Any, kwargs: Any, output: Any) -> Any:
+    """Return the output of a layer, gathered or reduced to that of the unmodified layer."""
     if applied.cut.output == "sharded":
         return map_output(lambda x: _gathered(x, applied), output)
     if any(isinstance(sync, BackendSync) and sync.mode == "fwd_post" for sync in module._forward_hooks.values()):
@@ -155,11 +154,11 @@ def _gathered(x: torch.Tensor, applied: AppliedCut) -> torch.Tensor:
     missing = (max(spec.sizes) - x.shape[dim]) if is_known else 0
     padded = torch.cat([x, x.new_zeros(*x.shape[:dim], missing, *x.shape[dim + 1 :])], dim) if missing else x
     shards = collectives.all_gather(padded.contiguous().unsqueeze(0), 0, spec.group)
-    return _line(applied, x, whole).assemble(shards)
+    return _shard_layout(applied, x, whole).assemble(shards)
 
 
-def _line(applied: AppliedCut, x: torch.Tensor, whole: int) -> ShardSpec:
-    """Return how a value is cut along its sharded dimension: as the weight, or in equal parts."""
+def _shard_layout(applied: AppliedCut, x: torch.Tensor, whole: int) -> ShardSpec:
+    """Return the shard spec of a value: its sharded dimension is split like the weight's, or in equal parts."""
     spec, dim = applied.spec, applied.cut.dim % x.dim()
     shape = (*x.shape[:dim], whole, *x.shape[dim + 1 :])
     if whole == spec.full_shape[spec.dim] and not applied.cut.parts:
@@ -169,19 +168,19 @@ def _line(applied: AppliedCut, x: torch.Tensor, whole: int) -> ShardSpec:
 
 @contextmanager
 def _without_hooks(modules: list[nn.Module], is_whole: bool) -> Iterator[None]:
-    """Take off the hooks of the user's, and, on whole values, the syncs."""
+    """Remove user hooks in the block, and on whole values the syncs."""
     kept = [(module.__dict__, name, module.__dict__[name]) for module in modules for name in _HOOKS]
     try:
         for table, name, hooks in kept:
             if hooks:
-                table[name] = type(hooks)((key, hook) for key, hook in hooks.items() if _stays(hook, is_whole))
+                table[name] = type(hooks)((key, hook) for key, hook in hooks.items() if _is_kept_hook(hook, is_whole))
         yield
     finally:
         for table, name, hooks in kept:
             table[name] = hooks
 
 
-def _stays(hook: Any, is_whole: bool) -> bool:
+def _is_kept_hook(hook: Any, is_whole: bool) -> bool:
     if isinstance(hook, Sync):
         return not is_whole or isinstance(hook, BackendSync)
     hook = getattr(hook, "func", hook)
@@ -191,7 +190,7 @@ def _stays(hook: Any, is_whole: bool) -> bool:
 
 @contextmanager
 def _copied_buffers(modules: list[nn.Module]) -> Iterator[None]:
-    """Let the modules hold copies of their buffers, which a forward may change in place."""
+    """Replace the modules' buffers by copies in the block, because a forward may change them in place."""
     copies: dict[torch.Tensor, torch.Tensor] = {}
     kept = [(module._buffers, dict(module._buffers)) for module in modules if module._buffers]
     try:
@@ -210,15 +209,15 @@ def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(state, other[device]) for device, state in one.items())
 
 
-def reason_against(modules: list[nn.Module]) -> str | None:
-    """Return why modules cannot be run on whole values; None where nothing is known against it."""
+def rerun_obstacle(modules: list[nn.Module]) -> str | None:
+    """Return why modules cannot run on whole values, or None."""
     from ...planning.local_sizes.local_forward import LocalForward  # noqa: PLC0415  (it imports the tracer)
 
     for module in modules:
         if isinstance(module, torch.fx.GraphModule):
             return "it runs from a graph"
         if isinstance(module.__dict__.get("forward"), LocalForward):
-            return "it counts parts itself"
+            return "it counts shards itself"
         if any(sync.op == "function" for sync in syncs_of(module)):
             return "a sync is a function"
         if any(hasattr(parameter, "ds_id") for parameter in module._parameters.values()):

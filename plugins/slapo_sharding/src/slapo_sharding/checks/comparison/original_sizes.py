@@ -1,46 +1,38 @@
-"""Sizes that modules keep in attributes, as they were before a schedule or its user let them count a rank's part.
+"""Size attributes of the unmodified modules, from before a schedule or its user made them local.
 
-A shard step lets ``num_heads`` count this rank's heads, and a user sets ``sch["attn"].mod.heads //= 2``. To run a module on
-whole values once more, these attributes have to be what they were when the schedule was made.
+A shard step lets ``num_heads`` count this rank's heads, and a user sets ``sch["attn"].mod.heads //= 2``. A rerun of a module on
+whole values needs the values that these attributes had when the schedule was created.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from slapo_core import hookimpl
-
 from ...rules.sharding_rule import split_of
-from ...splitting.aliased_tensors import note_shared_memory
 
-if TYPE_CHECKING:
-    from slapo_core import Schedule
-
-_whole: Any = WeakIdKeyDictionary()
-"""Module to its attributes of sizes, and those of its config."""
+_recorded: Any = WeakIdKeyDictionary()
+"""Module to its size attributes, and those of its config."""
 
 
-@hookimpl
-def slapo_after_create(schedule: Schedule) -> None:
-    """Record the sizes of the unmodified model, and which of its tensors share memory."""
-    note_shared_memory(schedule.mod)
-    for module in schedule.mod.modules():
-        if module not in _whole:
-            _whole[module] = [(in_config, dict(_sizes(holder))) for in_config, holder in _holders(module)]
+def record_sizes(model: nn.Module) -> None:
+    """Record the sizes in the attributes of an unmodified model."""
+    for module in model.modules():
+        if module not in _recorded:
+            _recorded[module] = [(in_config, dict(_sizes(holder))) for in_config, holder in _holders(module)]
 
 
 @contextmanager
-def restored(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let modules count whole sizes in the block; layers that are split go on to count their parts."""
+def original_sizes(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore the original sizes of modules in the block; sharded layers keep their local sizes."""
     changed: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for module in modules:
-            for holder, name, value in _divided(module) if split_of(module) is None else ():
+            for holder, name, value in _divided_attributes(module) if split_of(module) is None else ():
                 changed.append((holder, name, holder[name]))
                 holder[name] = value
         yield
@@ -49,10 +41,10 @@ def restored(modules: Iterable[nn.Module]) -> Iterator[None]:
             holder[name] = value
 
 
-def _divided(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Yield the attributes whose sizes were multiples of what they are now: table, name and former value."""
+def _divided_attributes(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Yield the attributes whose original values are multiples of the present ones: table, name and original value."""
     now = dict(_holders(module))
-    for in_config, sizes in _whole.get(module, ()):
+    for in_config, sizes in _recorded.get(module, ()):
         table = vars(now[in_config]) if in_config in now else {}
         for name, value in sizes.items():
             if _is_multiple(value, table.get(name)):
@@ -74,7 +66,7 @@ def _sizes(holder: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_multiple(whole: Any, now: Any) -> bool:
-    """Return whether a size, or one of several, was divided, and none changed in another way."""
+    """Return whether a size, or one of several, was divided, and no other changed."""
     if type(whole) is not type(now):
         return False
     pairs = [(whole, now)] if isinstance(whole, int) else list(zip(whole, now, strict=False))

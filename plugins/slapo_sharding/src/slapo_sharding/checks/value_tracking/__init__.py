@@ -1,7 +1,7 @@
 """Tracking of sharded and partial values through the torch functions of a running forward.
 
 What enters is each call of a torch function with its arguments. What leaves is the layout of its results, or
-``Mixed``, with the reason why the function needs other ranks' shards. The room imports ``planning.dry_run``,
+``MixesShards``, with the reason why the function needs other ranks' shards. The room imports ``planning.dry_run``,
 ``splitting``, ``syncs``, ``rules``, ``communication`` and ``slapo_core``.
 
 ``sharded_values`` tracks the outputs of sharded modules, and of syncs that scatter, by DTensor's rules

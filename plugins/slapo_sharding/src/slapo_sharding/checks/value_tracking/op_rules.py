@@ -1,8 +1,8 @@
-"""Questions to torch's rules about functions that ranks call part by part, asked once for identical layers.
+"""DTensor's rules for functions that ranks call on shards; identical layers are analysed once.
 
-A question holds all that the answer depends on and nothing that has numbers, so the answers are remembered by the process.
-Where random numbers have to decide and the function was also given a tensor that is not followed, a mask, say, the answer
-depends on that tensor's numbers: then only what the rules say is remembered. What torch's rules refuse is not remembered.
+An ``OpCall`` holds everything that the answer depends on and no data, so the process caches the answers. If a numeric probe has
+to decide and the function also takes an untracked tensor, such as a mask, the answer depends on that tensor's values; then only
+the answer of the rules is cached. Calls that torch's rules refuse are not cached.
 """
 
 from __future__ import annotations
@@ -21,57 +21,57 @@ from torch.utils import _pytree as pytree
 from slapo_tracing.nodes import name_of
 
 from ...communication._torch_autograd import no_functions
-from ...communication._torch_private import MOVES, layouts_kept, mesh_of, no_modes
+from ...communication._torch_private import REDISTRIBUTION_WORDS, fake_mesh, no_modes, no_redistribution
 from ...planning.dry_run.node_values import view_in_two_steps
 from . import partial_sums as sums
-from .numeric_probe import Mixed, trial
+from .numeric_probe import MixesShards, probe
 from .tracked_value import Layout, from_dtensor, tensors_in
 
 GIVEN_SIZES = frozenset("view reshape expand unflatten layer_norm rms_norm".split())
 _VIEWS = frozenset("view reshape unflatten".split())
 PICKS = frozenset("select index_select narrow".split())
 _PRODUCTS = frozenset("matmul __matmul__ __rmatmul__ mm bmm addmm baddbmm linear".split())
-_TELLING = (type(None), bool, int, float, complex, str, types.EllipsisType, torch.dtype, torch.device, torch.layout)
-_SIMPLE = frozenset((*_TELLING, torch.memory_format, Layout))
+_HASHABLE = (type(None), bool, int, float, complex, str, types.EllipsisType, torch.dtype, torch.device, torch.layout)
+_SIMPLE = frozenset((*_HASHABLE, torch.memory_format, Layout))
 _COUNT = "give the size of each one and -1 for their number, or call tensor_parallel(), which finds out"
 _MOST = 4096
 
 Attempt = tuple[Any, ...]
-"""Arguments one by one for all ranks' values together."""
+"""Flat arguments for the global values."""
 
 SAME = "the same on every rank"
 Outcome = Layout | int | str | None
-"""Layout of a result, or the dimension it is sharded along; ``SAME``; None where it may be anything."""
+"""Layout of a result, or the dimension it is sharded along; ``SAME``; None if it is unknown."""
 
 
 class Slice(NamedTuple):
-    """A ``slice``; those cannot be remembered before Python 3.12."""
+    """Hashable ``slice``; Python's own is not hashable before 3.12."""
 
     start: Any
     stop: Any
     step: Any
 
 
-class Undecided(NamedTuple):
-    """Numbers decide: arguments that torch's rules say take data of other ranks."""
+class UndecidedByRules(NamedTuple):
+    """Undecided by DTensor's rules: the attempts that would redistribute data. A numeric probe decides."""
 
     moved: tuple[Attempt, ...]
 
 
 @dataclass(frozen=True)
-class Question:
-    """A call of a torch function with sharded values, as it was before it changed any.
+class OpCall:
+    """Call of a torch function with sharded values, from before it changed any.
 
     Args:
         func: The function.
-        leaves: The arguments one by one, with layouts in the place of tensors.
-        kinds: Their types: numbers of different types can be equal.
-        spec: How the arguments are put together.
-        of: The layout of a sharded one.
+        leaves: The flat arguments, with layouts in place of tensors.
+        kinds: Their types, because numbers of different types can be equal.
+        spec: Tree spec of the arguments.
+        of: Layout of a sharded argument.
         results: Shape and device of each tensor that this rank got.
-        reduced: Whether a module that runs adds up what it returns over the ranks.
-        counted: Whether a module that runs is known to count this rank's part.
-        around: See ``surroundings``.
+        reduced: True if a running module reduces its output over the ranks.
+        counted: True if a running module is known to have local counts.
+        around: Global state, see ``global_state``.
     """
 
     func: Callable[..., Any]
@@ -86,138 +86,136 @@ class Question:
 
     @property
     def name(self) -> str:
-        """Of the function."""
+        """Name of the function."""
         return name_of(self.func)
 
     @property
-    def is_telling(self) -> bool:
-        """Whether the answer follows from the question, and the question can be told from others."""
-        return self.around is not None and _is_torchs(self.func) and all(map(_is_simple, self.leaves))
+    def is_cacheable(self) -> bool:
+        """True if the answer depends on this call alone, and the call can be compared with others."""
+        return self.around is not None and _is_torch_function(self.func) and all(map(_is_simple, self.leaves))
 
     @property
     def contracts(self) -> bool:
-        """Whether it is a product that adds up along a sharded dimension."""
+        """True if the call is a product that contracts a sharded dimension."""
         args, _ = pytree.tree_unflatten(list(self.leaves), self.spec)
         products = _contracted(self.name, args)
         return any(isinstance(value, Layout) and value.placement and value.dim == dim for value, dim in products)
 
     def run(self, leaves: Sequence[Any]) -> Any:
-        """Call the function with these arguments."""
+        """Call the function with these flat arguments."""
         args, kwargs = pytree.tree_unflatten([slice(*leaf) if type(leaf) is Slice else leaf for leaf in leaves], self.spec)
         made = self.func(*args, **kwargs)
         return args[0] if made is None and args else made
 
     def attempts(self) -> Iterator[Attempt]:
-        """Arguments for all ranks' values together: as they are, or, as of a view, with a size of this rank's multiplied."""
+        """Yield arguments for the global values: as they are, or with one local size multiplied, for views."""
         yield self.leaves
         for place, leaf in enumerate(self.leaves) if self.name in GIVEN_SIZES else ():
             if type(leaf) is int and leaf > 0:
                 yield (*self.leaves[:place], leaf * self.of.ranks, *self.leaves[place + 1 :])
 
 
-def ask(question: Question, numbers: Mapping[int, torch.Tensor]) -> Sequence[Outcome]:
-    """What the results are, in their order; those that are left out may be anything.
+def result_layouts(call: OpCall, numbers: Mapping[int, torch.Tensor]) -> Sequence[Outcome]:
+    """Return the layouts of the results in order; missing ones are unknown.
 
     Args:
-        question: The call.
-        numbers: Place to tensor, of the arguments that are not followed.
+        call: The call.
+        numbers: Index to tensor, of the untracked arguments.
 
     Raises:
-        Mixed: it needs the parts of other ranks.
+        MixesShards: the function needs other ranks' shards.
     """
-    with torch.no_grad(), no_functions(), no_modes():  # a checkpoint that counts operators, say, must not count these
-        if question.of.placement is not None and question.of.placement.is_partial():
-            return sums.outcomes(question, numbers, SAME)
-        answer = remembered(question) if question.is_telling else remembered.__wrapped__(question)
-        return decide(question, answer.moved, numbers) if isinstance(answer, Undecided) else answer
+    with torch.no_grad(), no_functions(), no_modes():  # a checkpoint that counts operators must not count these
+        if call.of.placement is not None and call.of.placement.is_partial():
+            return sums.probe_partial(call, numbers, SAME)
+        answer = cached_layouts(call) if call.is_cacheable else cached_layouts.__wrapped__(call)
+        return probe_call(call, answer.moved, numbers) if isinstance(answer, UndecidedByRules) else answer
 
 
 @lru_cache(maxsize=_MOST)
-def remembered(question: Question) -> Sequence[Outcome] | Undecided:
-    """What follows from the question alone."""
-    made, moved = _by_rules(question, Question.run)
-    if question.name in ("view", "reshape") and not any(_fits(value, question) for _, value in made):
-        made += _by_rules(question, _in_two_steps)[0]
+def cached_layouts(call: OpCall) -> Sequence[Outcome] | UndecidedByRules:
+    """Return the answer that depends on the call alone."""
+    made, moved = _by_rules(call, OpCall.run)
+    if call.name in ("view", "reshape") and not any(_fits(value, call) for _, value in made):
+        made += _by_rules(call, _in_two_steps)[0]
     fits: dict[Any, tuple[Attempt, Any]] = {}
     summed = False
     for attempt, value in made:
         placements = [layout.placements[0] for layout in tensors_in(value) if isinstance(layout, DTensor)]
         if any(placement.is_partial() for placement in placements):
-            sums = question.reduced and all(map(_is_sum, placements))
+            sums = call.reduced and all(map(_is_sum, placements))
             summed, moved = summed or sums, moved if sums else [*moved, attempt]
-        elif _fits(value, question):
+        elif _fits(value, call):
             fits.setdefault(tuple(placements), (attempt, value))
-    if len(fits) == 1:  # of one head it is not known whether it is the heads or their width that are sharded
+    if len(fits) == 1:  # with one head, either the heads or their width may be sharded
         ((attempt, value),) = fits.values()
-        _check_count(question, attempt, value)
-        return _outcomes(value, question)
+        _check_count(call, attempt, value)
+        return _outcomes(value, call)
     if fits or summed:
         return ()
-    is_given_numbers = any(_is_plain(leaf) for leaf in question.leaves)
-    return Undecided(tuple(moved)) if is_given_numbers else decide(question, moved, {})
+    is_given_numbers = any(_is_plain(leaf) for leaf in call.leaves)
+    return UndecidedByRules(tuple(moved)) if is_given_numbers else probe_call(call, moved, {})
 
 
-def _check_count(question: Question, attempt: Attempt, made: Any) -> None:
-    """A size that may be all ranks' number of heads must not be taken for this rank's.
+def _check_count(call: OpCall, attempt: Attempt, made: Any) -> None:
+    """Refuse a size in a view that may be the global or the local number of heads.
 
-    What is a multiple of the sharded dimension was read off it.
+    A multiple of the sharded dimension's local size was read from the value, and is right.
 
     Raises:
-        Mixed: all ranks together could call it with these very arguments, and would get something else.
+        MixesShards: the same arguments also fit the global value, with another result.
     """
-    of = question.of
-    changed = [leaf for leaf, other in zip(question.leaves, attempt, strict=True) if leaf is not other]
-    if question.name not in _VIEWS or question.counted or not changed or changed[0] % of.shape[of.dim] == 0:
+    of = call.of
+    changed = [leaf for leaf, other in zip(call.leaves, attempt, strict=True) if leaf is not other]
+    if call.name not in _VIEWS or call.counted or not changed or changed[0] % of.shape[of.dim] == 0:
         return
     try:
-        leaves = [torch.empty(leaf.whole[0], device="meta") if isinstance(leaf, Layout) else leaf for leaf in question.leaves]
-        whole = question.run(leaves)
+        leaves = [torch.empty(leaf.whole[0], device="meta") if isinstance(leaf, Layout) else leaf for leaf in call.leaves]
+        whole = call.run(leaves)
     except RuntimeError:  # it is no view of the whole
         return
     if [value.shape for value in tensors_in(whole)] != [value.shape for value in tensors_in(made)]:
-        raise Mixed(f"{question.name} is given {changed[0]}, which may be the number for all ranks or for one", _COUNT)
+        raise MixesShards(f"{call.name} is given {changed[0]}, which may be the number for all ranks or for one", _COUNT)
 
 
-def _by_rules(
-    question: Question, call: Callable[[Question, Sequence[Any]], Any]
-) -> tuple[list[tuple[Attempt, Any]], list[Attempt]]:
-    """What torch's rules make of each attempt, and those for which data of other ranks would have to be sent."""
-    made, moved, mesh = [], [], mesh_of(question.of.ranks)
-    with warnings.catch_warnings(), layouts_kept():
+def _by_rules(call: OpCall, run: Callable[[OpCall, Sequence[Any]], Any]) -> tuple[list[tuple[Attempt, Any]], list[Attempt]]:
+    """Return the results of the attempts by torch's rules, and the attempts that would redistribute data."""
+    made, moved, mesh = [], [], fake_mesh(call.of.ranks)
+    with warnings.catch_warnings(), no_redistribution():
         warnings.simplefilter("ignore")
-        for attempt in question.attempts():
+        for attempt in call.attempts():
             try:
-                made.append((attempt, call(question, [_for_rules(leaf, mesh) for leaf in attempt])))
+                made.append((attempt, run(call, [_for_rules(leaf, mesh) for leaf in attempt])))
             except Exception as err:  # torch's rules raise all kinds of errors for what they cannot do
-                moved += [attempt] if any(word in str(err) for word in MOVES) else []
+                moved += [attempt] if any(word in str(err) for word in REDISTRIBUTION_WORDS) else []
     return made, moved
 
 
-def _in_two_steps(question: Question, leaves: Sequence[Any]) -> Any:
-    args, kwargs = pytree.tree_unflatten([*leaves], question.spec)
+def _in_two_steps(call: OpCall, leaves: Sequence[Any]) -> Any:
+    args, kwargs = pytree.tree_unflatten([*leaves], call.spec)
     if kwargs or not isinstance(args[0], DTensor):
         raise RuntimeError("DTensor has no rule")
-    return view_in_two_steps(question.name, *args)
+    return view_in_two_steps(call.name, *args)
 
 
-def decide(question: Question, moved: Sequence[Attempt], numbers: Mapping[int, torch.Tensor]) -> Sequence[Outcome]:
-    """See with random numbers whether ranks compute parts of what all together would.
+def probe_call(call: OpCall, moved: Sequence[Attempt], numbers: Mapping[int, torch.Tensor]) -> Sequence[Outcome]:
+    """Decide by a numeric probe whether ranks compute shards of the global result.
 
     Raises:
-        Mixed: they do not.
+        MixesShards: they do not.
     """
     dims: list[int | None] = []
-    picks = question.name in PICKS | {"__getitem__"}
-    if picks and min(len(shape) for shape, _ in question.results) < len(question.of.shape):
+    picks = call.name in PICKS | {"__getitem__"}
+    if picks and min(len(shape) for shape, _ in call.results) < len(call.of.shape):
         return ()  # one head after the other
-    mixed = question.contracts and not question.reduced
+    mixed = call.contracts and not call.reduced
     for attempt in moved:
         try:
-            dims = dims or trial(question, attempt, numbers)
-        except Mixed:
+            dims = dims or probe(call, attempt, numbers)
+        except MixesShards:
             mixed = True
     if mixed and not dims:
-        raise Mixed(f"{question.name} needs all of it")
+        raise MixesShards(f"{call.name} needs all of it")
     return [SAME if dim is None else dim for dim in dims]
 
 
@@ -226,7 +224,7 @@ def _is_plain(leaf: Any) -> bool:
 
 
 def _is_sum(placement: Placement) -> bool:
-    """Whether the sum over the ranks makes it whole, where it is not."""
+    """Return whether a value of this placement is complete, or becomes complete by a sum over the ranks."""
     return not placement.is_partial() or (type(placement) is Partial and placement.reduce_op == "sum")
 
 
@@ -236,16 +234,16 @@ def _for_rules(leaf: Any, mesh: Any) -> Any:
     return torch.device("meta") if isinstance(leaf, torch.device) else leaf
 
 
-def _fits(made: Any, question: Question) -> bool:
-    """Whether these are the layouts of what this rank got."""
+def _fits(made: Any, call: OpCall) -> bool:
+    """Return whether the local shapes are those that this rank got."""
     layouts = [layout.to_local() if isinstance(layout, DTensor) else layout for layout in tensors_in(made)]
-    return [layout.shape for layout in layouts] == [shape for shape, _ in question.results]
+    return [layout.shape for layout in layouts] == [shape for shape, _ in call.results]
 
 
-def _outcomes(made: Any, question: Question) -> list[Outcome]:
+def _outcomes(made: Any, call: OpCall) -> list[Outcome]:
     found: list[Outcome] = []
-    of = question.of
-    for layout, (shape, device) in zip(tensors_in(made), question.results, strict=True):
+    of = call.of
+    for layout, (shape, device) in zip(tensors_in(made), call.results, strict=True):
         if not isinstance(layout, DTensor) or layout.placements[0].is_replicate():
             found.append(SAME)
         elif not of.blocks or (layout.placements == (of.placement,) and shape[of.dim] == sum(of.blocks)):
@@ -256,7 +254,7 @@ def _outcomes(made: Any, question: Question) -> list[Outcome]:
 
 
 def _contracted(name: str, args: Any) -> list[tuple[Any, int]]:
-    """What a product adds up along: tensors, and the dimension of each."""
+    """Return the factors of a product and the contracted dimension of each."""
     left, right = args[1:3] if name in ("addmm", "baddbmm") and len(args) > 2 else (*args, None, None)[:2]
     if name not in _PRODUCTS or not all(isinstance(factor, (Layout, torch.Tensor)) for factor in (left, right)):
         return []
@@ -266,8 +264,8 @@ def _contracted(name: str, args: Any) -> list[tuple[Any, int]]:
     return [(left, len(left.shape) - 1), (right, last if name == "linear" else max(last - 1, 0))]
 
 
-def _is_torchs(func: Any) -> bool:
-    """Whether what a function does is torch's own, and not that of code which may read anything."""
+def _is_torch_function(func: Any) -> bool:
+    """Return whether a function is torch's own; other code may read any state."""
     if isinstance(func, types.MethodWrapperType):  # the getter of a property
         func = func.__self__
     owner = getattr(func, "__objclass__", func)

@@ -1,8 +1,8 @@
-"""What may be done to parts of a sum before they are added up: random numbers decide, as torch's rules add up at once.
+"""Numeric probe for functions of partial values, before the reduction.
 
-A row-parallel layer without a sync of its own returns such parts, and a module around it reduces what it returns. Between the
-two a function has to give parts of the sum's result: to scale and to reshape does, a ``relu`` or a norm does not, and what is
-whole on every rank, a bias or a residual, is added once for each of them.
+A row-parallel layer without its own sync returns a partial value, and a module around it reduces its output. A function in
+between must be linear in the partial value: scaling and reshaping are, a ``relu`` or a norm is not. A replicated bias or
+residual would be added once for each rank. Torch's rules would reduce at once, so only the probe decides.
 """
 
 from __future__ import annotations
@@ -15,44 +15,44 @@ from torch.distributed.tensor import Partial
 
 from slapo_core import rng_state
 
-from .numeric_probe import Mixed, draw, is_continuous, states
+from .numeric_probe import MixesShards, generator_states, is_continuous, random_like
 from .tracked_value import Layout, tensors_in
 
 if TYPE_CHECKING:
-    from .op_rules import Question
+    from .op_rules import OpCall
 
-_DRAWS = 3  # one number alone may have the sign that relu keeps
+_DRAWS = 3  # a single element may have the sign that relu keeps
 REDUCE = "give sync('fwd_post', 'all_reduce') to that layer itself"
-"""The remedy where parts of a sum do not do."""
+"""Remedy for a partial value that must be reduced earlier."""
 
 
-def part_of_sum(x: torch.Tensor, ranks: int) -> Layout:
-    """Of a value whose sum over so many ranks is meant."""
+def partial_value(x: torch.Tensor, ranks: int) -> Layout:
+    """Return the layout of a value that is partial over ``ranks`` ranks."""
     return Layout(x.shape, x.stride(), x.dtype, x.device, Partial(), ranks, (tuple(x.shape), x.stride()))
 
 
-def outcomes(question: Question, numbers: Mapping[int, torch.Tensor], same: str) -> Sequence[Layout | str]:
-    """What a torch function makes of parts of a sum.
+def probe_partial(call: OpCall, numbers: Mapping[int, torch.Tensor], same: str) -> Sequence[Layout | str]:
+    """Return the layouts of the results of a torch function of partial values.
 
     Args:
-        question: The call of one rank.
-        numbers: Place to tensor, of the arguments that are not followed.
-        same: What stands for a result that is the same on every rank.
+        call: The call of one rank.
+        numbers: Index to tensor, of the untracked arguments.
+        same: Marker of a replicated result.
 
     Returns:
-        For each result its layout, or ``same``; empty where it cannot be tried.
+        The layout of each result, or ``same``; empty if the probe is not possible.
 
     Raises:
-        Mixed: the results of the parts do not add up to that of the sum.
+        MixesShards: the results of the partial values do not add up to the result of the sum.
     """
-    layouts = [leaf for leaf in question.leaves if isinstance(leaf, Layout) and leaf.placement is not None]
-    if "c10d" in str(question.func):  # a collective of the model's own may be what adds them up
+    layouts = [leaf for leaf in call.leaves if isinstance(leaf, Layout) and leaf.placement is not None]
+    if "c10d" in str(call.func):  # the model's own collective may be the reduction
         return ()
     if not all(layout.placement.is_partial() and is_continuous(layout) for layout in layouts):  # type: ignore[union-attr]
         return ()
     generator, cases = torch.Generator().manual_seed(0), []
     for _ in range(_DRAWS):
-        results = _results(question, _arguments(question, numbers, generator))
+        results = _results(call, _arguments(call, numbers, generator))
         if len({len(found) for found in results}) != 1:
             return ()
         cases.append([(whole, parts) for whole, *parts in zip(*results, strict=True)])
@@ -61,22 +61,24 @@ def outcomes(question: Question, numbers: Mapping[int, torch.Tensor], same: str)
         if all(_near(whole, part) for whole, parts in draws for part in parts):
             found.append(same)
         elif all(is_continuous(whole) and _near(whole, sum(parts)) for whole, parts in draws):
-            found.append(part_of_sum(draws[0][0], question.of.ranks))
+            found.append(partial_value(draws[0][0], call.of.ranks))
         else:
-            raise Mixed(f"what {question.name} makes of the parts of a sum does not add up to what it makes of the sum", REDUCE)
+            raise MixesShards(
+                f"what {call.name} makes of the parts of a sum does not add up to what it makes of the sum", REDUCE
+            )
     return found
 
 
-def _arguments(question: Question, numbers: Mapping[int, torch.Tensor], generator: torch.Generator) -> list[list[Any]]:
-    """Those of the sum, then those of each rank; weights may be zero as yet, so they are drawn, too."""
-    everyone = [list(question.leaves) for _ in range(1 + question.of.ranks)]
-    for place, leaf in enumerate(question.leaves):
+def _arguments(call: OpCall, numbers: Mapping[int, torch.Tensor], generator: torch.Generator) -> list[list[Any]]:
+    """Return random arguments of the sum, then of each rank; weights are random too, because they may still be zero."""
+    everyone = [list(call.leaves) for _ in range(1 + call.of.ranks)]
+    for place, leaf in enumerate(call.leaves):
         if place in numbers:
-            own = _fine(numbers[place].detach())
-            drawn = _fine(draw(leaf, 0.5, generator)).to(own.device) if numbers[place].requires_grad else own
+            own = _in_float32(numbers[place].detach())
+            drawn = _in_float32(random_like(leaf, 0.5, generator)).to(own.device) if numbers[place].requires_grad else own
             given = [drawn.clone() for _ in everyone]
         elif isinstance(leaf, Layout):
-            parts = [_fine(draw(leaf, 0.5, generator)).to(leaf.device) for _ in everyone[1:]]
+            parts = [_in_float32(random_like(leaf, 0.5, generator)).to(leaf.device) for _ in everyone[1:]]
             given = [torch.stack(parts).sum(0), *parts]
         else:
             continue
@@ -85,34 +87,34 @@ def _arguments(question: Question, numbers: Mapping[int, torch.Tensor], generato
     return everyone
 
 
-def _results(question: Question, arguments: list[list[Any]]) -> list[list[torch.Tensor]]:
-    """The tensors that each call returns; empty where one fails. All draw the same random numbers, as ranks do that are alike.
+def _results(call: OpCall, arguments: list[list[Any]]) -> list[list[torch.Tensor]]:
+    """Return the result tensors of each call; empty if one fails. All calls draw the same random numbers.
 
     Raises:
-        Mixed: it draws, and ranks draw other numbers each.
+        MixesShards: the function draws inside ``fork_rng``, where ranks draw different numbers.
     """
-    devices = {question.of.device} if question.of.device.type == "cuda" else set()
+    devices = {call.of.device} if call.of.device.type == "cuda" else set()
     results, drawn = [], False
     try:
         for leaves in arguments:
             with torch.random.fork_rng(devices=devices):
-                before = states(devices)
-                results.append(list(tensors_in(question.run(leaves))))
-                drawn = not all(map(torch.equal, before, states(devices)))
-    except Exception:  # sizes, operators of any kind
+                before = generator_states(devices)
+                results.append(list(tensors_in(call.run(leaves))))
+                drawn = not all(map(torch.equal, before, generator_states(devices)))
+    except Exception:  # a local size may not fit, and operators may raise anything
         return []
     if drawn and rng_state().forks:
-        raise Mixed(f"{question.name} draws other random numbers on each rank for the parts of a sum", REDUCE)
+        raise MixesShards(f"{call.name} draws other random numbers on each rank for the parts of a sum", REDUCE)
     return results
 
 
-def _fine(x: torch.Tensor) -> torch.Tensor:
-    """In single precision, what has less: a small number must not be lost in rounding."""
+def _in_float32(x: torch.Tensor) -> torch.Tensor:
+    """Return a lower-precision tensor in float32, so that small values are not lost in rounding."""
     return x.float() if x.is_floating_point() and x.element_size() < 4 else x
 
 
 def _near(whole: torch.Tensor, other: Any) -> bool:
-    """Whether they are the same but for rounding, which is that of the largest numbers that were added."""
+    """Return whether two results are equal up to rounding of the largest values that were added."""
     if whole.shape != other.shape or not is_continuous(whole):
         return whole.shape == other.shape and torch.equal(whole, other)
     scale = max(1.0, float(whole.abs().nan_to_num(0, 0, 0).max())) if whole.numel() else 1.0

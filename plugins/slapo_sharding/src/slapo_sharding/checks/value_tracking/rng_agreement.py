@@ -1,4 +1,4 @@
-"""Random numbers that were drawn: equal on all ranks they are not those of parts, and not equal not those of one value."""
+"""Comparison of random draws between ranks: draws for shards must differ, draws for replicated values must be equal."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ...communication._torch_private import no_modes
 from ...communication.collectives import Group
 
 
-class Draw:
-    """The states of the generators before a function runs that may draw. In a forked region ranks differ as they are to."""
+class GeneratorSnapshot:
+    """Generator states before a function that may draw; empty inside ``fork_rng``, where ranks differ on purpose."""
 
     def __init__(self) -> None:
         is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
@@ -24,7 +24,7 @@ class Draw:
 
     @property
     def has_drawn(self) -> bool:
-        """Whether the generators have moved on."""
+        """True if a generator has advanced since."""
         return bool(self._drawn_from())
 
     def _drawn_from(self) -> list[torch.Tensor]:
@@ -34,8 +34,8 @@ class Draw:
             after = rng_state().devices
             return [state for device, state in self.before.items() if not torch.equal(after[device], state)]
 
-    def is_alike(self, group: Group, device: torch.device) -> bool:
-        """Whether what has drawn has drawn from the same state on every rank of the group, which all ask each other."""
+    def is_same_on_ranks(self, group: Group, device: torch.device) -> bool:
+        """Return whether the advanced generators had the same states on all ranks. Collective over the group."""
         with no_functions(), no_modes(), torch.no_grad():
             states = b"".join(state.numpy().tobytes() for state in self._drawn_from())
             digest = hashlib.blake2b(states, digest_size=7).digest()

@@ -1,4 +1,4 @@
-"""What is known of a value of which each rank has a part, without its numbers."""
+"""Layouts of sharded and partial values, without data."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _OTHERS = frozenset("to type_as expand_as view_as reshape_as".split())
 
 @dataclass(frozen=True)
 class Layout:
-    """A tensor without its numbers, and how it is sharded; it can be remembered.
+    """Hashable metadata and placement of a tensor.
 
     Args:
-        shape: Of this rank's part.
-        stride: Of the same.
-        dtype: Of its numbers.
-        device: Where it is.
-        placement: None for a tensor that is not followed.
-        ranks: How many have a part.
-        whole: Shape and stride of all parts together.
-        blocks: Sizes on this rank of the blocks that the sharded dimension is made of; empty for one.
+        shape: Local shape.
+        stride: Local stride.
+        dtype: The dtype.
+        device: The device.
+        placement: None for a tensor that is not tracked.
+        ranks: Number of ranks of the placement.
+        whole: Global shape and stride.
+        blocks: Local sizes of the blocks of a fused sharded dimension; empty for one block.
     """
 
     shape: tuple[int, ...]
@@ -42,11 +42,11 @@ class Layout:
 
     @property
     def dim(self) -> int:
-        """The sharded dimension."""
+        """Sharded dimension."""
         return self.placement.dim  # type: ignore[union-attr, no-any-return]
 
     def empty(self, mesh: DeviceMesh) -> torch.Tensor:
-        """The tensor on the meta device: one of a sharded value stands for all ranks' parts."""
+        """Return a meta tensor of this layout, a DTensor if it is tracked."""
         part = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
         if self.placement is None:
             return part
@@ -55,13 +55,13 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Followed:
-    """A sharded value.
+class TrackedValue:
+    """Sharded or partial value.
 
     Args:
-        layout: Of all ranks' parts together.
-        owner: The layer it comes from.
-        group: The ranks that have parts.
+        layout: Its layout.
+        owner: The layer or synced module that made it.
+        group: The ranks of the layout.
     """
 
     layout: Layout
@@ -69,18 +69,18 @@ class Followed:
     group: Group
 
     @property
-    def is_part_of_sum(self) -> bool:
-        """Whether the sum of what the ranks have is meant."""
+    def is_partial(self) -> bool:
+        """True if the value is partial."""
         return self.layout.placement is not None and self.layout.placement.is_partial()
 
 
-def plain(x: torch.Tensor) -> Layout:
-    """Of a tensor that is not followed."""
+def untracked(x: torch.Tensor) -> Layout:
+    """Return the layout of a tensor that is not tracked."""
     return Layout(x.shape, x.stride(), x.dtype, x.device)
 
 
 def sharded(x: torch.Tensor, dim: int, ranks: int, blocks: tuple[int, ...] = ()) -> Layout:
-    """Of a value that each of the ranks has such a part of, along a dimension."""
+    """Return the layout of a value whose local shard along ``dim`` is ``x``."""
     sizes, steps = list(x.shape), x.stride()
     sizes[dim] *= ranks
     strides = [step * ranks if place != dim and step >= steps[dim] else step for place, step in enumerate(steps)]
@@ -88,13 +88,13 @@ def sharded(x: torch.Tensor, dim: int, ranks: int, blocks: tuple[int, ...] = ())
 
 
 def from_dtensor(made: DTensor, device: torch.device, blocks: tuple[int, ...] = ()) -> Layout:
-    """Of what torch's rules say a value is."""
+    """Return the layout of a DTensor on meta, for a tensor on ``device``."""
     part, ranks, whole = made.to_local(), made.device_mesh.size(), (tuple(made.shape), made.stride())
     return Layout(part.shape, part.stride(), part.dtype, device, made.placements[0], ranks, whole, blocks)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors among what torch functions are given and return."""
+    """Yield the tensors in arguments or results of torch functions."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list, dict)):
@@ -102,11 +102,11 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(part)
 
 
-def looks_at_others(name: str) -> bool:
-    """Whether a function takes no more than the type or the shape from tensors behind the first one."""
+def reads_metadata_only(name: str) -> bool:
+    """Return whether a function reads only the type or the shape of tensors after the first one."""
     return name in _OTHERS
 
 
 def makes_new(name: str) -> bool:
-    """Whether a function makes a tensor of its own, of another one's type: ``x.new_zeros(3)``."""
+    """Return whether a function makes a new tensor of another one's type, such as ``x.new_zeros(3)``."""
     return name.startswith("new_")

@@ -11,8 +11,8 @@ from slapo_core import Schedule, ScheduleError
 from slapo_tracing import trace
 from slapo_tracing.nodes import is_opaque
 
-from ...rules.parametrization_hooks import computing_hooks
-from ...rules.parametrizations import computed_by, registrations
+from ...rules.parametrization_hooks import parametrization_hooks
+from ...rules.parametrizations import no_parametrization_in_forward, parametrization_of
 from ...rules.rulebook import rules_of
 from ..local_sizes.adapted_modules import is_inside
 from ..local_sizes.size_origins import record_origins, strip_origins
@@ -53,15 +53,15 @@ def _trace_checked(schedule: Schedule, replicated: ReplicatedModules) -> fx.Grap
     layers = [*layer_paths(schedule), *replicated.opaque]
     _check_names(schedule)
     for path, module in schedule.mod.named_modules():
-        if path and computing_hooks(module):
+        if path and parametrization_hooks(module):
             if path not in layers:
                 layers.append(path)
-                replicated.opaque[path] = f"its {computed_by(module)}"
+                replicated.opaque[path] = f"its {parametrization_of(module)}"
         elif is_opaque(module) and any(layer == path or layer.startswith(f"{path}.") for layer in layers):
             raise _error(
                 schedule, f"{path!r} has hooks or a wrapped forward, which hide its layers; call tensor_parallel first"
             )
-    with record_origins(schedule.mod, schedule.world_size), registrations() as parametrized:
+    with record_origins(schedule.mod, schedule.world_size), no_parametrization_in_forward() as parametrized:
         traced = flat_graph(schedule, layers)
     strip_origins(traced.graph)
     paths = [path for path, module in schedule.mod.named_modules() if module in parametrized]

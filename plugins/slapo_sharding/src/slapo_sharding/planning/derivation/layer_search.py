@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from slapo_tracing.nodes import function_name, is_opaque
 
 from ...rules.convolutions import channel_dim
-from ...splitting.module_paths import ancestors, kind
+from ...splitting.module_paths import ancestors, without_block_numbers
 from ...syncs.sharded_norms import norm_of
 from ..dry_run.fused_sizes import fused_sizes, next_split
 from ..dry_run.layout_adaptation import may_cut, may_reduce, needs_statistics
@@ -243,7 +243,7 @@ class _Search:
 
     def _adapt(self, node: fx.Node, layouts: Layouts, of_layers: bool = False) -> bool:
         """Allow a node, and the nodes of its source line in identical modules, to cut whole values and reduce results."""
-        module = kind(node.meta.get("module", ""))
+        module = without_block_numbers(node.meta.get("module", ""))
         is_allowed = self.adapts and module not in self.unadapted
         if not is_allowed or node in self.adapted_nodes or not _can_adapt(node, layouts, of_layers):
             return False
@@ -251,7 +251,11 @@ class _Search:
             return False  # else the whole model would be split along the width of the embedding's output
         alike = (node.target, node.meta.get("source"), module)
         for other in self.traced.graph.nodes:
-            if (other.target, other.meta.get("source"), kind(other.meta.get("module", ""))) == alike and other.op == node.op:
+            if (
+                other.target,
+                other.meta.get("source"),
+                without_block_numbers(other.meta.get("module", "")),
+            ) == alike and other.op == node.op:
                 self.adapted_nodes.add(other)
         return True
 
@@ -298,7 +302,7 @@ class _Search:
 
         Each rank then uses the whole output of these layers on its shard, with a reduced gradient.
         """
-        module, tables = kind(err.node.meta.get("module", "")), err.sources & self.all_tables
+        module, tables = without_block_numbers(err.node.meta.get("module", "")), err.sources & self.all_tables
         if self.adapts != "all" or module in self.unadapted:
             return set()
         if tables:  # a table of distances, for one, that queries meet in a product: all heads use it whole
@@ -357,4 +361,4 @@ def _dims_of_size(node: fx.Node, sizes: set[int]) -> list[int]:
 def _position(path: str) -> str:
     """Return the position of a layer in repeated blocks: its path without block numbers. List elements keep their own index."""
     owner, _, name = path.rpartition(".")
-    return f"{kind(owner)}.{name}" if owner else name
+    return f"{without_block_numbers(owner)}.{name}" if owner else name

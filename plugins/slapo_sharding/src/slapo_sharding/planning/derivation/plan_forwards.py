@@ -7,7 +7,7 @@ from typing import Any
 
 from slapo_core import Schedule
 
-from ...splitting.module_paths import kind
+from ...splitting.module_paths import without_block_numbers
 from ..dry_run.node_values import calls_by_path
 from ..local_sizes.adapted_modules import adapted_modules, cuts_from_outside, is_inside
 from ..local_sizes.local_forward import GraphCache, LocalForward, LocalForwardPlan
@@ -50,7 +50,7 @@ def make_local_forward(
     plan = LocalForwardPlan(path, splits, inlined, schedule.world_size, schedule.group, parameters, shared, cuts_inputs, by_use)
     alike = (
         type(module),
-        kind(path),
+        without_block_numbers(path),
         inlined,
         cuts_inputs,
         by_use,

@@ -11,9 +11,9 @@ from torch import fx
 
 from slapo_core import Schedule, ScheduleError, TraceError, get_logger
 
-from ...communication._torch_private import mesh_of
+from ...communication._torch_private import fake_mesh
 from ...rules.rulebook import rules_of
-from ...splitting.module_paths import kind
+from ...splitting.module_paths import without_block_numbers
 from ..dry_run.layout_error import LayoutError
 from ..dry_run.layouts import Layouts
 from ..dry_run.node_values import calls_by_path
@@ -62,7 +62,7 @@ def _derive_from(
     sequence_parallel: bool,
 ) -> tuple[DerivedPlan, list[ReplicatedKeyHeads]]:
     """Return the plan, and the attentions in ``copies`` that it does not serve."""
-    rules, mesh = rules_of(schedule), mesh_of(schedule.world_size)
+    rules, mesh = rules_of(schedule), fake_mesh(schedule.world_size)
     left = tied_or_vocabulary(schedule.mod, schedule.world_size, rules) | replicated.modules(schedule.mod)
     with with_replicated_heads(schedule.mod, copies, rules):
         wide = trace_flat(schedule, replicated) if copies else traced
@@ -120,7 +120,7 @@ def _with_cut_values(
         if unfit is None:
             return adapted
         get_logger().debug("tensor_parallel: no whole values are cut in %r: %s", unfit.module, unfit.reason)
-        found = {kind(module) for module in modules_that_cut_for(adapted.layouts, unfit.module)} - unadapted
+        found = {without_block_numbers(module) for module in modules_that_cut_for(adapted.layouts, unfit.module)} - unadapted
         if not found:
             break
         unadapted |= found
@@ -148,7 +148,7 @@ def _replicated_numel(schedule: Schedule, plan: DerivedPlan) -> int:
 
 def _untraceable_module(schedule: Schedule, derived: DerivedPlan) -> Difference | None:
     """Return a module that has to run from a graph and cannot, with the reason, or None. Identical modules are traced once."""
-    kinds = {kind(path): path for path, must in adapted_modules(derived.layouts).items() if must}
+    kinds = {without_block_numbers(path): path for path, must in adapted_modules(derived.layouts).items() if must}
     layers = layer_paths(schedule)
     for path in kinds.values():
         if not path:

@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from slapo_tracing.nodes import expect, function_name
 
-from ...communication._torch_private import mesh_of
+from ...communication._torch_private import fake_mesh
 from ...rules.rulebook import Rulebook
 from ...rules.sharding_rule import Cut
 from ...splitting import attention_heads
@@ -50,7 +50,7 @@ class ReplicatedKeyHeads:
 
     def wide_blocks(self, path: str) -> tuple[int, ...]:
         """Return the widths of the blocks of a projection if each copy counts."""
-        return attention_heads.with_keys(path.rpartition(".")[2], self.blocks[path], self.wide)
+        return attention_heads.blocks_with_key_heads(path.rpartition(".")[2], self.blocks[path], self.wide)
 
     def split_by(self, splits: Mapping[str, LayerSplit]) -> bool:
         """Return whether a plan splits all of the projections by heads."""
@@ -139,7 +139,7 @@ def unverified(
     for graph, heads in ((traced, "heads"), (wide, "wide")):
         # one rank shows nothing, and the plan itself is the dry run on all ranks
         for size in sorted({getattr(each, heads).keys for each in copies} - {1, derived.layouts.mesh.size()}):
-            splits = rederive(graph, mesh_of(size)).splits
+            splits = rederive(graph, fake_mesh(size)).splits
             failed += [each for each in copies if getattr(each, heads).keys == size and not each.split_by(splits)]
     return failed
 

@@ -12,7 +12,7 @@ from torch import fx, nn
 from slapo_core import is_sharded, shard_spec
 from slapo_tracing.nodes import function_name
 
-from ...splitting.module_paths import ancestors, kind
+from ...splitting.module_paths import ancestors, without_block_numbers
 from ..dry_run.layouts import Layouts
 from ..dry_run.node_values import parameters_of
 
@@ -43,7 +43,7 @@ def replicated_matmuls(model: nn.Module, layouts: Layouts, split: Collection[str
     for owner, nodes in found.items():
         if sum(work[node] for node in nodes) >= least:
             named[owner if len(nodes) > 1 else places[nodes[0]]] = str(nodes[0].meta.get("source"))
-    return {path: named[path] for path in {kind(path): path for path in reversed(named)}.values()}
+    return {path: named[path] for path in {without_block_numbers(path): path for path in reversed(named)}.values()}
 
 
 def _work(node: fx.Node, model: nn.Module) -> float:
@@ -90,5 +90,5 @@ def _matmul_owner(node: fx.Node, model: nn.Module) -> str | None:
 
 def _outermost(path: str, split: Collection[str]) -> str:
     """Return the outermost repeated module around a path in which nothing is split, or the path; never a list element."""
-    outer = (each for each in ancestors(path) if kind(each) != each and not each.rpartition(".")[2].isdigit())
+    outer = (each for each in ancestors(path) if without_block_numbers(each) != each and not each.rpartition(".")[2].isdigit())
     return ([path] + [each for each in outer if each not in split])[-1]

@@ -12,12 +12,12 @@ from torch import fx, nn
 
 from slapo_core import Schedule, ScheduleError, TraceError, get_logger, paths
 
-from ...rules.parametrizations import computed_by
+from ...rules.parametrizations import parametrization_of
 from ...rules.projections import is_projection
 from ...rules.rulebook import rules_of
 from ...rules.sharding_rule import split_of
 from ...splitting import attention_heads
-from ...splitting.module_paths import ancestors, kind
+from ...splitting.module_paths import ancestors, without_block_numbers
 from ..dry_run.layout_error import NOT_DIVISIBLE
 from ..dry_run.layouts import Layouts
 from ..dry_run.node_values import calls_by_path
@@ -70,9 +70,9 @@ class ReplicatedModules:
 
     def add_layers(self, model: nn.Module, err: PlanConflict) -> bool:
         """Add the layers at fault and those at the same position in other blocks; return whether any is new."""
-        kinds = {kind(path) for path in err.layers}
+        kinds = {without_block_numbers(path) for path in err.layers}
         paths = (path for path, _ in [*model.named_modules(), *model.named_parameters()])
-        found = {path: err.reason for path in paths if kind(path) in kinds and path not in self.layers}
+        found = {path: err.reason for path in paths if without_block_numbers(path) in kinds and path not in self.layers}
         self.layers.update(found)
         return bool(found)
 
@@ -83,7 +83,11 @@ class ReplicatedModules:
         if not path.startswith(start) or not (inside := path.removeprefix(start)):
             return False
         model, rules = schedule.mod, rules_of(schedule)
-        alike = [other for other, _ in model.named_modules() if kind(other) == kind(inside) and other not in self.opaque]
+        alike = [
+            other
+            for other, _ in model.named_modules()
+            if without_block_numbers(other) == without_block_numbers(inside) and other not in self.opaque
+        ]
         self.opaque.update(dict.fromkeys(alike, without_trace_advice(err)))
         inner = [(other, model.get_submodule(other)) for other in alike]
         held = [f"{other}.{name}" for other, module in inner for name, _ in module.named_modules() if name]
@@ -102,7 +106,7 @@ def log_opaque(schedule: Schedule, replicated: ReplicatedModules) -> set[str]:
     for path, reason in replicated.opaque.items():
         inside = [schedule.mod.get_submodule(each) for each in replicated.layers if is_inside(each, path)]
         full = paths.join(schedule.path, path)
-        if kind(full) == full and inside and not any(map(split_of, inside)):
+        if without_block_numbers(full) == full and inside and not any(map(split_of, inside)):
             logged.add(path)
             _log(schedule, path, reason)
     return logged
@@ -114,7 +118,7 @@ def remaining_reasons(model: nn.Module, reasons: Mapping[str, str]) -> dict[str,
     Such a plan logs all layers in the blocks that it splits, except for an attention that stays whole.
     """
     split = {path for path, module in model.named_modules() if split_of(module)}
-    blocks, attentions = {_block(path) for path in split}, [*attention_heads.whole_attentions(model)]
+    blocks, attentions = {_block(path) for path in split}, [*attention_heads.replicated_attentions(model)]
     return {
         path: reason
         for path, reason in reasons.items()
@@ -124,7 +128,7 @@ def remaining_reasons(model: nn.Module, reasons: Mapping[str, str]) -> dict[str,
 
 def _block(path: str) -> str:
     """Return the path of the outermost repeated module around a layer, or the path of the layer."""
-    return next((outer for outer in reversed([*ancestors(path)]) if kind(outer) != outer), path)
+    return next((outer for outer in reversed([*ancestors(path)]) if without_block_numbers(outer) != outer), path)
 
 
 def log_replicated(
@@ -149,43 +153,45 @@ def log_replicated(
         heads = attention_heads.makes_heads(schedule.mod.get_submodule(owner), child)
         indivisible = NOT_DIVISIBLE in reason
         where = path if indivisible or path not in whole else whole[path]
-        what = kind(owner if heads else where)
+        what = without_block_numbers(owner if heads else where)
         is_warning = (heads or where != path or (what != path and (indivisible or path in conflicts))) and what not in logged
         _log(schedule, where if is_warning else path, reason, is_warning)
-        logged.update([what, kind(where)] if is_warning else [])
+        logged.update([what, without_block_numbers(where)] if is_warning else [])
     for path, line in _modules_with_matrices(schedule, derived).items():
         if not _is_logged(path, logged):
-            logged.add(kind(path))
+            logged.add(without_block_numbers(path))
             why = next((f": {reason}" for name, reason in derived.reasons.items() if name.startswith(f"{path}.")), f" ({line})")
             why = f"it multiplies by its own parameters, outside of any layer{why}"
             _log(schedule, path, why)
     for path, line in _convolutional_mlps(schedule, derived).items():
         if not _is_logged(path, logged):
-            logged.add(kind(path))
+            logged.add(without_block_numbers(path))
             _log(schedule, path, f"its MLP is made of convolutions ({line})")
     logged |= log_replicated_attentions(schedule, {**_lines_of_calls(derived), **derived.reasons}, _NO_LAYER, logged)
     computed = {
-        kind(path): path for path, module in schedule.mod.named_modules() if computed_by(module) and not split_of(module)
+        without_block_numbers(path): path
+        for path, module in schedule.mod.named_modules()
+        if parametrization_of(module) and not split_of(module)
     }
     for path in computed.values():
-        _log(schedule, path, f"its {computed_by(schedule.mod.get_submodule(path))}")
+        _log(schedule, path, f"its {parametrization_of(schedule.mod.get_submodule(path))}")
     for path in _replicated_projections(schedule):
-        if kind(path) not in computed and not _is_logged(path, logged):
-            logged.add(kind(path))
+        if without_block_numbers(path) not in computed and not _is_logged(path, logged):
+            logged.add(without_block_numbers(path))
             name = type(schedule.mod.get_submodule(path)).__name__
             why = f"a shard of the output of the {name} does not follow from shards of its tensors"
             _log(schedule, path, why)
     for path in _uncalled_layers(schedule, derived):
         rewritten = _is_in_graph(schedule, path)
-        if (rewritten or kind(path) != path) and not _is_logged(path, logged):
+        if (rewritten or without_block_numbers(path) != path) and not _is_logged(path, logged):
             why = "the code around it uses its weights without calling it"
             if rewritten:
                 why = "the rewritten graph around it uses its weights; call tensor_parallel() before what rewrites it"
             _log(schedule, path, why)
     split = {outer for path in (*derived.splits, *derived.parameters) for outer in (path, *ancestors(path))}
     for path, line in replicated_matmuls(schedule.mod, derived.layouts, split).items():
-        if not path or not (_is_logged(path, logged) or any(is_inside(what, kind(path)) for what in logged)):
-            logged |= {kind(path)} - {""}
+        if not path or not (_is_logged(path, logged) or any(is_inside(what, without_block_numbers(path)) for what in logged)):
+            logged |= {without_block_numbers(path)} - {""}
             why = derived.reasons.get(path) or next(_reasons_in(path, derived.reasons), "no rule splits its products")
             _log(schedule, path, why if _SOURCE_LINE.search(why) else f"{why} ({line})")
 
@@ -193,14 +199,14 @@ def log_replicated(
 def log_sharded_attributes(schedule: Schedule, layouts: Layouts) -> None:
     """Log the attributes that hold a shard after a forward, once for identical modules."""
     parts = (node for node in layouts.graph.nodes if node in layouts.local_shapes)
-    names = {kind(name): name for node in reversed([*parts]) for name in node.meta.get("assigned", ())}
+    names = {without_block_numbers(name): name for node in reversed([*parts]) for name in node.meta.get("assigned", ())}
     what = "tensor_parallel: the attribute %r of %r holds this rank's shard of the value that the unmodified model stores"
     for path, _, name in (name.rpartition(".") for name in names.values()):
         get_logger().warning(what, name, paths.join(schedule.path, path), extra=first_rank_only(schedule))
 
 
 def _is_logged(path: str, logged: Collection[str]) -> bool:
-    return any(is_inside(kind(path), what) for what in logged)
+    return any(is_inside(without_block_numbers(path), what) for what in logged)
 
 
 def _log(schedule: Schedule, path: str, why: str, is_warning: bool = True) -> None:
@@ -220,7 +226,7 @@ def _replicated_projections(schedule: Schedule) -> Iterable[str]:
     rules, named = rules_of(schedule), dict(schedule.mod.named_modules())
     inside = {other for module in named.values() if split_of(module) for other in module.modules()}
     found = [path for path, module in named.items() if module not in inside and is_projection(module)]
-    return {kind(path): path for path in reversed(found) if rules.find(named[path]) is None}.values()
+    return {without_block_numbers(path): path for path in reversed(found) if rules.find(named[path]) is None}.values()
 
 
 def _lines_of_calls(derived: DerivedPlan) -> dict[str, str]:
@@ -238,12 +244,16 @@ def _modules_with_matrices(schedule: Schedule, derived: DerivedPlan) -> dict[str
     found: dict[str, tuple[str, str]] = {}
     for node in derived.layouts.graph.find_nodes(op="get_attr"):
         path = str(node.target).rpartition(".")[0]
-        if kind(path) == path or path in split or schedule.mod.get_submodule(path) in derived.layouts.replicated_modules:
+        if (
+            without_block_numbers(path) == path
+            or path in split
+            or schedule.mod.get_submodule(path) in derived.layouts.replicated_modules
+        ):
             continue
         own = schedule.mod.get_submodule(path)._parameters.values()
         if sum(each is not None and each.dim() > 1 for each in own) > 1:
             user = next(iter(node.users), node)
-            found.setdefault(kind(path), (path, str(user.meta.get("source"))))
+            found.setdefault(without_block_numbers(path), (path, str(user.meta.get("source"))))
     return dict(found.values())
 
 
@@ -253,11 +263,11 @@ def _convolutional_mlps(schedule: Schedule, derived: DerivedPlan) -> dict[str, s
     wide: dict[str, set[tuple[int, int]]] = {}
     for node in derived.layouts.graph.find_nodes(op="call_module"):
         path, module = str(node.target).rpartition(".")[0], schedule.mod.get_submodule(str(node.target))
-        if not isinstance(module, kinds) or module.groups > 1 or kind(path) == path or split_of(module):
+        if not isinstance(module, kinds) or module.groups > 1 or without_block_numbers(path) == path or split_of(module):
             continue
         sizes = module.in_channels, module.out_channels
         if sizes[::-1] in wide.get(path, ()) and sizes[0] > sizes[1]:
-            found.setdefault(kind(path), (path, str(node.meta.get("source"))))
+            found.setdefault(without_block_numbers(path), (path, str(node.meta.get("source"))))
         wide.setdefault(path, set()).add(sizes)
     return dict(found.values())
 
@@ -268,7 +278,7 @@ def _uncalled_layers(schedule: Schedule, derived: DerivedPlan) -> Iterable[str]:
     read = {str(node.target) for node in graph.find_nodes(op="get_attr")} - derived.parameters.keys()
     read = {name.rpartition(".")[0] for name in read} - calls_by_path(graph).keys()
     layers = (path for path in sorted(read, reverse=True) if rules.is_layer(schedule.mod.get_submodule(path)))
-    return {kind(path): path for path in layers}.values()
+    return {without_block_numbers(path): path for path in layers}.values()
 
 
 def _is_in_graph(schedule: Schedule, path: str) -> bool:
@@ -280,7 +290,7 @@ def _outermost_replicated(derived: DerivedPlan) -> dict[str, str]:
     split = {outer for path in (*derived.splits, *derived.parameters) for outer in ancestors(path)}
     found: dict[str, str] = {}
     for path in derived.reasons.keys() - derived.splits.keys():
-        outer = [other for other in ancestors(path) if other not in split and kind(other) != other]
+        outer = [other for other in ancestors(path) if other not in split and without_block_numbers(other) != other]
         outer = [other for other in outer if not other.rpartition(".")[2].isdigit()] or outer
         if outer:
             found[path] = outer[-1]
@@ -299,7 +309,7 @@ def log_replicated_attentions(
         otherwise: Reason for an attention without such a layer.
         logged: Kinds that were logged before.
     """
-    kinds = {kind(path): path for path in reversed([*attention_heads.whole_attentions(schedule.mod)])}
+    kinds = {without_block_numbers(path): path for path in reversed([*attention_heads.replicated_attentions(schedule.mod)])}
     new = {what: path for what, path in kinds.items() if what != path and not any(is_inside(what, other) for other in logged)}
     for path in new.values():
         why = next(_reasons_in(path, reasons), otherwise)

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from slapo_tracing.nodes import function_name
 
-from ...communication.shard_ranges import share
+from ...communication.shard_ranges import shard_range
 from ...rules.rulebook import Rulebook
 from ..dry_run.layouts import Layouts
 from ..dry_run.node_values import calls_by_path
@@ -130,7 +130,7 @@ def _is_divisible(module: nn.Module, num_shards: int, rules: Rulebook) -> bool:
     except LookupError:
         return False
     size = module.get_parameter("weight").shape[0]
-    start, stop = share(size, num_shards, num_shards - 1)
+    start, stop = shard_range(size, num_shards, num_shards - 1)
     return size % num_shards == 0 or (cut.uneven and start < stop)
 
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from slapo_tracing.nodes import autocast_state, function_name
 
 from ...communication._torch_private import StridedShard
-from ...syncs.sharded_norms import norm_in, norm_of, spread_in
+from ...syncs.sharded_norms import norm_in, norm_of, variance_in
 from .node_values import as_meta, has_gradient, parameters_of, returns_several_tensors
 from .size_arguments import leaves, with_leaves
 
@@ -108,7 +108,7 @@ def _run_with_reduced_statistics(layouts: Layouts, n: fx.Node, args: Any, kwargs
     x = args[0] if args else None
     if isinstance(x, DTensor) and _has_statistics(layouts, n):
         (placement,) = x.placements
-        if spread_in(n) is not None:
+        if variance_in(n) is not None:
             dim = args[1] if len(args) > 1 else kwargs["dim"]
             along = dim if isinstance(dim, int) else dim[0]
             if placement == Shard(along % x.dim()):
@@ -130,7 +130,7 @@ def _run_with_reduced_statistics(layouts: Layouts, n: fx.Node, args: Any, kwargs
 def _has_statistics(layouts: Layouts, n: fx.Node) -> bool:
     if n.op == "call_module":
         return norm_of(layouts.fetch_attr(str(n.target))) is not None
-    return norm_in(n) is not None or spread_in(n) is not None
+    return norm_in(n) is not None or variance_in(n) is not None
 
 
 def needs_statistics(layouts: Layouts, n: fx.Node) -> bool:

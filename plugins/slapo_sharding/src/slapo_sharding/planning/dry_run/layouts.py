@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from slapo_core import TraceError
 from slapo_tracing.nodes import expect, function_name, set_state
 
-from ...communication._torch_private import layouts_kept
+from ...communication._torch_private import no_redistribution
 from ...rules.convolutions import channel_dim
 from ...rules.norms import counts_channels_only, has_batch
 from ...syncs.sharded_norms import norm_of
@@ -156,7 +156,7 @@ class Layouts(fx.Interpreter):
         Raises:
             LayoutError: an operation does not fit, or a result of the graph is sharded and may not be.
         """
-        with torch.no_grad(), torch.device("meta"), layouts_kept():
+        with torch.no_grad(), torch.device("meta"), no_redistribution():
             self.run()
 
     def run_node(self, n: fx.Node) -> Any:

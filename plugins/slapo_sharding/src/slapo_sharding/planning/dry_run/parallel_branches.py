@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from slapo_tracing.nodes import function_name
 
-from ...splitting.module_paths import kind
+from ...splitting.module_paths import without_block_numbers
 from .node_values import has_gradient, returns_several_tensors
 from .split_specs import ParameterSplit
 
@@ -111,7 +111,9 @@ class _Finder:
             return None
         own, shared = found
         branches = Branches(joint, dim, nodes, own, entries, shared)
-        are_alike = own[0] and all(set(map(kind, names)) == set(map(kind, own[0])) for names in own)
+        are_alike = own[0] and all(
+            set(map(without_block_numbers, names)) == set(map(without_block_numbers, own[0])) for names in own
+        )
         return branches if are_alike and self._can_be_left_out(branches) else None
 
     def _closures(self, results: list[fx.Node]) -> tuple[frozenset[fx.Node], ...]:

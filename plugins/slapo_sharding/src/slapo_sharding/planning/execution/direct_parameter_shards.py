@@ -11,7 +11,7 @@ from slapo_training.gradient_hooks import carry_hooks
 
 from ...rules.sharding_rule import AppliedCut, Cut, record_cut
 from ...splitting import persistent_hooks
-from ...splitting.shard_step import local_tensor
+from ...splitting.shard_step import local_shard
 from ..dry_run.split_specs import ParameterSplit
 
 
@@ -36,7 +36,7 @@ def split_parameters(schedule: Schedule, splits: Mapping[str, ParameterSplit]) -
             dealt = tuple(((0, shape[split.dim] if each == split.owner else 0),) for each in range(size))
         spec = ShardSpec(split.dim, shape, rank, size, split.blocks or (shape[split.dim],), schedule.group, uneven_ranges=dealt)
         schedule.touch(handle.mod)
-        handle.set_parameter(name, new := local_tensor(tensor, spec))
+        handle.set_parameter(name, new := local_shard(tensor, spec))
         carry_hooks(new, tensor, spec, handle.places_of(new, (handle.mod, name)))
         persistent_hooks.keep_facts(handle.mod)
     schedule.touch(schedule.mod)

@@ -19,9 +19,9 @@ from slapo_core import Entry, PluginError, Schedule, ScheduleError, ShardSpec, f
 from slapo_tracing.nodes import forward_wrappers
 
 from ...rules.sharding_rule import AppliedCut, record_cut, split_of
-from ...splitting.module_paths import kind as kind_of_path
+from ...splitting.module_paths import without_block_numbers as kind_of_path
 from ...syncs.parallel_loss import ParallelLoss
-from ...syncs.sync_hooks import Sync, map_input, syncs_of
+from ...syncs.sync_hooks import Sync, map_first_input, syncs_of
 from ..derivation.replicated_modules import first_rank_only
 
 Kind = Literal["columns", "rows", "vocabulary", "loss"]
@@ -61,7 +61,7 @@ class BackendSync(Sync):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None) -> Any:
         """Return a new view of the input, by which the first-run check tells the gradient of this use."""
-        return map_input(_new_tensor, args, kwargs) if self.mode == "bwd_post" else None
+        return map_first_input(_new_tensor, args, kwargs) if self.mode == "bwd_post" else None
 
 
 def _new_tensor(x: torch.Tensor) -> torch.Tensor:

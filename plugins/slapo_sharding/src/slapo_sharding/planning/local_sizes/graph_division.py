@@ -11,8 +11,8 @@ from torch import fx
 
 from slapo_tracing.nodes import function_name
 
-from ...communication.collectives import Group, all_reduce, all_reduce_grad, apply, num_ranks
-from ...syncs.sharded_norms import mean_of, norm_in, norm_of, spread_in
+from ...communication.collectives import Group, all_reduce, all_reduce_grad, apply_function, num_ranks
+from ...syncs.sharded_norms import mean_over_group, norm_in, norm_of, variance_in
 from ..dry_run.layouts import Layouts
 from ..dry_run.parallel_branches import Branches
 from ..dry_run.size_arguments import is_size, leaves, local_size, with_leaves
@@ -94,7 +94,7 @@ def local_part(x: torch.Tensor, dim: int, group: Group, blocks: tuple[int, ...] 
 
 def with_empty_parameter_gradients(x: torch.Tensor, *unused: torch.Tensor) -> torch.Tensor:
     """Return ``x``, with zero gradients for parameters that this rank does not use, as engines wait for every gradient."""
-    return apply(_EmptyParameterGradients, x, *unused) if torch.is_grad_enabled() else x
+    return apply_function(_EmptyParameterGradients, x, *unused) if torch.is_grad_enabled() else x
 
 
 class _EmptyParameterGradients(torch.autograd.Function):
@@ -114,7 +114,7 @@ def on_first_rank(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _insert_reduction(node: fx.Node, is_mean: bool, group: Group) -> None:
-    made = _new_call(node, mean_of if is_mean else all_reduce, node, group)
+    made = _new_call(node, mean_over_group if is_mean else all_reduce, node, group)
     node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
 
 
@@ -122,7 +122,7 @@ def _reduce_statistics(layouts: Layouts, node: fx.Node, group: Group) -> None:
     """Replace a norm or variance by one with reduced statistics."""
     graph = node.graph
     if node.op != "call_module":
-        made = _new_call(node, norm_in(node) or spread_in(node), group, *node.args)
+        made = _new_call(node, norm_in(node) or variance_in(node), group, *node.args)
         made.kwargs = node.kwargs
     else:
         module, x = layouts.fetch_attr(str(node.target)), node.all_input_nodes[0]

@@ -21,9 +21,9 @@ from slapo_tracing.nodes import Hidden, unobserved, whole_shape
 from slapo_tracing.recording import HOOK_ATTRIBUTES, WRAPPER_ATTRIBUTES
 from slapo_tracing.tracers import LeafKind, trace_again, trace_value
 
-from ...communication._torch_private import mesh_of
+from ...communication._torch_private import fake_mesh
 from ...communication.collectives import Group
-from ...rules.parametrizations import registrations
+from ...rules.parametrizations import no_parametrization_in_forward
 from ..dry_run.layout_error import LayoutError
 from ..dry_run.layouts import Layouts
 from ..dry_run.parallel_branches import Branches, find_branches
@@ -267,7 +267,7 @@ class LocalForward(Hidden):
         keeps = {id(whole.get_submodule(path)) for path, each in zip(plan.splits, kept, strict=True) if each}
         is_layer: Callable[..., bool] = lambda module, way="": id(module) in (keeps if way == "kept" else layers)  # noqa: E731
         layouts = Layouts(
-            *(whole, mesh_of(plan.ranks), candidates, {}, is_layer, left, graph, adapted),
+            *(whole, fake_mesh(plan.ranks), candidates, {}, is_layer, left, graph, adapted),
             returns_shards=True,
             parameters=plan.parameters,
             shared=plan.shared,
@@ -320,7 +320,7 @@ def _no_parametrization(module: nn.Module) -> Iterator[None]:
     Raises:
         TraceError: the forward does.
     """
-    with registrations() as found:
+    with no_parametrization_in_forward() as found:
         yield
     if not {*module.modules()}.isdisjoint(found):
         raise TraceError(f"its forward parametrizes the tensors of its {type(found[0]).__name__} while it runs")

@@ -17,7 +17,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from slapo_core import ScheduleError
 
-from ...syncs.sync_hooks import Sync, map_input, map_output
+from ...syncs.sync_hooks import Sync, map_first_input, map_output
 
 Boundary = tuple[str, str]
 """Path of a module and ``"fwd_pre"`` or ``"fwd_post"``."""
@@ -41,7 +41,7 @@ class _BoundaryHook:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> Any:
         try:
-            return map_output(self.mark, *output) if output else map_input(self.mark, args, kwargs)
+            return map_output(self.mark, *output) if output else map_first_input(self.mark, args, kwargs)
         except ScheduleError:  # no tensor enters or leaves, so no sync can be placed here
             return None
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from slapo_tracing.nodes import function_name
 
-from ...syncs.sync_hooks import map_input
+from ...syncs.sync_hooks import map_first_input
 from ..dry_run.layout_error import LayoutError
 from ..dry_run.layouts import Layouts
 from ..dry_run.node_values import has_gradient, parameters_of
@@ -189,7 +189,7 @@ class SequenceLayouts(Layouts):
                 self.reordered.add(n)
             return torch.empty(x.shape, dtype=x.dtype)
 
-        return map_input(gather, args, kwargs)
+        return map_first_input(gather, args, kwargs)
 
     def _module_node(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
         path = str(n.target)

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import fx, nn
 
-from ...splitting.module_paths import kind
+from ...splitting.module_paths import without_block_numbers
 from ..dry_run.layout_error import LayoutError
 from ..dry_run.layouts import Layouts
 from .module_boundaries import Boundary, boundary
@@ -205,7 +205,11 @@ class _Search:
         if self.plan.block_of(path) is None:
             return [place]
         cls, modules = type(self.modules[path]), self.modules.items()
-        return [(other, mode) for other, module in modules if type(module) is cls and kind(other) == kind(path)]
+        return [
+            (other, mode)
+            for other, module in modules
+            if type(module) is cls and without_block_numbers(other) == without_block_numbers(path)
+        ]
 
     def _add(self, place: Boundary, collective: BoundaryCollective) -> None:
         self.plan.collectives.update(dict.fromkeys(self._same_in_blocks(place), collective))
