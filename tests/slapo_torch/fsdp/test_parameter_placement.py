@@ -74,7 +74,7 @@ def _places(rank: int) -> list[list[bool]]:
         shards.gather()
         for tree in followed:
             tree.weight = model[0].weight
-        shards.follow(followed)
+        shards.set_extra_modules(followed)
         shards.release()
         found.append([tree.weight is model[0].weight for tree in trees])
         engine.train_batch(input=torch.randn(2, 8), labels=torch.randn(2, 1))

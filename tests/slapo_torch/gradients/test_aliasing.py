@@ -17,7 +17,7 @@ import slapo_tracing.plugin
 import slapo_training.plugin
 from slapo_core import Registry, Schedule, build, create_schedule
 from slapo_testing import run_distributed
-from slapo_torch.gradients.aliasing import FirstGradients, extents
+from slapo_torch.gradients.aliasing import GradientUnaliasing, memory_extents
 from slapo_torch.pipeline import RunningStage
 
 from ..layouts import mesh_of
@@ -138,10 +138,10 @@ def _module(number: int) -> nn.ParameterList:
 def _separated(kept: tuple[torch.Tensor, ...], *gradients: torch.Tensor) -> list[bool]:
     """Whether each gradient was moved; all keep their values."""
     module = _module(len(gradients))
-    first = FirstGradients(module)
+    first = GradientUnaliasing(module)
     for parameter, gradient in zip(module, gradients, strict=True):
         parameter.grad = gradient
-    first.separate(extents(kept))
+    first.separate(memory_extents(kept))
     assert all(
         torch.equal(parameter.grad.to_dense(), each.to_dense()) for parameter, each in zip(module, gradients, strict=True)
     )
@@ -162,7 +162,7 @@ def test_what_gets_memory_of_its_own() -> None:
 def test_only_a_step_s_first_gradients_are_looked_at() -> None:
     shared = torch.randn(2, 3)
     module = _module(3)
-    first = FirstGradients(module)
+    first = GradientUnaliasing(module)
     module[0].grad = shared
     first.separate()
     module[1].grad = shared

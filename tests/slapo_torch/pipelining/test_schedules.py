@@ -18,7 +18,7 @@ import slapo_training.plugin
 from slapo_core import BuildError, Registry, build, create_schedule
 from slapo_testing import run_distributed
 from slapo_torch.pipelining._torch_pipelining import check_order
-from slapo_torch.pipelining.schedules import for_rows, placement
+from slapo_torch.pipelining.schedules import placement, schedule_for_rows
 from tests.slapo_sharding.logged_warnings import warnings_told
 
 from ..layouts import adamw, mesh_of, message_of, train_beside_reference
@@ -73,7 +73,7 @@ def test_1f1b_of_fewer_micro_batches_than_stages_runs_as_gpipe() -> None:
     with warnings_told() as told:
         assert placement("1f1b", 4, 4, 2) == (0, 1, 2, 3)
     assert ["runs as 'gpipe'" in each for each in told] == [True]
-    assert for_rows("1f1b", 4, 4, 2, 9) == ("gpipe", 3)
+    assert schedule_for_rows("1f1b", 4, 4, 2, 9) == ("gpipe", 3)
 
 
 @pytest.mark.parametrize(

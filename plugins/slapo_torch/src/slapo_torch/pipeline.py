@@ -20,15 +20,15 @@ from slapo_core import Boundary, Program
 from slapo_training.batches import Batch
 from slapo_training.losses import note_failure
 
-from .gradients.aliasing import Extent, FirstGradients, extents
-from .gradients.ddp import Replicas
+from .gradients.aliasing import GradientUnaliasing, MemoryExtent, memory_extents
+from .gradients.ddp import DDPReplicas
 from .options import Options
-from .pipelining._torch_pipelining import scheduled, splits
+from .pipelining._torch_pipelining import has_split_backward, make_runtime
 from .pipelining.schedules import kind_of
-from .pipelining.split_backward import TensorHooks, can_split
+from .pipelining.split_backward import TensorHookRecorder, can_split
 from .pipelining.varying_stage import VaryingStage
 from .step.gradient_accumulation import StepResult
-from .step.microbatch_weights import Share
+from .step.microbatch_weights import MicroBatchWeight
 from .step.stage_call import StageCall
 
 
@@ -45,7 +45,7 @@ class RunningStage(VaryingStage):
         program: Program,
         index: int,
         result: StepResult,
-        replicas: Replicas | None = None,
+        replicas: DDPReplicas | None = None,
     ) -> None:
         assert program.mesh is not None
         device = torch.device(program.mesh.device_type)
@@ -70,19 +70,19 @@ class RunningStage(VaryingStage):
         """True if the schedule has backwards in two parts."""
         self._whole: set[int] = set()
         self._hooked: set[int] = set()
-        self._first: FirstGradients | None = None
-        self._given: dict[int, list[Extent]] = {}
+        self._first: GradientUnaliasing | None = None
+        self._given: dict[int, list[MemoryExtent]] = {}
 
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, save_forward_output: bool = True
     ) -> Any:
         """Run the forward of one micro-batch; what the schedule passes as arguments is empty."""
         self._select(fwd_chunk_id)
-        self._arrived("RECV_F", fwd_chunk_id)
+        self._record_arrival("RECV_F", fwd_chunk_id)
         feed, run = self.feed[fwd_chunk_id], super().forward_one_chunk
-        hooks = TensorHooks()
+        hooks = TensorHookRecorder()
         with hooks if self.splits else nullcontext():
-            output = self._attempt("F", fwd_chunk_id, lambda: run(fwd_chunk_id, (), feed, False))
+            output = self._run_and_note_error("F", fwd_chunk_id, lambda: run(fwd_chunk_id, (), feed, False))
         if hooks.found:
             self._hooked.add(fwd_chunk_id)
         if self.result.failure is not None:
@@ -104,7 +104,7 @@ class RunningStage(VaryingStage):
         if not self.has_backward:
             return
         self._select(bwd_chunk_id)
-        self._arrived("RECV_B", bwd_chunk_id)
+        self._record_arrival("RECV_B", bwd_chunk_id)
         run = super().backward_one_chunk
 
         def attempt() -> None:
@@ -115,11 +115,11 @@ class RunningStage(VaryingStage):
             # without having been accumulated in a leaf they lie in memory as the backward left them
             gradients = self.bwd_cache[bwd_chunk_id]
             self.bwd_cache[bwd_chunk_id] = tuple(value if value is None else value.contiguous() for value in gradients)
-            self._given[bwd_chunk_id] = extents(self.bwd_cache[bwd_chunk_id])
+            self._given[bwd_chunk_id] = memory_extents(self.bwd_cache[bwd_chunk_id])
             if full:
                 self._separate(bwd_chunk_id)
 
-        self._attempt("B" if full_backward else "I", bwd_chunk_id, attempt)
+        self._run_and_note_error("B" if full_backward else "I", bwd_chunk_id, attempt)
         if self.result.failure is not None:
             self.fwd_cache.pop(bwd_chunk_id, None)
             self.bwd_cache[bwd_chunk_id] = (None,) * self._num_inputs(bwd_chunk_id)
@@ -136,41 +136,41 @@ class RunningStage(VaryingStage):
                 self._separate(bwd_chunk_id)
 
         if self.has_backward:
-            self._attempt("W", bwd_chunk_id, attempt)
+            self._run_and_note_error("W", bwd_chunk_id, attempt)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the operations that receive the activations of a micro-batch."""
         _renew(self.args_recv_info[fwd_chunk_id])
-        return self._begun("RECV_F", fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id))
+        return self._record_message_start("RECV_F", fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the operations that receive the gradients of a micro-batch."""
         _renew(self.grad_recv_info.get(bwd_chunk_id, ()))
-        return self._begun("RECV_B", bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
+        return self._record_message_start("RECV_B", bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the operations that send the activations of a micro-batch."""
-        return self._begun("SEND_F", fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
+        return self._record_message_start("SEND_F", fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the operations that send the gradients of a micro-batch."""
-        return self._begun("SEND_B", bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
+        return self._record_message_start("SEND_B", bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
 
-    def _begun(self, kind: str, microbatch: int, messages: list[dist.P2POp]) -> list[dist.P2POp]:
+    def _record_message_start(self, kind: str, microbatch: int, messages: list[dist.P2POp]) -> list[dist.P2POp]:
         if messages and kind.startswith("RECV"):
             self._receiving[kind, microbatch] = time.time()
         elif messages:
             self.result.record(self.stage_index, kind, microbatch, time.time())
         return messages
 
-    def _arrived(self, kind: str, microbatch: int) -> None:
+    def _record_arrival(self, kind: str, microbatch: int) -> None:
         if (start := self._receiving.pop((kind, microbatch), None)) is not None:
             self.result.record(self.stage_index, kind, microbatch, start)
 
     def begin(self, feed: list[dict[str, Any]], training: bool, result: StepResult) -> None:
         """Begin a step with what its micro-batches give this stage; the parameters have no gradients."""
         self.feed, self.result = feed, result
-        self._first = FirstGradients(self._calls) if training else None
+        self._first = GradientUnaliasing(self._calls) if training else None
 
     def _separate(self, microbatch: int) -> None:
         """Behind a backward; the gradients of the stage's inputs may not have been sent, or used, yet."""
@@ -202,7 +202,7 @@ class RunningStage(VaryingStage):
             self.fwd_cache[microbatch] = (given, received)
         return can_split((loss,) if self.is_last else given, received[: self._num_inputs(microbatch)])
 
-    def _attempt(self, kind: str, microbatch: int, run: Callable[[], Any]) -> Any:
+    def _run_and_note_error(self, kind: str, microbatch: int, run: Callable[[], Any]) -> Any:
         if self.result.failure is not None:
             return None
         start = time.time()
@@ -235,7 +235,7 @@ class StagePlan:
         schedule: tuple[str, int],
         mine: tuple[int, ...],
         training: bool,
-        replicas: Replicas | None = None,
+        replicas: DDPReplicas | None = None,
     ) -> None:
         self.programs = programs
         self._training = training
@@ -247,9 +247,9 @@ class StagePlan:
         name, microbatches = schedule
         # the loss comes scaled out of the last stage
         loss_fn = _identity if training else None
-        self._schedule = scheduled(name, kind_of(name).runtime, self._stages, microbatches, loss_fn)
+        self._schedule = make_runtime(name, kind_of(name).runtime, self._stages, microbatches, loss_fn)
         for stage in self._stages:
-            stage.splits = splits(self._schedule)
+            stage.splits = has_split_backward(self._schedule)
         self._targets = torch.arange(microbatches)
 
     def serves(self, programs: Sequence[Program]) -> bool:
@@ -261,13 +261,13 @@ class StagePlan:
         """Modules of all stages, of this rank and of others."""
         return [stage.module for program in self.programs for stage in program.stages]
 
-    def run(self, parts: list[Batch], labels: list[Any], share: Share) -> StepResult:
+    def run(self, parts: list[Batch], labels: list[Any], weight: MicroBatchWeight) -> StepResult:
         """Run all micro-batches, forward and, in training, backward; errors are in the result."""
         result = StepResult()
         for stage in self._stages:
             calls, feed = self._calls[stage.stage_index], []
             for program, call, part, label in zip(self.programs, calls, parts, labels, strict=True):
-                call.begin(share, result.counted if stage.is_last else [])
+                call.begin(weight, result.counted if stage.is_last else [])
                 names = program.stages[stage.stage_index].batch_inputs
                 feed.append({"batch": {name: part[name] for name in names if name in part}, "labels": label, "call": call})
             stage.begin(feed, self._training, result)

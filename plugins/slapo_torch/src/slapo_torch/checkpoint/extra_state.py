@@ -13,29 +13,29 @@ from slapo_tracing.graphs import as_original
 from slapo_training.checkpoint import StateLoading, check_plain
 
 
-def packed(model: nn.Module) -> dict[str, Any]:
+def collect(model: nn.Module) -> dict[str, Any]:
     """The extra state of each module that has some, by its path.
 
     Raises:
         BuildError: it is more than plain data.
     """
-    states = {path: module.get_extra_state() for path, module in _keepers(model).items()}
+    states = {path: module.get_extra_state() for path, module in _modules_with_extra_state(model).items()}
     for path, state in states.items():
         check_plain(state, f"the extra state of {path!r}")
     return states
 
 
-def run(model: nn.Module, stages: nn.Module) -> set[str]:
+def modules_run(model: nn.Module, stages: nn.Module) -> set[str]:
     """The paths of those of these modules that this rank's stages run."""
     own = {id(module) for module in stages.modules()}
-    return {path for path in _keepers(model) if id(model.get_submodule(path)) in own}
+    return {path for path in _modules_with_extra_state(model) if id(model.get_submodule(path)) in own}
 
 
-def merged(ranks: Sequence[tuple[Mapping[str, Any], set[str]]]) -> dict[str, Any]:
+def merge(ranks: Sequence[tuple[Mapping[str, Any], set[str]]]) -> dict[str, Any]:
     """The state of each module on the first rank that runs it.
 
     Args:
-        ranks: ``packed`` and ``run`` of the ranks of one pipeline.
+        ranks: ``collect`` and ``modules_run`` of the ranks of one pipeline.
     """
     found: dict[str, Any] = {}
     for is_run in (True, False):
@@ -46,7 +46,7 @@ def merged(ranks: Sequence[tuple[Mapping[str, Any], set[str]]]) -> dict[str, Any
     return found
 
 
-def chosen(own: Mapping[str, Any], foreign: Collection[str], merged: Mapping[str, Any]) -> dict[str, Any]:
+def state_for_rank(own: Mapping[str, Any], foreign: Collection[str], merged: Mapping[str, Any]) -> dict[str, Any]:
     """What a rank goes on with on the same layout: what it had itself, but for what others ran.
 
     Args:
@@ -63,18 +63,18 @@ def check_same(model: nn.Module, saved: Mapping[str, Any]) -> None:
     Raises:
         BuildError: a module has extra state in the checkpoint or in the engine only.
     """
-    if odd := sorted(set(saved) ^ set(_keepers(model))):
+    if odd := sorted(set(saved) ^ set(_modules_with_extra_state(model))):
         where = "engine" if odd[0] in saved else "checkpoint"
         raise BuildError(f"the extra state of {odd[0]!r} is not in the {where}; load it into the model it was saved from")
 
 
-def put(model: nn.Module, saved: Mapping[str, Any], loading: StateLoading) -> None:
+def restore(model: nn.Module, saved: Mapping[str, Any], loading: StateLoading) -> None:
     """Hand each module what it gave."""
-    for path, module in _keepers(model).items():
+    for path, module in _modules_with_extra_state(model).items():
         now = module.get_extra_state
         loading.load(f"{path!r}", module.set_extra_state, saved[path], lambda now=now: copy.deepcopy(now()))  # type: ignore[misc]
 
 
-def _keepers(model: nn.Module) -> dict[str, nn.Module]:
+def _modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
     modules = {path: as_original(module) for path, module in model.named_modules()}
     return {path: module for path, module in modules.items() if type(module).get_extra_state is not nn.Module.get_extra_state}

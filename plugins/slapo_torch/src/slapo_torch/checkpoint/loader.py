@@ -18,13 +18,13 @@ from slapo_training.optimizers import WholeTensorOptimizer, named_optimizers
 
 from . import extra_state, model_state, optimizer_loading, optimizer_state
 from .optimizer_state import key_of
-from .saver import COMMON, MODEL, TARGET, Trained, layout_of, place_of, ranges_of
+from .saver import COMMON, MODEL, TARGET, CheckpointState, layout_of, ranges_by_name, rank_file
 
 if TYPE_CHECKING:
     from slapo_training.checkpoint import SavedTensors
 
 
-def load_checkpoint(path: str | os.PathLike[str], what: Trained) -> Position:
+def load_checkpoint(path: str | os.PathLike[str], what: CheckpointState) -> Position:
     """Read this rank's part; nothing is changed before all ranks have found theirs to fit. Collective.
 
     Returns:
@@ -41,7 +41,7 @@ def load_checkpoint(path: str | os.PathLike[str], what: Trained) -> Position:
         }
     )
     checkpoint = folder.opened(path, TARGET, ranks)
-    reading = _Reading(what, ranks, checkpoint)
+    reading = _CheckpointLoad(what, ranks, checkpoint)
     with folder.reading(checkpoint):
         folder.verify(checkpoint, ranks)
         ranks.on_all(reading.open)
@@ -51,16 +51,16 @@ def load_checkpoint(path: str | os.PathLike[str], what: Trained) -> Position:
         averages = what.averages.read(checkpoint, ranks)
     loading = StateLoading()
     try:
-        ranks.on_all(lambda: reading.hand(loading))
+        ranks.on_all(lambda: reading.restore_foreign_state(loading))
     except Exception:
         loading.roll_back()
         raise
-    ranks.on_all(reading.put)
+    ranks.on_all(reading.restore_tensors)
     what.averages.put(averages)
     return Position(**reading.common["position"])
 
 
-class _Reading:
+class _CheckpointLoad:
     """What this rank reads of a checkpoint, step by step.
 
     Args:
@@ -72,7 +72,7 @@ class _Reading:
         common: What there is once.
     """
 
-    def __init__(self, what: Trained, ranks: Ranks, checkpoint: Checkpoint) -> None:
+    def __init__(self, what: CheckpointState, ranks: Ranks, checkpoint: Checkpoint) -> None:
         self._what, self._ranks, self._data = what, ranks, checkpoint.data
         self._is_same_layout = checkpoint.about["layout"] == layout_of(what.program)
         self._pieces = model_state.pieces(what.module)
@@ -81,7 +81,7 @@ class _Reading:
         self._model: dict[str, torch.Tensor] = {}
         self._progress: dict[str, Any] = {}
         self._extra: dict[str, Any] = {}
-        self._taken: dict[str, optimizer_loading.Taken] = {}
+        self._taken: dict[str, optimizer_loading.LoadedState] = {}
         self._states: dict[str, dict[tuple[str, Any], Piece]] = {}
         self._saved: SavedTensors
 
@@ -91,7 +91,7 @@ class _Reading:
 
         self.common = _read(self._data / COMMON)
         if self._is_same_layout:
-            self._place = _read(self._data / place_of(self._ranks))
+            self._place = _read(self._data / rank_file(self._ranks))
         try:
             self._saved = SavedTensors(self._data)
         except (OSError, UnpicklingError, EOFError) as err:
@@ -125,7 +125,7 @@ class _Reading:
             BuildError: it does not fit.
         """
         program, module, optimizer, progress, _ = self._what
-        kept, now = self._place.get("ranges", {}), ranges_of(module)
+        kept, now = self._place.get("ranges", {}), ranges_by_name(module)
         optimizers = named_optimizers(named_tensors.parameters(module), optimizer)
         place = self._place.get("optimizer") or {}
         for path, each in optimizers.items():
@@ -134,22 +134,24 @@ class _Reading:
             here = {name: part for name, part in parts.items() if name in now and kept[name] == now[name]}
             everyone = [ranks.get(path, []) for ranks in groups]
             own = own if kept == now else None
-            self._taken[path] = optimizer_loading.chosen(each, everyone, saved, own, here, progress.goes_by_order)
+            self._taken[path] = optimizer_loading.select_state(
+                each, everyone, saved, own, here, progress.depends_on_group_order
+            )
         stages = self.common["progress"]
         source = self._taken[""].source if self._taken else None
         first = [] if source is None else [stages[source]]
-        self._progress = progress.chosen([*([self._place["progress"]] if kept == now else first), *stages])
+        self._progress = progress.state_for_rank([*([self._place["progress"]] if kept == now else first), *stages])
         progress.check_same(self._progress)
         self._extra = self.common["extra"]
         if self._is_same_layout:
-            foreign = (extra_state.run(program.module, module) & self.common["run"]) - self._place["run"]
-            self._extra = extra_state.chosen(self._place["extra"], foreign, self._extra)
+            foreign = (extra_state.modules_run(program.module, module) & self.common["run"]) - self._place["run"]
+            self._extra = extra_state.state_for_rank(self._place["extra"], foreign, self._extra)
         extra_state.check_same(program.module, self._extra)
         if self._is_same_layout:
             rng_state.check(self._place["random"])
         shapes = self._saved.facts()
         self._states = {
-            path: optimizer_loading.wanted(each, self._taken[path], shapes, path) for path, each in optimizers.items()
+            path: optimizer_loading.tensors_to_read(each, self._taken[path], shapes, path) for path, each in optimizers.items()
         }
 
     def fetch(self) -> None:
@@ -158,24 +160,24 @@ class _Reading:
         fresh = {MODEL + name: piece._replace(tensor=empty[name]) for name, piece in self._pieces.items()}
         states = {key_of(*key, path): piece for path, own in self._states.items() for key, piece in own.items()}
         self._saved.read({**fresh, **states})
-        kept, now = self._place.get("ranges", {}), ranges_of(self._what.module)
+        kept, now = self._place.get("ranges", {}), ranges_by_name(self._what.module)
         own = {name: each for name, each in self._place.get("buffers", {}).items() if kept[name] == now.get(name)}
         self._model = {name: own.get(name, each) for name, each in empty.items()}
 
-    def hand(self, loading: StateLoading) -> None:
+    def restore_foreign_state(self, loading: StateLoading) -> None:
         """Give others' code its states, while the tensors are as they were; it may raise."""
         program, module, optimizer, progress, _ = self._what
-        extra_state.put(program.module, self._extra, loading)
+        extra_state.restore(program.module, self._extra, loading)
         for path, each in named_optimizers(named_tensors.parameters(module), optimizer).items():
-            optimizer_loading.put(each, self._taken[path], self._states[path], loading)
+            optimizer_loading.restore(each, self._taken[path], self._states[path], loading)
         if isinstance(optimizer, WholeTensorOptimizer):
             optimizer.take_options()
-        progress.put(self._progress, loading)
+        progress.restore(self._progress, loading)
 
-    def put(self) -> None:
+    def restore_tensors(self) -> None:
         """Let the model have its tensors, and the generators their states."""
         module = self._what.module
-        model_state.put({**named_tensors.parameters(module), **named_tensors.buffers(module)}, self._model)
+        model_state.restore({**named_tensors.parameters(module), **named_tensors.buffers(module)}, self._model)
         if self._is_same_layout:
             rng_state.put(self._place["random"])
         else:

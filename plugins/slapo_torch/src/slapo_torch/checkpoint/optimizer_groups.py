@@ -21,7 +21,7 @@ SAME_LAYOUT = "load it on the same layout"
 _ANOTHER = "the checkpoint's optimizer has other parameter groups"
 
 
-class Chosen(NamedTuple):
+class MatchedGroups(NamedTuple):
     """What of the saved groups is for this rank's.
 
     Args:
@@ -53,7 +53,7 @@ def check_names(own: Sequence[Groups], saved: Sequence[Groups]) -> None:
         own: Those of all ranks.
         saved: Likewise.
     """
-    here, there = ({name for groups in ranks for name in _places(groups)} for ranks in (own, saved))
+    here, there = ({name for groups in ranks for name in _group_indices(groups)} for ranks in (own, saved))
     for name in sorted(here ^ there):
         whose = "the engine's" if name in there else "its own"
         raise BuildError(f"{_ANOTHER}: {name!r} is in none of {whose}; build with the same parameters to train")
@@ -66,8 +66,8 @@ def check_same(own: Groups, saved: Sequence[Groups]) -> None:
         own: This rank's.
         saved: Those of the ranks that saved them.
     """
-    here = _places(own)
-    for there in map(_places, saved):
+    here = _group_indices(own)
+    for there in map(_group_indices, saved):
         both = sorted(here.keys() & there.keys())
         for of, to, words in ((here, there, ("several", "one")), (there, here, ("one", "several"))):
             first: dict[int, str] = {}
@@ -80,36 +80,38 @@ def check_same(own: Groups, saved: Sequence[Groups]) -> None:
                     )
 
 
-def chosen(own: Groups, saved: Sequence[Groups], goes_by_order: bool) -> Chosen:
+def match_groups(own: Groups, saved: Sequence[Groups], depends_on_group_order: bool) -> MatchedGroups:
     """The saved options for this rank's groups, which ``check_names`` and ``check_same`` took.
 
     Args:
         own: This rank's.
         saved: Those of the ranks that saved them.
-        goes_by_order: Whether there is a learning-rate schedule, whose state has lists of what belongs to each group.
+        depends_on_group_order: Whether there is a learning-rate schedule, whose state has lists of what belongs to each group.
 
     Raises:
         BuildError: ranks had different options for parameters of one group, or no rank had groups like these for the schedule.
     """
     by_name = {name: group["options"] for groups in reversed(saved) for group in groups for name in group["params"]}
-    wanted = [_common(group["params"], by_name) for group in own]
-    words = [None if options is None else _words(options) for options in wanted]
+    wanted = [_common_options(group["params"], by_name) for group in own]
+    words = [None if options is None else _options_digest(options) for options in wanted]
 
     def fits(groups: Groups) -> bool:
         pairs = zip(words, groups, strict=False)
-        return len(groups) == len(own) and all(word in (None, _words(group["options"])) for word, group in pairs)
+        return len(groups) == len(own) and all(word in (None, _options_digest(group["options"])) for word, group in pairs)
 
     source = next((number for number, groups in enumerate(saved) if fits(groups)), None)
-    if source is None and goes_by_order:
+    if source is None and depends_on_group_order:
         raise BuildError(
             "the learning-rate schedule was saved for other parameter groups than this rank's, or for these in another order; "
             f"build with the same groups in the same order, or {SAME_LAYOUT}"
         )
     left = own if source is None else saved[source]
-    return Chosen([dict(left[number]["options"]) if each is None else dict(each) for number, each in enumerate(wanted)], source)
+    return MatchedGroups(
+        [dict(left[number]["options"]) if each is None else dict(each) for number, each in enumerate(wanted)], source
+    )
 
 
-def _common(names: Sequence[str], by_name: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
+def _common_options(names: Sequence[str], by_name: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
     """The saved options that parameters of one group share; None where there are no parameters."""
     found = {id(by_name[name]): (name, by_name[name]) for name in reversed(names)}
     if not found:
@@ -125,10 +127,10 @@ def _common(names: Sequence[str], by_name: Mapping[str, dict[str, Any]]) -> dict
     return options
 
 
-def _places(groups: Groups) -> dict[str, int]:
+def _group_indices(groups: Groups) -> dict[str, int]:
     """Parameters by name, and the numbers of their groups."""
     return {name: number for number, group in enumerate(groups) for name in group["params"]}
 
 
-def _words(options: Mapping[str, Any]) -> str:
+def _options_digest(options: Mapping[str, Any]) -> str:
     return digest(sorted(options.items(), key=lambda item: item[0]))

@@ -13,12 +13,12 @@ from slapo_training.model import Piece
 from slapo_training.optimizers import NamedOptimizer
 
 from . import optimizer_groups
-from .model_state import piece
+from .model_state import piece_of_parameter
 from .optimizer_groups import SAME_LAYOUT
 from .optimizer_state import class_of, groups, key_of
 
 
-class Taken(NamedTuple):
+class LoadedState(NamedTuple):
     """Part of a checkpoint that this rank's optimizer takes, but for the tensors that lie where parameters do.
 
     Args:
@@ -40,14 +40,14 @@ class Taken(NamedTuple):
     more: dict[str, Any]
 
 
-def chosen(
+def select_state(
     named: NamedOptimizer,
     everyone: Sequence[Sequence[Mapping[str, Any]]],
     saved: Mapping[str, Any] | None,
     own: Mapping[str, Any] | None,
     parts: Mapping[str, Any],
-    goes_by_order: bool,
-) -> Taken:
+    depends_on_group_order: bool,
+) -> LoadedState:
     """Return the part of a checkpoint that the optimizer takes.
 
     Args:
@@ -56,7 +56,7 @@ def chosen(
         saved: What ``merged`` gave.
         own: ``State.own`` of the rank in this one's place, which had the same parts of parameters; None where it had others.
         parts: What fits parts of parameters as this rank has them, by name.
-        goes_by_order: Whether there is a learning-rate schedule.
+        depends_on_group_order: Whether there is a learning-rate schedule.
 
     Raises:
         BuildError: no state was saved, or that of another class, or other groups, or of what is only kept for the same layout.
@@ -78,15 +78,15 @@ def chosen(
         raise BuildError(f"the ranks that saved it had different {saved['differs']} in the state of {kind}; {SAME_LAYOUT}")
     if own is None and saved["foreign"]:
         raise BuildError(f"{kind} keeps more than its parameters' state; {SAME_LAYOUT}")
-    options, source = optimizer_groups.chosen(here, before, goes_by_order)
+    options, source = optimizer_groups.match_groups(here, before, depends_on_group_order)
     numbers = saved["numbers"] if own is None else {**saved["numbers"], **own["numbers"]}
     rest = ({}, saved["more"]) if own is None else (own["foreign"], own["more"])
-    return Taken(options, source if own is None else None, saved["state"], numbers, dict(parts), *rest)
+    return LoadedState(options, source if own is None else None, saved["state"], numbers, dict(parts), *rest)
 
 
-def wanted(
+def tensors_to_read(
     named: NamedOptimizer,
-    taken: Taken,
+    taken: LoadedState,
     shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     path: str,
 ) -> dict[tuple[str, Any], Piece]:
@@ -96,7 +96,7 @@ def wanted(
         parameter = named.local(name)
         for key in taken.state.get(name, {"tensors": ()})["tensors"]:
             _, dtype = shapes[key_of(name, key, path)]
-            found[name, key] = piece(parameter, torch.empty(parameter.shape, dtype=dtype))
+            found[name, key] = piece_of_parameter(parameter, torch.empty(parameter.shape, dtype=dtype))
     return found
 
 
@@ -121,9 +121,9 @@ def _check_parts(named: NamedOptimizer, state: Mapping[str, Any], parts: Mapping
             )
 
 
-def put(
+def restore(
     named: NamedOptimizer,
-    taken: Taken,
+    taken: LoadedState,
     read: Mapping[tuple[str, Any], Piece],
     loading: StateLoading,
 ) -> None:

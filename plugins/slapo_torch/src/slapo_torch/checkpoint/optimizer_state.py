@@ -19,11 +19,11 @@ from slapo_training.optimizers import NamedOptimizer
 from slapo_training.optimizers.whole_tensors import local_of
 
 from ..fsdp.replica_spec import replica_spec
-from .model_state import piece
+from .model_state import piece_of_parameter
 from .optimizer_groups import groups_of
 
 
-class State(NamedTuple):
+class OptimizerState(NamedTuple):
     """This rank's.
 
     Args:
@@ -59,7 +59,7 @@ def check(named: NamedOptimizer) -> None:
                 raise BuildError(f"{kind} keeps a state for {parameter!r}, which is a parameter's number in a checkpoint")
             continue
         whole = replica_spec(parameter) is None
-        odd = [key for key, value in kept.items() if not (whole or _is_one(value) or _is_per_element(value, parameter))]
+        odd = [key for key, value in kept.items() if not (whole or _is_scalar(value) or _is_per_element(value, parameter))]
         if odd:
             raise BuildError(
                 f"{odd[0]!r} in the state of {kind} is no number for each element of a parameter, and replicas have rows of "
@@ -67,7 +67,7 @@ def check(named: NamedOptimizer) -> None:
             )
 
 
-def held(named: NamedOptimizer) -> State:
+def collect(named: NamedOptimizer) -> OptimizerState:
     """Return the state to write of an optimizer that was checked."""
     entries, more = _named_state(named)
     known = named.known
@@ -82,10 +82,10 @@ def held(named: NamedOptimizer) -> State:
         for key, value in state.items():
             if _is_per_element(value, known[name]):
                 own["tensors"].append(key)
-                tensors[name, key] = piece(named.local(name), local_of(value))
+                tensors[name, key] = piece_of_parameter(named.local(name), local_of(value))
             elif isinstance(value, torch.Tensor) and value.dim() == 0:  # pickled by the thousand, tensors would take their time
                 numbers.setdefault(name, {})[key] = value.item(), value.dtype
-            elif _is_one(value):
+            elif _is_scalar(value):
                 numbers.setdefault(name, {})[key] = value, None
             elif is_sharded(known[name]):
                 own["parts"].append(key)
@@ -93,7 +93,7 @@ def held(named: NamedOptimizer) -> State:
             else:
                 own["values"][key] = local_of(value)
     rest = {"numbers": numbers, "parts": parts, "foreign": entries["foreign"], "more": more}
-    return State(tensors, {"class": class_of(named.optimizer), "groups": groups(named), **rest}, once)
+    return OptimizerState(tensors, {"class": class_of(named.optimizer), "groups": groups(named), **rest}, once)
 
 
 def digests(own: Mapping[str, Any] | None) -> dict[str, dict[Any, str]]:
@@ -106,7 +106,7 @@ def digests(own: Mapping[str, Any] | None) -> dict[str, dict[Any, str]]:
     return {**found, "": {key: digest(value) for key, value in own["more"].items()}}
 
 
-def merged(
+def merge(
     ranks: Sequence[tuple[Mapping[str, Any] | None, Mapping[str, Any]]],
     owners: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]],
     everyone: Sequence[Mapping[str, Mapping[Any, str]]],
@@ -130,11 +130,11 @@ def merged(
         "numbers": {name: each for own, _ in reversed(kept) for name, each in own["numbers"].items()},
         "more": owns[0]["more"],
         "foreign": any(own["foreign"] for own, _ in kept),
-        "differs": next(_different(everyone), ""),
+        "differs": next(_differing_keys(everyone), ""),
     }
 
 
-def _different(everyone: Sequence[Mapping[str, Mapping[Any, str]]]) -> Iterator[str]:
+def _differing_keys(everyone: Sequence[Mapping[str, Mapping[Any, str]]]) -> Iterator[str]:
     """Name the state of which ranks have different digests."""
     unlike: list[Mapping[str, Mapping[Any, str]]] = []
     seen: dict[tuple[str, Any], str] = {}
@@ -165,7 +165,7 @@ def _is_per_element(value: Any, parameter: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == parameter.shape
 
 
-def _is_one(value: Any) -> bool:
+def _is_scalar(value: Any) -> bool:
     return not isinstance(value, torch.Tensor | list | tuple | dict) or (isinstance(value, torch.Tensor) and value.dim() == 0)
 
 

@@ -23,7 +23,7 @@ from slapo_training.engines import Position, bytes_of
 from slapo_training.model import Piece, named_tensors
 from slapo_training.optimizers import WholeTensorOptimizer, named_optimizers
 
-from ..step.training_progress import Progress
+from ..step.training_progress import TrainingProgress
 from . import extra_state, model_state, optimizer_state
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ COMMON = "common.pt"
 MODEL = "model."
 
 
-class Trained(NamedTuple):
+class CheckpointState(NamedTuple):
     """What of an engine is saved and loaded.
 
     Args:
@@ -48,7 +48,7 @@ class Trained(NamedTuple):
     program: Program
     module: nn.Module
     optimizer: torch.optim.Optimizer | None
-    progress: Progress
+    progress: TrainingProgress
     averages: AverageList
 
 
@@ -57,7 +57,7 @@ class TorchSaver(Saver):
 
     _files: TensorFiles | None = None
 
-    def save(self, path: str | os.PathLike[str], what: Trained, position: Position, waits: bool) -> Saving:
+    def save(self, path: str | os.PathLike[str], what: CheckpointState, position: Position, waits: bool) -> Saving:
         """Write a checkpoint. Collective; see ``Saver.write``.
 
         Args:
@@ -74,7 +74,7 @@ class TorchSaver(Saver):
         super().close()
 
     def _prepared(
-        self, path: str | os.PathLike[str], what: Trained, position: Position, ranks: Ranks, copies: Buffers | None
+        self, path: str | os.PathLike[str], what: CheckpointState, position: Position, ranks: Ranks, copies: Buffers | None
     ) -> Callable[[Ranks], None]:
         """What writes the checkpoint as the engine is now, given the ranks to meet. Collective."""
         from slapo_training.checkpoint import TensorFiles  # noqa: PLC0415  torch.distributed.checkpoint takes half a second  # noqa: PLC0415  torch.distributed.checkpoint takes half a second
@@ -87,17 +87,17 @@ class TorchSaver(Saver):
             optimizers = named_optimizers(named_tensors.parameters(module), what.optimizer)
             for each in optimizers.values():
                 optimizer_state.check(each)
-            states = {spot: optimizer_state.held(each) for spot, each in optimizers.items()}
+            states = {spot: optimizer_state.collect(each) for spot, each in optimizers.items()}
             parameters, buffers = named_tensors.parameters(module), named_tensors.buffers(module)
             saved = parameters if program.axis_rank("dp") else {**parameters, **buffers}
-            pieces.update({MODEL + name: model_state.piece(tensor, tensor) for name, tensor in saved.items()})
+            pieces.update({MODEL + name: model_state.piece_of_parameter(tensor, tensor) for name, tensor in saved.items()})
             for spot, state in states.items():
                 pieces.update({optimizer_state.key_of(*key, spot): piece for key, piece in state.tensors.items()})
-            extra = extra_state.packed(program.module)
-            run, progress = extra_state.run(program.module, module), what.progress.packed()
+            extra = extra_state.collect(program.module)
+            run, progress = extra_state.modules_run(program.module, module), what.progress.state()
             place.update(
                 buffers={name: tensor.detach() for name, tensor in buffers.items()},
-                ranges=ranges_of(module),
+                ranges=ranges_by_name(module),
                 optimizer={spot: state.own for spot, state in states.items()},
                 progress=progress,
                 extra=extra,
@@ -124,13 +124,13 @@ class TorchSaver(Saver):
         digests = [_digests({path: own for path, (own, _) in each["optimizer"].items()}) for each in stages]
         if {each.optimizer for each in everyone}.difference(map(digest, digests)):  # else the short digest is enough
             digests = ranks.gather(_digests(place["optimizer"]))
-        files = {place_of(ranks): bytes_of(place)}
+        files = {rank_file(ranks): bytes_of(place)}
         if ranks.place == 0:
             files[COMMON] = bytes_of(
                 {
-                    "optimizer": _merged([own["optimizer"] for own in stages], owners, digests),
+                    "optimizer": _merge_optimizer_states([own["optimizer"] for own in stages], owners, digests),
                     "progress": [own["progress"] for own in stages],
-                    "extra": extra_state.merged([own["extra"] for own in stages]),
+                    "extra": extra_state.merge([own["extra"] for own in stages]),
                     "run": {path for own in stages for path in own["extra"][1]},
                     "random": rng_state.digest_of(place["random"]),
                     "position": position._asdict(),
@@ -184,12 +184,12 @@ def _digests(owns: Mapping[str, Any]) -> dict[str, Any]:
     return {path: optimizer_state.digests(own) for path, own in owns.items()}
 
 
-def _merged(
+def _merge_optimizer_states(
     stages: Sequence[Mapping[str, Any]], owners: Sequence[Mapping[str, Any]], digests: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Return the state that is kept once, for each of the optimizers by its path."""
     return {
-        path: optimizer_state.merged(
+        path: optimizer_state.merge(
             [each.get(path, (None, {})) for each in stages],
             [each[path] for each in owners if path in each],
             [each[path] for each in digests if path in each],
@@ -198,7 +198,7 @@ def _merged(
     }
 
 
-def ranges_of(module: nn.Module) -> dict[str, Any]:
+def ranges_by_name(module: nn.Module) -> dict[str, Any]:
     """Return the places of this rank's pieces."""
     return {name: (piece.full_shape, piece.ranges) for name, piece in model_state.pieces(module).items()}
 
@@ -208,6 +208,6 @@ def layout_of(program: Program) -> dict[str, int]:
     return {"stages": len(program.stages), **{axis: program.axis_size(axis) for axis in ("pp", "dp", "tp")}}
 
 
-def place_of(ranks: Ranks) -> str:
+def rank_file(ranks: Ranks) -> str:
     """The file of what is this rank's own."""
     return f"place-{ranks.place}.pt"

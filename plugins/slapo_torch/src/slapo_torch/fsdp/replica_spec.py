@@ -17,7 +17,7 @@ from slapo_core import BuildError, ShardSpec, parameter_facts, shard_spec
 
 @dataclass(frozen=True)
 class ReplicaSpec(ShardSpec):
-    """Rows of a replica's parameter, dealt out to the replicas as ``torch.chunk`` does; the last ones may have fewer, or none.
+    """Rows of a replica's parameter on one rank, split as ``torch.chunk`` splits; the last ranks may have fewer rows or none.
 
     ``rank``, ``num_shards`` and ``group`` are those of all ranks that together hold the full tensor.
 
@@ -114,7 +114,7 @@ def replica_spec(tensor: torch.Tensor) -> ReplicaSpec | None:
     return spec if isinstance(spec, ReplicaSpec) else None
 
 
-def in_replica(tensor: torch.Tensor) -> torch.Tensor:
+def replica_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return a meta tensor of its shape in its replica; a tensor that is not sharded over replicas as it is."""
     spec = replica_spec(tensor)
     if spec is None:
@@ -124,7 +124,7 @@ def in_replica(tensor: torch.Tensor) -> torch.Tensor:
     return meta
 
 
-def as_replicas_see(parameter: nn.Parameter) -> nn.Parameter:
+def without_replica_sharding(parameter: nn.Parameter) -> nn.Parameter:
     """The same values and gradient with what was known of the parameter before it was sharded over replicas."""
     spec = replica_spec(parameter)
     if spec is None:

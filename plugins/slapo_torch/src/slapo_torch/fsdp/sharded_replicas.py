@@ -16,14 +16,14 @@ from slapo_training.distributed import new_group
 from slapo_training.model import StateSnapshot
 
 from ..gradients.reduction import average_gradients
-from .unit import REMEDY, Sharded, Unit
-from .unit_runtime import Walk
-from .wrap_policy import can_shard, deal, is_empty_somewhere, unit_paths
+from .unit import REMEDY, ShardedParameter, Unit
+from .unit_runtime import UnitRuntime
+from .wrap_policy import assign_parameters, can_shard, is_empty_on_a_rank, unit_paths
 
-_everyone: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_dp_tp_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
-class ShardedReplicas:
+class FSDPReplicas:
     """This rank's parameters, of which each replica keeps some rows.
 
     In a step the parameters of a pipeline's stages are gathered, unit after unit, before the batch is looked at, and their
@@ -51,43 +51,45 @@ class ShardedReplicas:
         mesh = program.mesh
         assert mesh is not None
         self._group, self._device = mesh["dp"].get_group(), torch.device(mesh.device_type)
-        everyone = _ranks_of_parts(program)
-        dealt = deal(program.module, unit_paths(program.module, patterns), {id(each) for each in module.parameters()})
-        self._others = [p for parameters in dealt.values() for p in parameters if not can_shard(p)]
-        if number := sum(map(is_empty_somewhere, self._others)):
+        everyone = _dp_tp_group(program)
+        assigned = assign_parameters(
+            program.module, unit_paths(program.module, patterns), {id(each) for each in module.parameters()}
+        )
+        self._others = [p for parameters in assigned.values() for p in parameters if not can_shard(p)]
+        if number := sum(map(is_empty_on_a_rank, self._others)):
             what = "data_parallel='fsdp' keeps %d parameters whole on each replica: a tensor-parallel rank holds all of each"
             get_logger().warning(what, number)
         self._units: list[Unit] = []
-        self._olds: dict[int, Sharded] = {}
-        for path, parameters in dealt.items():
+        self._replaced: dict[int, ShardedParameter] = {}
+        for path, parameters in assigned.items():
             if some := [parameter for parameter in parameters if can_shard(parameter)]:
                 self._units.append(unit := Unit(path, some, mesh, everyone))
-                self._olds |= {id(old): each for old, each in zip(some, unit.members, strict=True)}
+                self._replaced |= {id(old): each for old, each in zip(some, unit.members, strict=True)}
         self._program = program
         self._own = [program.module, module, *(stage.module for stage in program.stages)]
         self._trees = self._own
-        self._walked = [unit for unit in self._units if unit.path] if len(program.stages) == 1 else []
-        self._lasting = [unit for unit in self._units if unit not in self._walked]
-        self.walk: Walk | None = None
-        self._are_given, self._ordered = patterns is not None, set[bool]()
+        self._forward_units = [unit for unit in self._units if unit.path] if len(program.stages) == 1 else []
+        self._step_units = [unit for unit in self._units if unit not in self._forward_units]
+        self.unit_runtime: UnitRuntime | None = None
+        self._has_patterns, self._ordered = patterns is not None, set[bool]()
         self._has_begun = self._is_running = False
         self._guard: RemovableHandle | None = None
 
-    def begin(self, groups: Iterable[dict[str, Any]] = ()) -> None:
+    def install_shards(self, groups: Iterable[dict[str, Any]] = ()) -> None:
         """Give the model its rows.
 
         Args:
-            groups: Of an optimizer that has this rank's parameters, and gets what takes their places.
+            groups: Of an optimizer that has this rank's parameters, and gets what takes their owners.
         """
-        self._has_begun, olds, root = True, self._olds, self._program.module
-        self._find_places(self._own, olds)
-        self._put("local")
+        self._has_begun, replaced, root = True, self._replaced, self._program.module
+        self._find_owners(self._own, replaced)
+        self._install("local")
         for group in groups:
-            found = [(parameter, olds.get(id(parameter))) for parameter in group["params"]]
+            found = [(parameter, replaced.get(id(parameter))) for parameter in group["params"]]
             group["params"] = [parameter if each is None else each.local for parameter, each in found]
-        self._olds = {}
-        if self._walked:
-            self.walk = Walk(root, self._walked, is_watched=self._program.axis_size("tp") > 1)
+        self._replaced = {}
+        if self._forward_units:
+            self.unit_runtime = UnitRuntime(root, self._forward_units, is_observed=self._program.axis_size("tp") > 1)
         if len(self._program.stages) == 1:
             self._guard = root.register_forward_pre_hook(self._check_running, prepend=True)
 
@@ -98,29 +100,29 @@ class ShardedReplicas:
                 "inside of slapo.ema(engine).applied()"
             )
 
-    def __deepcopy__(self, memo: object) -> ShardedReplicas:
+    def __deepcopy__(self, memo: object) -> FSDPReplicas:
         return self  # a copied model has rows as well, and is refused where the model is
 
-    def undo(self) -> None:
+    def unshard(self) -> None:
         """Give the model whole parameters of its own, as it had before. Collective over the replicas once it has begun."""
         for unit in self._units if self._has_begun else ():
             unit.gather()
             for each in unit.members:
                 each.local = cast(nn.Parameter, successor(each.gathered(), each.gathered().detach().clone()))
             unit.free("local")
-        if self.walk is not None:
-            self.walk.close()
+        if self.unit_runtime is not None:
+            self.unit_runtime.close()
         if self._guard is not None:
             self._guard.remove()
 
     @property
-    def members(self) -> list[Sharded]:
+    def members(self) -> list[ShardedParameter]:
         """All parameters that are sharded."""
         return [each for unit in self._units for each in unit.members]
 
     # ---- the model's tables
 
-    def follow(self, trees: Iterable[nn.Module]) -> None:
+    def set_extra_modules(self, trees: Iterable[nn.Module]) -> None:
         """Have these modules, and no others that came later, get the parameters as well as the model's own.
 
         Those that are new had the gathered parameters when they were made.
@@ -128,25 +130,25 @@ class ShardedReplicas:
         known = {id(tree) for tree in self._trees}
         kept = {id(tree): tree for tree in [*self._own, *trees]}
         if known != kept.keys():
-            self._find_places([*kept.values()], {})
+            self._find_owners([*kept.values()], {})
         if kept.keys() - known:
-            self._put("whole")
+            self._install("whole")
 
-    def _find_places(self, trees: list[nn.Module], olds: dict[int, Sharded]) -> None:
+    def _find_owners(self, trees: list[nn.Module], replaced: dict[int, ShardedParameter]) -> None:
         forms = {id(form): each for each in self.members for form in (each.local, each.freed, each.whole) if form is not None}
-        forms |= olds
+        forms |= replaced
         units = {id(each): unit for unit in self._units for each in unit.members}
         for unit in self._units:
-            unit.places = []
+            unit.owners = []
         self._trees = trees
         for module in {id(module): module for tree in trees for module in tree.modules()}.values():
             for name, parameter in module._parameters.items():
                 if parameter is not None and (each := forms.get(id(parameter))) is not None:
-                    units[id(each)].places.append((module, name, each))
+                    units[id(each)].owners.append((module, name, each))
 
-    def _put(self, form: str) -> None:
+    def _install(self, form: str) -> None:
         for unit in self._units:
-            unit.put(form)
+            unit.install(form)
 
     # ---- a step
 
@@ -160,7 +162,7 @@ class ShardedReplicas:
             work: What runs the model; raises the same error on all ranks.
             training: Whether it trains.
         """
-        is_first = self.walk is not None and not self._are_given and training not in self._ordered
+        is_first = self.unit_runtime is not None and not self._has_patterns and training not in self._ordered
         state = StateSnapshot(self._program.module.modules()) if is_first else None
         self.gather()
         try:
@@ -171,17 +173,17 @@ class ShardedReplicas:
             if state is None or not isinstance(err, BuildError) or not remedy:
                 raise
             state.put_back()
-            self._hold_all(reason)
+            self._gather_for_step(reason)
             return self.run(work, training)
-        if self.walk is None or not self.walk.has_all:
+        if self.unit_runtime is None or not self.unit_runtime.gathers_all:
             self._ordered.add(training)
         return loss
 
-    def _hold_all(self, reason: str) -> None:
+    def _gather_for_step(self, reason: str) -> None:
         """Gather all units for the whole step from now on."""
-        assert self.walk is not None
-        self.walk.close()
-        self.walk, self._walked, self._lasting = None, [], self._units
+        assert self.unit_runtime is not None
+        self.unit_runtime.close()
+        self.unit_runtime, self._forward_units, self._step_units = None, [], self._units
         get_logger().warning("data_parallel='fsdp' gathers all parameters for the whole step: %s", reason)
 
     def gather(self) -> None:
@@ -190,9 +192,9 @@ class ShardedReplicas:
         for each in self.members:
             each.begin()
         for unit in self._units:
-            unit.put("freed")
-        for index, unit in enumerate(self._lasting):
-            for upcoming in self._lasting[index : index + 2]:
+            unit.install("freed")
+        for index, unit in enumerate(self._step_units):
+            for upcoming in self._step_units[index : index + 2]:
                 upcoming.begin_gather()
             unit.gather()
 
@@ -208,7 +210,7 @@ class ShardedReplicas:
         """Return the number of trainable parameters without a gradient on this rank."""
         trained = [each for each in self.members if each.local.requires_grad]
         for each in trained:
-            each.note_use()
+            each.record_use()
         return sum(not each.is_used for each in trained)
 
     def used(self) -> set[int]:
@@ -222,7 +224,7 @@ class ShardedReplicas:
             some_unused: Whether a replica has parameters without a gradient; what none used keeps none.
         """
         self._is_running = False
-        for unit in self._lasting:
+        for unit in self._step_units:
             unit.reduce("local")
         trained = [each for each in self.members if each.local.requires_grad]
         used = [each.is_used for each in trained]
@@ -233,10 +235,10 @@ class ShardedReplicas:
         for each, is_used in zip(trained, used, strict=True):
             each.take_gradient(is_used)
         average_gradients([parameter for parameter in self._others if parameter.requires_grad], self._group)
-        self._put("local")
+        self._install("local")
 
 
-def _ranks_of_parts(program: Program) -> dist.ProcessGroup | None:
+def _dp_tp_group(program: Program) -> dist.ProcessGroup | None:
     """The ranks of all replicas of this rank's stages, row-major over ``dp`` and ``tp``; None without tensor parallelism.
 
     Raises:
@@ -253,8 +255,8 @@ def _ranks_of_parts(program: Program) -> dist.ProcessGroup | None:
                 f"{name!r} is sharded over other ranks than the mesh's axis tp; use data_parallel='ddp', or that axis"
             )
     replicas = mesh["dp"].get_group()
-    if (group := _everyone.get(replicas)) is None:
+    if (group := _dp_tp_groups.get(replicas)) is None:
         names = [*(mesh.mesh_dim_names or ())]
         by_stage = mesh.mesh.movedim([names.index("dp"), names.index("tp")], [-2, -1])
-        group = _everyone[replicas] = new_group(by_stage.reshape(-1, mesh["dp", "tp"].size()).tolist(), mesh)
+        group = _dp_tp_groups[replicas] = new_group(by_stage.reshape(-1, mesh["dp", "tp"].size()).tolist(), mesh)
     return group

@@ -23,14 +23,18 @@ REMEDY = "give fsdp_units=[] to have all parameters gathered for the whole step,
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
-class Freed(torch.Tensor):
+class FreedParameter(torch.Tensor):
     """Stand-in for a parameter while its unit does not run: of the whole's shape and type, and whoever reads it fails."""
 
     @staticmethod
-    def of(parameter: torch.Tensor) -> Freed:
+    def like(parameter: torch.Tensor) -> FreedParameter:
         """Return one for a parameter of this shape."""
-        made: Freed = torch.Tensor._make_wrapper_subclass(
-            Freed, parameter.shape, dtype=parameter.dtype, device=parameter.device, requires_grad=parameter.requires_grad
+        made: FreedParameter = torch.Tensor._make_wrapper_subclass(
+            FreedParameter,
+            parameter.shape,
+            dtype=parameter.dtype,
+            device=parameter.device,
+            requires_grad=parameter.requires_grad,
         )
         made._is_param = True  # an nn.Parameter to who asks
         return made
@@ -41,7 +45,7 @@ class Freed(torch.Tensor):
 
 
 @dataclass(eq=False)
-class Sharded:
+class ShardedParameter:
     """One parameter.
 
     Args:
@@ -49,7 +53,7 @@ class Sharded:
         key: Its name in there.
         sharded: As FSDP2 keeps it between steps.
         local: The same memory as a plain tensor, with its facts: what the model has, and the optimizer steps.
-        uncut: Tensors among the attributes of the whole parameter, of which ``local`` has rows.
+        full_attributes: Tensors among the attributes of the whole parameter, of which ``local`` has rows.
         freed: What the model has within a step where it is not gathered.
         whole: As FSDP2 gathers it, in every step the same object.
         is_used: Whether it got a gradient on this rank in this step.
@@ -59,8 +63,8 @@ class Sharded:
     key: str
     sharded: DTensor
     local: nn.Parameter
-    uncut: dict[str, torch.Tensor]
-    freed: Freed
+    full_attributes: dict[str, torch.Tensor]
+    freed: FreedParameter
     whole: nn.Parameter | None = None
     is_used: bool = False
 
@@ -71,7 +75,7 @@ class Sharded:
             spec = replica_spec(self.local)
             assert self.whole is not None
             assert spec is not None
-            vars(self.whole).update(vars(successor(self.local, self.local.detach(), spec=spec.inner)) | self.uncut)
+            vars(self.whole).update(vars(successor(self.local, self.local.detach(), spec=spec.inner)) | self.full_attributes)
             self._take_hooks()
         return self.whole
 
@@ -81,7 +85,7 @@ class Sharded:
             if getattr(self.whole, table, None) is not hooks:
                 setattr(self.whole, table, hooks)
 
-    def note_use(self) -> None:
+    def record_use(self) -> None:
         """Remember whether it has a gradient now."""
         self.is_used = self.is_used or (self.whole is not None and self.whole.grad is not None)
 
@@ -109,7 +113,7 @@ class Sharded:
             self.whole.grad = None
 
 
-class _Holder(nn.Module):
+class _ParameterHolder(nn.Module):
     """Has parameters of one type, which FSDP2 shards in here: the model's modules, and their traces, stay as they are."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -133,39 +137,39 @@ class Unit:
 
     Attributes:
         members: Its parameters, in order.
-        places: Where the model has them.
+        owners: Where the model has them.
     """
 
     def __init__(
         self, path: str, parameters: Sequence[nn.Parameter], mesh: DeviceMesh, everyone: dist.ProcessGroup | None
     ) -> None:
         self.path = path
-        self.places: list[tuple[nn.Module, str, Sharded]] = []
+        self.owners: list[tuple[nn.Module, str, ShardedParameter]] = []
         self._device = torch.device(mesh.device_type)
         self._holders: list[FSDPModule] = []
         self._waiting: list[UnshardHandle | None] = []
-        made: dict[int, Sharded] = {}
-        for same in _by_type(parameters):
+        made: dict[int, ShardedParameter] = {}
+        for same in _group_by_dtype(parameters):
             specs = [ReplicaSpec.of(parameter, mesh["dp"].get_group(), everyone) for parameter in same]
             for parameter in same:
                 parameter.data = parameter.data.contiguous()
-            holder = _Holder(same)
+            holder = _ParameterHolder(same)
             made |= {id(old): each for old, each in zip(same, self._shard(holder, mesh, specs, same), strict=True)}
         self.members = [made[id(parameter)] for parameter in parameters]
 
     def _shard(
-        self, holder: nn.Module, mesh: DeviceMesh, specs: Sequence[ReplicaSpec], olds: Sequence[nn.Parameter]
-    ) -> list[Sharded]:
+        self, holder: nn.Module, mesh: DeviceMesh, specs: Sequence[ReplicaSpec], replaced: Sequence[nn.Parameter]
+    ) -> list[ShardedParameter]:
         unit = fully_shard(holder, mesh=mesh["dp"], reshard_after_forward=False)
         unit.set_reduce_scatter_unused_params(True)
         self._holders.append(unit)
-        made: list[Sharded] = []
-        for (key, sharded), spec, old in zip(holder._parameters.items(), specs, olds, strict=True):
+        made: list[ShardedParameter] = []
+        for (key, sharded), spec, old in zip(holder._parameters.items(), specs, replaced, strict=True):
             assert isinstance(sharded, DTensor)
             with torch.no_grad():
                 local = successor(old, sharded.to_local(), spec=spec)
-                uncut = cut_attributes(local, old.shape, 0, spec.cut)
-                made.append(Sharded(holder, key, sharded, local, uncut, Freed.of(old)))
+                full_attributes = cut_attributes(local, old.shape, 0, spec.cut)
+                made.append(ShardedParameter(holder, key, sharded, local, full_attributes, FreedParameter.like(old)))
         return made
 
     @property
@@ -173,9 +177,9 @@ class Unit:
         """Return whether some parameter gets a gradient."""
         return any(each.local.requires_grad for each in self.members)
 
-    def put(self, form: str) -> None:
+    def install(self, form: str) -> None:
         """Give the model its parameters as they are ``"whole"``, ``"freed"`` or ``"local"``."""
-        for module, name, each in self.places:
+        for module, name, each in self.owners:
             parameter = each.gathered() if form == "whole" else getattr(each, form)
             if type(module).__setattr__ is nn.Module.__setattr__:
                 module._parameters[name] = parameter
@@ -194,7 +198,7 @@ class Unit:
             if handle is not None:
                 handle.wait()
         self._waiting = []
-        self.put("whole")
+        self.install("whole")
 
     def free(self, form: str) -> None:
         """Free the whole parameters; the model gets the ``form`` that says so to who reads them, or its local ones."""
@@ -204,12 +208,12 @@ class Unit:
         self._waiting = []
         for holder in self._holders:
             holder.reshard()
-        self.put(form)
+        self.install(form)
 
     def reduce(self, form: str) -> None:
         """Add the means of the replicas' gradients to those of the rows, and free. Collective over the replicas."""
         for each in self.members:
-            each.note_use()
+            each.record_use()
         for holder in self._holders:
             assert isinstance(holder, nn.Module)
             if any(parameter.requires_grad for parameter in holder.parameters()):
@@ -219,7 +223,7 @@ class Unit:
         self.free(form)
 
 
-def _by_type(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+def _group_by_dtype(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     """FSDP2 reduces gradients of one type together."""
     found: dict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:

@@ -42,7 +42,7 @@ def _layers(module: nn.Module, path: str, in_list: bool = False) -> Iterator[str
     children = {name: child for name, child in module._modules.items() if child is not None}
     if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) and (in_list or _repeats_a_class(module)):
         for name, child in children.items():
-            if _never_runs(child):  # layers written as lists of their parts: the parts run
+            if _has_no_forward(child):  # layers written as lists of their parts: the parts run
                 yield from _layers(child, paths.join(path, name), in_list=True)
             else:
                 yield paths.join(path, name)
@@ -59,11 +59,11 @@ def _repeats_a_class(module: nn.Module) -> bool:
     return any(kinds.count(kind) > 1 for kind in kinds)
 
 
-def _never_runs(module: nn.Module) -> bool:
+def _has_no_forward(module: nn.Module) -> bool:
     return type(module).forward is nn.Module.forward
 
 
-def deal(root: nn.Module, unit_roots: Sequence[str], held: Collection[int]) -> dict[str, list[nn.Parameter]]:
+def assign_parameters(root: nn.Module, unit_roots: Sequence[str], held: Collection[int]) -> dict[str, list[nn.Parameter]]:
     """The parameters of each unit, those of the same type together, and under ``""`` those of none or of several units.
 
     Args:
@@ -80,12 +80,12 @@ def deal(root: nn.Module, unit_roots: Sequence[str], held: Collection[int]) -> d
     named = dict(root.named_parameters(remove_duplicate=False))
     for name, parameter in named.items():
         users[id(parameter)].add(units.get(name, ""))
-    dealt: dict[str, list[nn.Parameter]] = {path: [] for path in [*unit_roots, ""]}
+    assigned: dict[str, list[nn.Parameter]] = {path: [] for path in [*unit_roots, ""]}
     for parameter in {id(parameter): parameter for parameter in named.values()}.values():
         if id(parameter) in held:
             using = users[id(parameter)]
-            dealt[next(iter(using)) if len(using) == 1 else ""].append(parameter)
-    return {path: parameters for path, parameters in dealt.items() if parameters}
+            assigned[next(iter(using)) if len(using) == 1 else ""].append(parameter)
+    return {path: parameters for path, parameters in assigned.items() if parameters}
 
 
 def can_shard(parameter: torch.Tensor) -> bool:
@@ -93,11 +93,11 @@ def can_shard(parameter: torch.Tensor) -> bool:
 
     Whether it can cut quantised weights, which wrap other tensors, their class alone knows: these stay whole.
     """
-    has_rows = parameter.dim() > 0 and parameter.numel() > 0 and not is_empty_somewhere(parameter)
+    has_rows = parameter.dim() > 0 and parameter.numel() > 0 and not is_empty_on_a_rank(parameter)
     return has_rows and parameter.is_floating_point() and not is_wrapper(parameter)
 
 
-def is_empty_somewhere(parameter: torch.Tensor) -> bool:
+def is_empty_on_a_rank(parameter: torch.Tensor) -> bool:
     """Return whether a tensor-parallel rank holds nothing of a parameter, as of a branch that another rank runs."""
     spec = shard_spec(parameter)
     return spec is not None and not all(spec.sizes)

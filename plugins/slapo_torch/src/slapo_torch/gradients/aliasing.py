@@ -11,16 +11,16 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-Extent = tuple[str, int, int]
+MemoryExtent = tuple[str, int, int]
 """Memory of a tensor: its device, and the addresses of its first byte and behind its last."""
 
 
-def extents(tensors: Iterable[torch.Tensor | None]) -> list[Extent]:
+def memory_extents(tensors: Iterable[torch.Tensor | None]) -> list[MemoryExtent]:
     """Return the extents of tensors that have elements."""
     return [_extent(tensor) for tensor in tensors if tensor is not None and _is_plain(tensor)]
 
 
-class FirstGradients:
+class GradientUnaliasing:
     """Finds the gradients that parameters get in one step.
 
     Args:
@@ -30,14 +30,14 @@ class FirstGradients:
     def __init__(self, module: nn.Module) -> None:
         self._waiting = [parameter for parameter in module.parameters() if parameter.requires_grad]
 
-    def separate(self, kept: Iterable[Extent] = ()) -> None:
+    def separate(self, kept: Iterable[MemoryExtent] = ()) -> None:
         """After a backward: copy the new gradients that share memory, with each other, with ``kept``, or in themselves."""
         new = [parameter for parameter in self._waiting if parameter.grad is not None]
         if not new:
             return
         self._waiting = [parameter for parameter in self._waiting if parameter.grad is None]
         found = [(_extent(p.grad), p) for p in new if p.grad is not None and _is_plain(p.grad)]
-        places: list[tuple[Extent, nn.Parameter | None]] = [*found, *((extent, None) for extent in kept)]
+        places: list[tuple[MemoryExtent, nn.Parameter | None]] = [*found, *((extent, None) for extent in kept)]
         group: list[nn.Parameter | None] = []
         device, end = "", 0
         for extent, parameter in sorted(places, key=lambda place: place[0]):
@@ -58,7 +58,7 @@ def _copy(group: list[nn.Parameter | None]) -> None:
                 parameter.grad = torch.empty_like(parameter, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
 
 
-def _extent(tensor: torch.Tensor) -> Extent:
+def _extent(tensor: torch.Tensor) -> MemoryExtent:
     length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + length * tensor.element_size()
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from slapo_core import BuildError
 
 
-class Replicas:
+class DDPReplicas:
     """This rank's parameters and their copies on the other replicas.
 
     Each bucket is reduced during the last micro-batch's backward, as soon as it is full. ``DistributedDataParallel`` waits for
@@ -39,25 +39,29 @@ class Replicas:
         self._group = group
         # the engine has compared the replicas: nothing is sent before the first step
         self.wrapped = DistributedDataParallel(
-            _Shared(module), process_group=group, init_sync=False, forward_sync_buffers=False, gradient_as_bucket_view=True
+            _SharedWrapper(module),
+            process_group=group,
+            init_sync=False,
+            forward_sync_buffers=False,
+            gradient_as_bucket_view=True,
         )
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._edges = [get_gradient_edge(parameter) for parameter in self._parameters]
         self._reached: set[int] = set()
         # hooks of the node itself run after the wrapper's own
         self._hooks = [
-            edge.node.register_hook(partial(_note, weakref.ref(self.wrapped), self._reached, index))
+            edge.node.register_hook(partial(_mark_reached, weakref.ref(self.wrapped), self._reached, index))
             for index, edge in enumerate(self._edges)
         ]
         self._unused: list[bool] = []
 
-    def accumulating(self) -> AbstractContextManager[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Forward and backward inside of this keep their gradients on this rank."""
         waiting: AbstractContextManager[None] = self.wrapped.no_sync()
         return waiting
 
     def run(self, call: Callable[..., Any], **inputs: Any) -> Any:
-        """One forward whose gradients are reduced in its backward, unless ``accumulating``."""
+        """One forward whose gradients are reduced in its backward, unless ``no_sync``."""
         return self.wrapped(call=call, **inputs)
 
     def finish(self) -> int:
@@ -76,7 +80,7 @@ class Replicas:
         self._reached.clear()
         return sum(self._unused)
 
-    def drop_unused(self) -> None:
+    def clear_unused_gradients(self) -> None:
         """Let parameters that no replica used in this step have no gradient, as without replicas. Collective."""
         unused = self._unused or [False] * len(self._parameters)
         idle = torch.tensor(unused, dtype=torch.int32, device=self._parameters[0].device)
@@ -99,7 +103,7 @@ def check_dense(module: nn.Module) -> None:
             raise BuildError(f"the sparse gradient of {path!r} cannot be reduced over replicas; build it with sparse=False")
 
 
-class _Shared(nn.Module):
+class _SharedWrapper(nn.Module):
     """Lets the plans of all shapes share one wrapper, and so one set of buckets."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -110,7 +114,7 @@ class _Shared(nn.Module):
         return call(*received, **inputs)
 
 
-def _note(wrapped: weakref.ref[DistributedDataParallel], reached: set[int], index: int, *_: Any) -> None:
+def _mark_reached(wrapped: weakref.ref[DistributedDataParallel], reached: set[int], index: int, *_: Any) -> None:
     owner = wrapped()
     if owner is not None and owner.require_backward_grad_sync:
         reached.add(index)

@@ -22,14 +22,14 @@ def sum_gradients(ties: Mapping[tuple[int, ...], Bucket], pipeline: dist.Process
     these ranks would have to be made on all ranks of the world, which may be more than train this model.
 
     Args:
-        ties: This rank's tied parameters, as ``by_ranks`` gives them, with dense gradients. One without a gradient counts as
-            zero, and keeps None where no rank has one.
-        pipeline: The ranks of all stages.
+        ties: This rank's tied parameters from ``group_by_ranks``, with dense gradients. A missing gradient counts as zero; it
+            stays None if it is missing on all these ranks.
+        pipeline: Process group of all stages.
     """
     own, sums, messages = dist.get_rank(pipeline), [], []
     for ranks, parameters in ties.items():
         for bucket in _buckets(parameters):
-            mine = _flat(bucket)
+            mine = _flatten_gradients(bucket)
             flats = {rank: mine if rank == own else torch.empty_like(mine) for rank in ranks}
             sums.append((bucket, list(flats.values())))
             for rank in ranks:
@@ -40,7 +40,7 @@ def sum_gradients(ties: Mapping[tuple[int, ...], Bucket], pipeline: dist.Process
     for work in dist.batch_isend_irecv(messages) if messages else ():
         work.wait()
     for bucket, found in sums:
-        _finish(bucket, reduce(torch.add, found))
+        _write_gradients(bucket, reduce(torch.add, found))
 
 
 def average_gradients(parameters: Iterable[torch.nn.Parameter], replicas: dist.ProcessGroup) -> None:
@@ -53,11 +53,11 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter], replicas: dist.P
     """
     reduced = []
     for bucket in _buckets(parameters):
-        flat = _flat(bucket)
+        flat = _flatten_gradients(bucket)
         reduced.append((bucket, flat, dist.all_reduce(flat, group=replicas, async_op=True)))
     for bucket, flat, work in reduced:
         work.wait()
-        _finish(bucket, flat, 1 / replicas.size())
+        _write_gradients(bucket, flat, 1 / replicas.size())
 
 
 def _buckets(parameters: Iterable[torch.nn.Parameter]) -> Iterator[Bucket]:
@@ -73,7 +73,7 @@ def _buckets(parameters: Iterable[torch.nn.Parameter]) -> Iterator[Bucket]:
     yield from open_buckets.values()
 
 
-def _flat(bucket: Bucket) -> torch.Tensor:
+def _flatten_gradients(bucket: Bucket) -> torch.Tensor:
     """The gradients, and a number per parameter that tells whether there is one."""
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
     present = torch.tensor([p.grad is not None for p in bucket], dtype=bucket[0].dtype, device=bucket[0].device)
@@ -81,7 +81,7 @@ def _flat(bucket: Bucket) -> torch.Tensor:
     return torch.view_as_real(flat) if flat.is_complex() else flat
 
 
-def _finish(bucket: Bucket, flat: torch.Tensor, scale: float = 1.0) -> None:
+def _write_gradients(bucket: Bucket, flat: torch.Tensor, scale: float = 1.0) -> None:
     sizes = [parameter.numel() for parameter in bucket]
     flat = torch.view_as_complex(flat) if bucket[0].is_complex() else flat
     *pieces, present = torch.split(flat, [*sizes, len(bucket)])
@@ -94,7 +94,7 @@ def _finish(bucket: Bucket, flat: torch.Tensor, scale: float = 1.0) -> None:
                 parameter.grad.copy_(gradient)
 
 
-def by_ranks(ties: Sequence[tuple[tuple[int, ...], torch.nn.Parameter]]) -> dict[tuple[int, ...], Bucket]:
+def group_by_ranks(ties: Sequence[tuple[tuple[int, ...], torch.nn.Parameter]]) -> dict[tuple[int, ...], Bucket]:
     """Tied parameters by the ranks that share them, both in an order that is the same on every rank."""
     groups: dict[tuple[int, ...], Bucket] = defaultdict(list)
     for ranks, parameter in ties:

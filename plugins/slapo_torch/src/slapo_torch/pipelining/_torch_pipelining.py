@@ -22,7 +22,7 @@ StageMeta = _StageMeta
 FORWARDS = (schedules.FORWARD, schedules.SEND_F, schedules.RECV_F)
 
 
-def scheduled(
+def make_runtime(
     schedule: str,
     runtime: str,
     stages: Sequence[pipelining.PipelineStage],
@@ -52,7 +52,7 @@ def scheduled(
         made._load_csv(schedule)
     check_order(made.pipeline_order_with_comms, made.stage_index_to_group_rank)
     if loss_fn is None:
-        actions = {rank: _single(row) for rank, row in made.pipeline_order_with_comms.items()}
+        actions = {rank: _flatten_actions(row) for rank, row in made.pipeline_order_with_comms.items()}
         made.pipeline_order_with_comms = {
             rank: [action for action in row if action.computation_type in FORWARDS] for rank, row in actions.items()
         }
@@ -65,10 +65,10 @@ def stage_meta(inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ..
     return _StageMeta(*metas, *map(_derive_grad_metas, metas))
 
 
-def splits(runtime: Any) -> bool:
-    """Whether a runtime of ``scheduled`` has backwards in two parts."""
+def has_split_backward(runtime: Any) -> bool:
+    """Whether a runtime of ``make_runtime`` has backwards in two parts."""
     rows = getattr(runtime, "pipeline_order_with_comms", {}).values()
-    return any(action.computation_type == schedules.BACKWARD_WEIGHT for row in rows for action in _single(row))
+    return any(action.computation_type == schedules.BACKWARD_WEIGHT for row in rows for action in _flatten_actions(row))
 
 
 def placement_in(path: str, stages: int, ranks: int, microbatches: int) -> tuple[int, ...]:
@@ -102,7 +102,7 @@ def check_order(actions: Mapping[int, Sequence[Any]], ranks: Mapping[int, int]) 
     sent: dict[tuple[int, int], list[tuple[Any, ...]]] = defaultdict(list)
     received: dict[tuple[int, int], list[tuple[Any, ...]]] = defaultdict(list)
     for rank, row in actions.items():
-        for action in _single(row):
+        for action in _flatten_actions(row):
             stage, microbatch = action.stage_index, action.microbatch_index
             step = {schedules.SEND_F: 1, schedules.RECV_F: -1, schedules.SEND_B: -1, schedules.RECV_B: 1}
             if (away := step.get(action.computation_type)) is None:
@@ -120,6 +120,6 @@ def check_order(actions: Mapping[int, Sequence[Any]], ranks: Mapping[int, int]) 
             )
 
 
-def _single(row: Sequence[Any]) -> Iterator[Any]:
+def _flatten_actions(row: Sequence[Any]) -> Iterator[Any]:
     """The actions one by one; some schedules overlap a forward and a backward in one."""
     return (single for action in row if action is not None for single in (action.sub_actions or (action,)))

@@ -9,7 +9,7 @@ from slapo_core import BuildError, Program, UnknownNameError, get_logger
 
 
 @dataclass(frozen=True)
-class Kind:
+class ScheduleKind:
     """One pipeline schedule.
 
     Args:
@@ -24,13 +24,13 @@ class Kind:
 
 
 KINDS = {
-    "1f1b": Kind("Schedule1F1B", 1),
-    "gpipe": Kind("ScheduleGPipe", 1),
-    "interleaved": Kind("ScheduleInterleaved1F1B"),
-    "looped_bfs": Kind("ScheduleLoopedBFS"),
-    "zero_bubble": Kind("ScheduleInterleavedZeroBubble"),
-    "zbv": Kind("ScheduleZBVZeroBubble", 2, folded=True),
-    "dualpipev": Kind("ScheduleDualPipeV", 2, folded=True),
+    "1f1b": ScheduleKind("Schedule1F1B", 1),
+    "gpipe": ScheduleKind("ScheduleGPipe", 1),
+    "interleaved": ScheduleKind("ScheduleInterleaved1F1B"),
+    "looped_bfs": ScheduleKind("ScheduleLoopedBFS"),
+    "zero_bubble": ScheduleKind("ScheduleInterleavedZeroBubble"),
+    "zbv": ScheduleKind("ScheduleZBVZeroBubble", 2, folded=True),
+    "dualpipev": ScheduleKind("ScheduleDualPipeV", 2, folded=True),
 }
 
 
@@ -39,7 +39,7 @@ def is_file(schedule: str) -> bool:
     return schedule.endswith(".csv")
 
 
-def kind_of(schedule: str) -> Kind:
+def kind_of(schedule: str) -> ScheduleKind:
     """Return the kind of a ``pipeline_schedule``.
 
     Raises:
@@ -48,7 +48,7 @@ def kind_of(schedule: str) -> Kind:
     if is_file(schedule):
         if not Path(schedule).is_file():
             raise BuildError(f"pipeline_schedule: there is no file {schedule!r}")
-        return Kind("")
+        return ScheduleKind("")
     if schedule not in KINDS:
         raise BuildError(str(UnknownNameError.of("pipeline_schedule", schedule, [*KINDS, "a path that ends in .csv"])))
     return KINDS[schedule]
@@ -79,9 +79,9 @@ def placement(schedule: str, stages: int, ranks: int, microbatches: int) -> tupl
             f"{stages} stages on a mesh with pp={ranks}, but schedule {schedule!r} has {kind.stages_per_rank} per rank; cut "
             f"the model into {kind.stages_per_rank * ranks} stages, or use {_with_any_number(per_rank)}"
         )
-    if why := _misfit(schedule, stages, ranks, microbatches):
+    if why := _incompatibility(schedule, stages, ranks, microbatches):
         raise BuildError(why)
-    if (runs := _effective(schedule, stages, microbatches)) != schedule:
+    if (runs := _runnable_schedule(schedule, stages, microbatches)) != schedule:
         message = "schedule %r of fewer micro-batches than stages, %d for %d, runs as %r; with microbatches=%d ranks wait less"
         get_logger().warning(message, schedule, microbatches, stages, runs, stages)
     if is_file(schedule):
@@ -92,7 +92,7 @@ def placement(schedule: str, stages: int, ranks: int, microbatches: int) -> tupl
     return tuple(2 * ranks - 1 - turn if kind.folded and turn >= ranks else turn % ranks for turn in turns)
 
 
-def schedule_of(name: str, program: Program, microbatches: int, rows: int | None) -> tuple[str, int]:
+def schedule_for_batch(name: str, program: Program, microbatches: int, rows: int | None) -> tuple[str, int]:
     """Return the pipeline schedule and the number of micro-batches for a batch, with a warning where they are others.
 
     Args:
@@ -106,14 +106,14 @@ def schedule_of(name: str, program: Program, microbatches: int, rows: int | None
     """
     stages = len(program.stages)
     if not rows or rows % microbatches == 0:
-        return _effective(name, stages, microbatches), microbatches
-    found = for_rows(name, stages, program.axis_size("pp"), microbatches, rows)
+        return _runnable_schedule(name, stages, microbatches), microbatches
+    found = schedule_for_rows(name, stages, program.axis_size("pp"), microbatches, rows)
     how = f"{found[1]} micro-batches, not {microbatches}" + (f", by schedule {found[0]!r}" if found[0] != name else "")
     get_logger().warning("a batch of %d rows runs in %s", rows, how)
     return found
 
 
-def for_rows(schedule: str, stages: int, ranks: int, microbatches: int, rows: int) -> tuple[str, int]:
+def schedule_for_rows(schedule: str, stages: int, ranks: int, microbatches: int, rows: int) -> tuple[str, int]:
     """The schedule and the number of micro-batches for a batch of so many rows.
 
     One that the number does not divide, the last of an epoch say, is cut into more parts, so that none is larger than usual, or
@@ -129,8 +129,8 @@ def for_rows(schedule: str, stages: int, ranks: int, microbatches: int, rows: in
         return schedule, numbers[0]
     for name in () if is_file(schedule) else (schedule, _ANY_NUMBER.get(schedule, schedule)):
         for number in numbers:
-            if _misfit(name, stages, ranks, number) is None:
-                return _effective(name, stages, number), number
+            if _incompatibility(name, stages, ranks, number) is None:
+                return _runnable_schedule(name, stages, number), number
     raise BuildError(
         f"{rows} rows cannot be cut into {microbatches} equal micro-batches; give a batch of a multiple of {microbatches} rows"
     )
@@ -144,12 +144,12 @@ def _with_any_number(per_rank: int) -> str:
     return " or ".join(repr(name) for name, kind in KINDS.items() if kind.stages_per_rank in (None, per_rank))
 
 
-def _effective(schedule: str, stages: int, microbatches: int) -> str:
+def _runnable_schedule(schedule: str, stages: int, microbatches: int) -> str:
     """Return the schedule that runs: 1F1B of fewer micro-batches than stages keeps as many activations as GPipe does."""
     return _ANY_NUMBER[schedule] if schedule == "1f1b" and microbatches < stages else schedule
 
 
-def _misfit(schedule: str, stages: int, ranks: int, microbatches: int) -> str | None:
+def _incompatibility(schedule: str, stages: int, ranks: int, microbatches: int) -> str | None:
     """Why a schedule cannot run so many micro-batches, or None."""
     rounds = max(1, microbatches // ranks)
     if schedule == "dualpipev" and microbatches < stages:

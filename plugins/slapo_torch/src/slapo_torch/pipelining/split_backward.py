@@ -24,7 +24,7 @@ from ..gradients._torch_private import awaits_accumulation
 _REENTRANT = "CheckpointFunctionBackward"
 
 
-class TensorHooks:
+class TensorHookRecorder:
     """Inside of it hooks that are put on tensors are noted.
 
     A mode for torch functions would see them as well, and every other operation besides, for 2 % of a step.
@@ -32,7 +32,7 @@ class TensorHooks:
 
     found = False
 
-    def __enter__(self) -> TensorHooks:
+    def __enter__(self) -> TensorHookRecorder:
         """Begin."""
         self._register = register = torch.Tensor.register_hook
 
@@ -59,7 +59,7 @@ def can_split(outputs: Iterable[torch.Tensor], received: Iterable[torch.Tensor])
     """
     roots = {_node(tensor) for tensor in outputs if tensor.requires_grad}
     between = {_node(tensor) for tensor in received if tensor.requires_grad}
-    graph = _children_first(roots)
+    graph = _topological_order(roots)
     if any(type(node).__name__ == _REENTRANT for node in graph):
         return False
     leaves = {
@@ -90,7 +90,7 @@ def _node(tensor: torch.Tensor) -> Node:
     return get_gradient_edge(tensor).node
 
 
-def _children_first(roots: Iterable[Node]) -> dict[Node, list[Node]]:
+def _topological_order(roots: Iterable[Node]) -> dict[Node, list[Node]]:
     """All nodes of a graph, each after those it passes gradients to, and these."""
     found: dict[Node, list[Node]] = {}
     children: dict[Node, list[Node]] = {}

@@ -41,7 +41,7 @@ class VaryingStage(PipelineStage):
         inputs, outputs = layouts[0]
         super().__init__(module, index, num_stages, device, input_args=inputs, output_args=outputs, group=group)
         self._metas: list[StageMeta] = []
-        if any(_facts(layout) != _facts(layouts[0]) for layout in layouts):
+        if any(_message_layout(layout) != _message_layout(layouts[0]) for layout in layouts):
             self._metas = [stage_meta(*layout) for layout in layouts]
 
     def _select(self, microbatch: int) -> None:
@@ -79,5 +79,5 @@ class VaryingStage(PipelineStage):
         return super().get_bwd_send_ops(bwd_chunk_id)
 
 
-def _facts(layout: tuple[Tensors, Tensors]) -> list[Any]:
+def _message_layout(layout: tuple[Tensors, Tensors]) -> list[Any]:
     return [[(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors] for tensors in layout]

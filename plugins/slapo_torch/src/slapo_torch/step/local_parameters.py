@@ -13,12 +13,12 @@ from slapo_training.batches import fingerprint
 from slapo_training.distributed import clip_grad_norm_, compare_gradients
 from slapo_training.engines import different
 
-from ..fsdp.replica_spec import as_replicas_see, in_replica, replica_spec
-from ..gradients.reduction import average_gradients, by_ranks, sum_gradients
+from ..fsdp.replica_spec import replica_spec, replica_tensor, without_replica_sharding
+from ..gradients.reduction import average_gradients, group_by_ranks, sum_gradients
 
 
-class Holdings:
-    """This rank's parameters, the ranks that share some of them, and the norm over all of it.
+class LocalParameters:
+    """This rank's parameters, the ranks that weight some of them, and the norm over all of it.
 
     Args:
         program: The program, with its stages placed.
@@ -39,9 +39,9 @@ class Holdings:
         placed = [(tuple(sorted({program.rank_of(stage) for stage in tie.stages})), tie) for tie in program.ties if staged]
         self._mine = [(ranks, tie, named[tie.names[0]]) for ranks, tie in placed if rank in ranks]
         shared = [(ranks, parameter) for ranks, _, parameter in self._mine if parameter.requires_grad and len(ranks) > 1]
-        self._shared = by_ranks(shared)
+        self._shared = group_by_ranks(shared)
         named = dict(self._stage.named_parameters())
-        whole = {name: parameter for name, parameter in named.items() if not is_sharded(in_replica(parameter))}
+        whole = {name: parameter for name, parameter in named.items() if not is_sharded(replica_tensor(parameter))}
         self._unchecked = {name: parameter for name, parameter in whole.items() if parameter.requires_grad}
         if len(self._unchecked) == len(self.trainable):  # nothing is sharded
             self._unchecked.clear()
@@ -66,7 +66,7 @@ class Holdings:
         return None
 
     def reduce_ties(self) -> None:
-        """Sum the gradients of tied parameters over the stages that share them."""
+        """Sum the gradients of tied parameters over the stages that weight them."""
         if self._shared:
             assert self._program.mesh is not None
             sum_gradients(self._shared, self._program.mesh["pp"].get_group())
@@ -82,7 +82,7 @@ class Holdings:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
-    def check_same_start(self) -> None:
+    def check_equal_weights(self) -> None:
         """Refuse to train when ranks that hold the same parameters start from different numbers. Collective.
 
         Compares replicas, what tensor-parallel ranks hold whole, and the stages of a tie.
@@ -92,7 +92,7 @@ class Holdings:
         """
         mesh = self._program.mesh
         named = dict(self._stage.named_parameters())
-        whole = {name: parameter for name, parameter in named.items() if not is_sharded(in_replica(parameter))}
+        whole = {name: parameter for name, parameter in named.items() if not is_sharded(replica_tensor(parameter))}
         error = self._check_equal("dp", "replicas", named)
         error = self._check_equal("tp", "tensor-parallel ranks", whole) or error
         error = self._check_ties() or error
@@ -112,7 +112,7 @@ class Holdings:
         Raises:
             BuildError: on every rank; names a parameter of which each has a part only.
         """
-        named = {name: as_replicas_see(parameter) for name, parameter in self._stage.named_parameters()}
+        named = {name: without_replica_sharding(parameter) for name, parameter in self._stage.named_parameters()}
         wrong, seen = compare_gradients(named, {name: named[name] for name in self._unchecked}, low_precision)
         raise_on_all_ranks(BuildError(wrong) if wrong else None, self._program.mesh)
         self._unchecked = {name: parameter for name, parameter in self._unchecked.items() if name not in seen}
@@ -122,7 +122,7 @@ class Holdings:
         if mesh is None or self._program.axis_size(axis) == 1:
             return None
         group = mesh[axis].get_group()
-        mark = fingerprint([(name, tuple(in_replica(p).shape), p.requires_grad) for name, p in named.items()])
+        mark = fingerprint([(name, tuple(replica_tensor(p).shape), p.requires_grad) for name, p in named.items()])
         marks = torch.tensor([mark, -mark], device=mesh.device_type)
         dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=group)
         if marks.sum().item():
@@ -150,7 +150,7 @@ class Holdings:
             "seed and freeze alike on all ranks"
         )
 
-    def release_others(self) -> None:
+    def free_other_stages(self) -> None:
         """Free the parameters that only other stages use: their places get meta tensors of the same facts."""
         if len(self._program.stages) == 1:
             return

@@ -11,7 +11,7 @@ from slapo_core import BuildError
 from slapo_training.first_step import scaled_gradient
 from slapo_training.losses import EQUAL_PARTS, UNKNOWN_REDUCTION, CombinedMeans, Counted, LossReduction
 
-OTHER_LABELS = f"the model injects gradients, and its loss is a mean over other labels than the batch shows; {EQUAL_PARTS}"
+LABELS_CHANGED = f"the model injects gradients, and its loss is a mean over other labels than the batch shows; {EQUAL_PARTS}"
 """Error after a step whose losses were weighted by wrong numbers of labels."""
 
 
@@ -28,12 +28,12 @@ class LabelCount:
         """Return the state for a checkpoint, so that steps after it round as they would have."""
         return self.value
 
-    def put(self, state: float) -> None:
+    def restore(self, state: float) -> None:
         """Go on from ``state``."""
         self.value = state
 
 
-class Share(NamedTuple):
+class MicroBatchWeight(NamedTuple):
     """Share of each micro-batch's loss in the loss of the batch.
 
     A loss over n labels is taken ``n / (parts * unit)`` times, and in the end all by ``parts * unit / N`` for N labels in all.
@@ -44,7 +44,7 @@ class Share(NamedTuple):
         unit: Estimated number of labels of a micro-batch, equal on all ranks.
         differs: Whether micro-batches or ranks have different numbers of labels, so that reductions have to be known.
         scale: Loss scale of fp16, which multiplies all shares.
-        is_all: Whether there is no other micro-batch on any rank.
+        is_single: True if no rank has another micro-batch.
         injects: Whether the model injects gradients: these are not divided by ``parts`` as the loss is, so that gradients of
             losses are multiplied by it, and gradients of parameters divided in the end.
     """
@@ -53,11 +53,11 @@ class Share(NamedTuple):
     unit: float = 1.0
     differs: bool = False
     scale: float = 1.0
-    is_all: bool = False
+    is_single: bool = False
     injects: bool = False
 
-    def of(self, loss: torch.Tensor, reduction: LossReduction) -> torch.Tensor:
-        """Return this share of a loss.
+    def weighted(self, loss: torch.Tensor, reduction: LossReduction) -> torch.Tensor:
+        """Return this weight of a loss.
 
         Args:
             loss: A micro-batch's loss.
@@ -71,7 +71,9 @@ class Share(NamedTuple):
         known = loss if reduction.labels else loss.nan_to_num()  # of no labels a mean is not a number
         return known * (self.scale * reduction.labels / (self.parts * self.unit))
 
-    def mean(self, total: float | torch.Tensor, labels: float | None, dp: int) -> tuple[float | torch.Tensor, float, float]:
+    def batch_mean(
+        self, total: float | torch.Tensor, labels: float | None, dp: int
+    ) -> tuple[float | torch.Tensor, float, float]:
         """Return the loss of a batch, the remaining factor of its gradients, and the next ``unit``.
 
         Args:
@@ -90,20 +92,20 @@ class Share(NamedTuple):
             return total / dp / self.scale, 1.0 / scale, self.unit
         unit = labels / (self.parts * dp)
         if self.injects and unit != self.unit:
-            raise BuildError(OTHER_LABELS)
+            raise BuildError(LABELS_CHANGED)
         factor = self.unit / unit if labels else 1.0
         return (total / dp * factor / self.scale if labels else float("nan")), factor / scale, unit
 
 
-def numbers_of(reductions: Sequence[LossReduction]) -> list[float]:
-    """Return the reductions of one rank's losses as numbers to be summed over ranks; ``labels_of`` reads the sums."""
+def reduction_sums(reductions: Sequence[LossReduction]) -> list[float]:
+    """Return the reductions of one rank's losses as numbers to be summed over ranks; ``total_labels`` reads the sums."""
     counts = [each.labels for each in reductions if isinstance(each, Counted)]
     combined = [each.number for each in reductions if isinstance(each, CombinedMeans)]
     return [sum(counts), len(counts), len(reductions), len(combined), sum(combined), sum(each**2 for each in combined)]
 
 
-def labels_of(numbers: Sequence[float]) -> float | None:
-    """Return the number of labels of all losses together, from the sums of ``numbers_of``; None where they are no means.
+def total_labels(numbers: Sequence[float]) -> float | None:
+    """Return the number of labels of all losses together, from the sums of ``reduction_sums``; None where they are no means.
 
     Raises:
         BuildError: only some losses are means over labels; or they combine means over different numbers of labels.

@@ -13,7 +13,7 @@ from slapo_training.losses import UNKNOWN_REDUCTION, CountedLoss, LossReduction,
 from slapo_training.model import is_wrapper
 from slapo_training.options import CommonOptions
 
-from .microbatch_weights import Share
+from .microbatch_weights import MicroBatchWeight
 
 
 class StageCall(nn.Module):
@@ -21,7 +21,7 @@ class StageCall(nn.Module):
 
     Args:
         stage: The stage.
-        outputs: What the next stage receives; None for the last stage, which gives its share of the batch's mean loss.
+        outputs: What the next stage receives; None for the last stage, which gives its weight of the batch's mean loss.
         options: CommonOptions of the engine.
         device_type: Of the mesh.
     """
@@ -31,16 +31,16 @@ class StageCall(nn.Module):
         self.module = stage.module
         self.inputs = stage.inputs
         self.outputs = outputs
-        self.share = Share(options.microbatches)
+        self.weight = MicroBatchWeight(options.microbatches)
         self.counted: list[LossReduction] = []
         self._index = stage.index
         self._options = options
         self._device_type = device_type
         self._loss_of = CountedLoss(options.loss_fn, options.output_loss)
 
-    def begin(self, share: Share, counted: list[LossReduction] | None = None) -> list[LossReduction]:
+    def begin(self, weight: MicroBatchWeight, counted: list[LossReduction] | None = None) -> list[LossReduction]:
         """Begin a step: what each micro-batch's loss adds to it; what these are means over goes to the list returned."""
-        self.share, self.counted = share, [] if counted is None else counted
+        self.weight, self.counted = weight, [] if counted is None else counted
         return self.counted
 
     def forward(
@@ -56,25 +56,25 @@ class StageCall(nn.Module):
         """
         if call is not None and call is not self:
             return call(*received, batch=batch, labels=labels)
-        with precision(self._options, self._device_type):
+        with autocast_context(self._options, self._device_type):
             if self.outputs is None:
                 return self._loss(batch, labels, *received)
-            return self._sendable(run_stage(labels, lambda: self._run(received, batch), self._index))
+            return self._prepare_outputs(run_stage(labels, lambda: self._run(received, batch), self._index))
 
     def _loss(self, batch: Mapping[str, Any], labels: Any, *received: torch.Tensor) -> torch.Tensor:
-        """This micro-batch's share of the loss: a leaf where nothing that is trained is in it, whose backward goes nowhere."""
-        loss = self._share_of_loss(batch, labels, *received)
+        """This micro-batch's weight of the loss: a leaf where nothing that is trained is in it, whose backward goes nowhere."""
+        loss = self._weighted_loss(batch, labels, *received)
         return loss if loss.requires_grad or not torch.is_grad_enabled() else loss.detach().requires_grad_()
 
-    def _share_of_loss(self, batch: Mapping[str, Any], labels: Any, *received: torch.Tensor) -> torch.Tensor:
-        if self.share.is_all and not isinstance(labels, MicroBatchLoss):  # it weighs the same whatever it is a mean over
-            return self.share.of(self._loss_of.uncounted(lambda: self._run(received, batch), labels), None)
+    def _weighted_loss(self, batch: Mapping[str, Any], labels: Any, *received: torch.Tensor) -> torch.Tensor:
+        if self.weight.is_single and not isinstance(labels, MicroBatchLoss):  # its reduction does not matter
+            return self.weight.weighted(self._loss_of.uncounted(lambda: self._run(received, batch), labels), None)
         kind = frozenset(name for name, value in batch.items() if value is not None)
         loss, reduction = self._loss_of(lambda: self._run(received, batch), labels, self._index, kind)
         self.counted.append(reduction)
-        if self.share.differs and not is_label_mean(reduction):
+        if self.weight.differs and not is_label_mean(reduction):
             raise BuildError(UNKNOWN_REDUCTION)
-        return self.share.of(loss, reduction)
+        return self.weight.weighted(loss, reduction)
 
     def _run(self, received: tuple[torch.Tensor, ...], batch: Mapping[str, Any]) -> Any:
         if self.inputs or self.outputs is not None:
@@ -82,7 +82,7 @@ class StageCall(nn.Module):
         args, kwargs = call_arguments(self.module, batch)
         return self.module(*args, **kwargs)
 
-    def _sendable(self, result: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def _prepare_outputs(self, result: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         assert self.outputs is not None
         training = torch.is_grad_enabled()
         for tensor, boundary in zip(result, self.outputs, strict=True):
@@ -96,7 +96,7 @@ class StageCall(nn.Module):
         return tuple(_copy(tensor, _storage(tensor) in held) for tensor in result)
 
 
-def precision(options: CommonOptions, device_type: str) -> torch.autocast:
+def autocast_context(options: CommonOptions, device_type: str) -> torch.autocast:
     """The autocast context of an engine's precision."""
     dtype = torch.float16 if options.precision == "fp16" else torch.bfloat16
     return torch.autocast(device_type, dtype=dtype, enabled=options.precision != "fp32")

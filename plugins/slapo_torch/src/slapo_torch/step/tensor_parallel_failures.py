@@ -19,7 +19,7 @@ GRACE = timedelta(seconds=5)
 _engines: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
 
 
-class Peers:
+class TensorParallelPeers:
     """The tensor-parallel ranks of one engine, made on all of them; what they tell each other goes through the store only.
 
     Args:
@@ -34,7 +34,7 @@ class Peers:
         self._step = 0
         self._is_lost = False
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Count a step.
 
         Raises:
@@ -46,7 +46,7 @@ class Peers:
             )
         self._step += 1
 
-    def meet(self, error: Exception) -> None:
+    def synchronize_failure(self, error: Exception) -> None:
         """Come back when all have failed in this step, and can go on to agree about it.
 
         Else this rank leaves with its error. Peers that it has left alone raise its message as well, once they notice.

@@ -19,10 +19,10 @@ from slapo_training.optimizers import rate_kind
 
 from .microbatch_weights import LabelCount
 
-_RATE = "learning-rate schedule"
+_LR_SCHEDULE = "learning-rate schedule"
 
 
-def step_rate(schedule: Any, loss: float | torch.Tensor) -> None:
+def step_lr_scheduler(schedule: Any, loss: float | torch.Tensor) -> None:
     """Step the learning rate's schedule; only one that looks at the loss waits for its device."""
     if isinstance(schedule, ReduceLROnPlateau):
         schedule.step(float(loss))
@@ -30,7 +30,7 @@ def step_rate(schedule: Any, loss: float | torch.Tensor) -> None:
         schedule.step()
 
 
-class MissedSteps:
+class DeferredLRSteps:
     """Steps of the learning rate's schedule on a rank that has nothing to train yet, by the loss of each."""
 
     def __init__(self) -> None:
@@ -45,14 +45,14 @@ class MissedSteps:
         with warnings.catch_warnings():  # the new optimizer has not stepped, and torch takes that for a mistake
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
             for loss in self._losses if schedule is not None else ():
-                step_rate(schedule, loss)
+                step_lr_scheduler(schedule, loss)
         self._losses.clear()
 
     def state(self) -> list[float]:
         """Return the state for a checkpoint."""
         return list(self._losses)
 
-    def put(self, state: list[float]) -> None:
+    def restore(self, state: list[float]) -> None:
         """Go on from ``state``."""
         self._losses = list(state)
 
@@ -71,7 +71,7 @@ class LossScale:
     def __init__(self, value: float, mesh: DeviceMesh | None) -> None:
         self.value, self._mesh, self._good = value, mesh, 0
 
-    def overflows(self, parameters: Iterable[nn.Parameter], device: torch.device) -> bool:
+    def update(self, parameters: Iterable[nn.Parameter], device: torch.device) -> bool:
         """Return whether some rank has a gradient that is not finite, and adapt the scale. Collective."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         values = [grad.coalesce().values() if grad.is_sparse else grad for grad in gradients]
@@ -80,7 +80,7 @@ class LossScale:
         self._good = 0 if found.item() else self._good + 1
         if found.item():
             self.value = max(self.value / 2, 1.0)
-        elif self._good == _GROWS_AFTER:
+        elif self._good == _GROWTH_INTERVAL:
             self.value, self._good = self.value * 2, 0
         return bool(found.item())
 
@@ -88,16 +88,16 @@ class LossScale:
         """Return the state for a checkpoint."""
         return {"value": self.value, "good": self._good}
 
-    def put(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``."""
         self.value, self._good = state["value"], state["good"]
 
 
-_GROWS_AFTER = 2000
+_GROWTH_INTERVAL = 2000
 """Steps, as in ``torch.amp.GradScaler``."""
 
 
-class Progress:
+class TrainingProgress:
     """State for checkpoints of the learning rate's schedule, the loss scale, and the number of labels.
 
     Args:
@@ -107,22 +107,22 @@ class Progress:
         trains: Whether the engine does; one that only evaluates takes what it has a part for.
 
     Attributes:
-        goes_by_order: Whether there is a schedule, whose state has lists of what belongs to each group of the optimizer.
+        depends_on_group_order: True with a schedule, whose state has lists with one entry per parameter group.
     """
 
     def __init__(self, rate: Any, scale: LossScale | None, labels: LabelCount, trains: bool = True) -> None:
         self._trains = trains
-        self.goes_by_order = rate is not None and not isinstance(rate, MissedSteps)
+        self.depends_on_group_order = rate is not None and not isinstance(rate, DeferredLRSteps)
         self._parts: dict[str, tuple[Any, Callable[[], Any], Callable[[Any], Any]]] = {}
-        self._parts["number of labels"] = (labels, labels.state, labels.put)
-        if isinstance(rate, MissedSteps):
-            self._parts[_RATE] = (rate, rate.state, rate.put)
+        self._parts["number of labels"] = (labels, labels.state, labels.restore)
+        if isinstance(rate, DeferredLRSteps):
+            self._parts[_LR_SCHEDULE] = (rate, rate.state, rate.restore)
         elif rate is not None:
-            self._parts[_RATE] = (rate, rate.state_dict, rate.load_state_dict)
+            self._parts[_LR_SCHEDULE] = (rate, rate.state_dict, rate.load_state_dict)
         if scale is not None:
-            self._parts["loss scale"] = (scale, scale.state, scale.put)
+            self._parts["loss scale"] = (scale, scale.state, scale.restore)
 
-    def packed(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """Return the states to write.
 
         Raises:
@@ -133,7 +133,7 @@ class Progress:
             check_plain(state, f"the state of the {what}")
         return states
 
-    def chosen(self, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def state_for_rank(self, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the packed states of other ranks that are for this one: for each part that of its class, where one has it."""
         found: dict[str, Any] = {}
         for each in ranks:
@@ -151,8 +151,10 @@ class Progress:
         """
         if not self._trains:
             return
-        if _RATE in saved and _RATE not in self._parts:
-            raise BuildError(f"the checkpoint's {_RATE} is {saved[_RATE]['class']}, the engine's is none; build with the same")
+        if _LR_SCHEDULE in saved and _LR_SCHEDULE not in self._parts:
+            raise BuildError(
+                f"the checkpoint's {_LR_SCHEDULE} is {saved[_LR_SCHEDULE]['class']}, the engine's is none; build with the same"
+            )
         for what, (part, _, _) in self._parts.items():
             name = saved.get(what, {}).get("class", "none")
             if name != (own := rate_kind(part)):
@@ -164,7 +166,7 @@ class Progress:
                     f"{len(part.optimizer.param_groups)}; load it on the same layout"
                 )
 
-    def put(self, saved: Mapping[str, Any], loading: StateLoading) -> None:
+    def restore(self, saved: Mapping[str, Any], loading: StateLoading) -> None:
         """Go on from what was saved."""
         for what, (part, state, put) in self._parts.items():
             if what in saved and saved[what]["class"] == (kind := rate_kind(part)):
