@@ -1,4 +1,4 @@
-"""The device of one rank."""
+"""Device of one rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from slapo_core import Program
 
 
 def device_of(program: Program) -> torch.device:
-    """Return the device that a program runs on here."""
+    """Return the device that a program runs on, on this rank."""
     first = next(program.module.parameters(), None)
     kind = first.device.type if first is not None else "cpu"
     if program.mesh is not None:

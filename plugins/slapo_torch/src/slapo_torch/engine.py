@@ -1,4 +1,4 @@
-"""The engine of the dialect ``torch``: one rank's part of training a program."""
+"""Engine of the dialect ``torch``: one rank's part of training or evaluating a program."""
 
 from __future__ import annotations
 
@@ -51,25 +51,25 @@ _KEPT_PLANS = 16  # shapes of micro-batches, each with its receive buffers
 class TorchEngine(AveragedEngine):
     """Trains or evaluates this rank's stages, or the whole model.
 
-    Parameters may be frozen and unfrozen between steps, alike on all ranks that hold them; the optimizer is told of unfrozen
-    ones by ``add_param_group``. On a rank that had none to train it is made of them in the next step, and its learning rate's
-    schedule is brought to where those of the other ranks are.
+    Parameters may be frozen and unfrozen between steps, alike on all ranks that hold them. Add unfrozen parameters to the
+    optimizer by ``add_param_group``. A rank that had no trainable parameters makes its optimizer in the next step, and its
+    learning-rate schedule catches up with the schedules of the other ranks.
 
-    Every method is collective over the mesh. An error on one rank is raised on all of them, and the engine can go on with
-    the next batch; after one in the optimizer's step, though, the other ranks have stepped: load a checkpoint. An error in the
-    model that some tensor-parallel ranks only have ends the engine: these raise it, and the others, which wait for them in a
-    collective, when the process of one has ended.
+    Every method is collective over the mesh. An error on one rank is raised on all ranks, and the engine can continue with
+    the next batch. After an error in the optimizer's step, load a checkpoint: the other ranks have stepped. An error in the
+    model on some tensor-parallel ranks only ends the engine: these ranks raise it at once. The others wait for them in a
+    collective and raise it when one of these processes has ended.
 
     Attributes:
         program: The program that runs.
         module: This rank's stage, all its stages in one tree, or the model.
-        optimizer: Of this rank's trainable parameters; None when there are none, or none was asked for.
-        lr_scheduler: The schedule of its learning rate, or None.
-        steps: Batches that were trained, those before the checkpoint that was loaded included.
-        timeline: With ``record_timeline``: the forwards (``"F"``) and backwards (``"B"``, or in two parts ``"I"`` and ``"W"``)
-            of this rank in its last step, and its messages (``"SEND_F"`` and so on, see ``timeline.MESSAGES``), as dicts of
-            ``rank``, ``dp``, ``tp``, ``stage``, ``kind``, ``microbatch``, ``start`` and ``end`` (seconds since the epoch).
-        grad_norm: Norm of all gradients of the last step before clipping; None without ``clip``, and where fp16 overflowed.
+        optimizer: Optimizer of this rank's trainable parameters; None without trainable parameters or without ``optimizer=``.
+        lr_scheduler: Learning-rate schedule of the optimizer, or None.
+        steps: Number of trained batches, including those before a loaded checkpoint.
+        timeline: Actions of this rank in its last step, with ``record_timeline``: forwards (``"F"``), backwards (``"B"``, or
+            ``"I"`` and ``"W"`` if split in two) and messages (see ``timeline.MESSAGES``). Each is a dict of ``rank``, ``dp``,
+            ``tp``, ``stage``, ``kind``, ``microbatch``, ``start`` and ``end`` (seconds since the epoch).
+        grad_norm: Norm of all gradients of the last step before clipping; None without ``clip`` and after an fp16 overflow.
     """
 
     def __init__(self, program: Program, options: Options) -> None:
@@ -83,7 +83,7 @@ class TorchEngine(AveragedEngine):
             self._peers = TensorParallelPeers(program.mesh["tp"].get_group())
         self._plans: dict[Any, Any] = {}
         self._device = device_of(program)
-        self._is_single_rank = not any(mesh_groups(program.mesh))  # and need not wait for its device to give back numbers
+        self._is_single_rank = not any(mesh_groups(program.mesh))  # its loss stays on the device, without a wait
         self._reduction_device = torch.device("cpu") if self._is_single_rank else self._device
         self.timeline: list[dict[str, Any]] = []
         self.grad_norm: float | None = None
@@ -129,11 +129,11 @@ class TorchEngine(AveragedEngine):
     # ---- what users call
 
     def train_batch(self, /, *args: Any, **batch: Any) -> torch.Tensor:
-        """Forward, backward and one optimizer step; see ``Engine.train_batch``.
+        """Run forward, backward and one optimizer step; see ``Engine.train_batch``.
 
         Raises:
-            BuildError: no optimizer factory was given; the batch cannot be cut into equal micro-batches; the micro-batches or
-                ranks have different numbers of labels; the engine was closed; another rank failed.
+            BuildError: no optimizer factory was given; the batch cannot be split into equal micro-batches; micro-batches or
+                ranks have different numbers of labels; the engine is closed; or another rank failed.
         """
         if self._options.optimizer is None:
             raise BuildError("this engine was built without an optimizer and only evaluates; pass optimizer= to build")
@@ -154,39 +154,39 @@ class TorchEngine(AveragedEngine):
         return loss
 
     def eval_batch(self, /, *args: Any, **batch: Any) -> torch.Tensor:
-        """The mean loss in evaluation mode, without gradients; see ``Engine.eval_batch``."""
+        """Return the mean loss in evaluation mode, without gradients; see ``Engine.eval_batch``."""
         return self._run_step(EngineStep(args, batch, training=False))[1]
 
     def save(self, path: str | PathLike[str], *, extra: Any = None, wait: bool = True) -> Saving:
-        """Write a checkpoint to the directory ``path``, in the place of one that is there.
+        """Write a checkpoint to the directory ``path``; replaces an earlier checkpoint there.
 
         Args:
-            path: The same on every rank.
-            extra: What ``load`` is to give back, plain data and the same on every rank: where the data loader is, say.
-            wait: False to return when all that is to be written was copied, and write it while training goes on. The next
-                save, load or close waits for it, and raises what kept it from being written.
+            path: Directory, the same on every rank.
+            extra: Plain data that ``load`` returns, e.g. the data loader's position; the same on every rank.
+            wait: False to return once all data is copied, and to write it while training continues. The next save, load or
+                close waits for the write and raises its error.
 
         Returns:
-            The checkpoint that is being written; it is complete after its ``wait()``.
+            Handle of the write; the checkpoint is complete after its ``wait()``.
         """
         self.averages.check_idle("save")
         return self._saver.save(path, self._checkpoint_state(), Position(self.steps, extra), wait)
 
     def load(self, path: str | PathLike[str]) -> Any:
-        """Go on from what ``save`` wrote: exactly on the same layout, and on any other with the same losses.
+        """Restore a checkpoint of ``save``: exactly on the same layout, with the same losses on any other layout.
 
-        Random numbers go on where they were on the same layout alone; on another one dropout draws new ones, derived from the
-        checkpoint's and from what each rank was seeded with.
+        Random states are restored on the same layout only. On another layout dropout uses new random numbers, derived from
+        the checkpoint's random state and from each rank's seed.
 
         Returns:
-            What was given to ``save`` as ``extra``.
+            The ``extra`` of ``save``.
 
         Raises:
             BuildError: no complete checkpoint, a damaged one, or one of another model or optimizer; nothing has changed.
         """
         self.averages.check_idle("load")
         self._saver.settle()
-        with torch.inference_mode(False):  # what is made in it cannot be trained
+        with torch.inference_mode(False):  # tensors made in inference mode cannot be trained
             self.steps, extra = load_checkpoint(path, self._checkpoint_state())
         return extra
 
@@ -195,7 +195,7 @@ class TorchEngine(AveragedEngine):
         return model_state.pieces(self.module)
 
     def masters(self) -> Iterator[MasterValue]:
-        """Iterate over the trained parameters and the buffers of this rank; see ``AveragedEngine.masters``."""
+        """Iterate over trained parameters and buffers of this rank; see ``AveragedEngine.masters``."""
         return model_state.master_values(self.module)
 
     def _checkpoint_state(self) -> CheckpointState:
@@ -205,7 +205,7 @@ class TorchEngine(AveragedEngine):
         return CheckpointState(self.program, self.module, self.optimizer, progress, self.averages)
 
     def close(self) -> None:
-        """Take the engine's hooks off the parameters and forget its plans; it only evaluates and saves from now on."""
+        """Remove the engine's hooks from parameters and free its plans; the engine can still evaluate and save."""
         self._is_closed = True
         self._hooks.give_back()
         self._release()
@@ -335,13 +335,13 @@ class TorchEngine(AveragedEngine):
 
     @property
     def _averages_after_backward(self) -> bool:
-        """Return whether gradients are averaged over replicas after the last backward: one in two parts runs no hooks."""
+        """True if gradients are averaged over replicas after the last backward: split backwards run no DDP hooks."""
         kind = kind_of(self._options.pipeline_schedule)
         several = len(self.program.stages) > 1 and kind.stages_per_rank != 1
         return self.program.axis_size("dp") > 1 and self._shards is None and several
 
     def _add_unfrozen_parameters(self) -> None:
-        """Train with what is trainable now. Collective."""
+        """Train the parameters that are trainable now. Collective."""
         if self._shards is not None:
             self._shards.release()
         parameters = LocalParameters(self.program, self.module)
@@ -354,7 +354,7 @@ class TorchEngine(AveragedEngine):
             self._shards.gather()
 
     def _reduce_loss(self, step: EngineStep, result: StepResult, training: bool) -> torch.Tensor:
-        """Return the mean loss over micro-batches and replicas, or raise the error of any rank, on every rank. Collective."""
+        """Return the mean loss over micro-batches and replicas, or raise any rank's error on every rank. Collective."""
         own = torch.stack(result.losses).sum().double() if result.losses else torch.zeros((), dtype=torch.float64)
         self._ignored = next((each.ignore_index for each in result.counted if isinstance(each, Counted)), self._ignored)
         used = self._shards.used() if self._shards is not None else ()
@@ -365,7 +365,7 @@ class TorchEngine(AveragedEngine):
             self._peers.synchronize_failure(result.failure)
         is_double = any(loss.dtype is torch.float64 for loss in result.losses)
         of_loss = [0.0 if self._is_single_rank else own.item(), *reduction_sums(result.counted)]
-        if self.program.axis_rank("tp") != 0:  # tensor-parallel ranks all have the same loss
+        if self.program.axis_rank("tp") != 0:  # all tensor-parallel ranks have the same loss
             of_loss = [0.0] * len(of_loss)
         numbers = [result.failure is not None, result.unused, unchecked, is_double, result.has_gradient, *of_loss]
         row = torch.tensor(numbers, dtype=torch.float64).to(self._reduction_device)
@@ -378,7 +378,7 @@ class TorchEngine(AveragedEngine):
             self._reset_gradients()
             raise BuildError(NO_GRADIENT)
         try:
-            total = own if self._is_single_rank else reduced  # not waited for
+            total = own if self._is_single_rank else reduced  # stays on the device, without a wait
             replicas = self.program.axis_size("dp")
             mean, step.gradient_factor, self._labels.value = step.weight.batch_mean(total, total_labels(sums), replicas)
         except BuildError:
@@ -387,7 +387,7 @@ class TorchEngine(AveragedEngine):
         return torch.as_tensor(mean, dtype=torch.float64 if doubles else torch.float32, device=self._device)
 
     def _check_gradients(self, step: EngineStep) -> None:
-        """Refuse a step in which ranks have parts of a gradient and take each for the whole."""
+        """Refuse a step in which tensor-parallel ranks have partial gradients of a parameter that each holds whole."""
         if step.has_unchecked:
             try:
                 self._parameters.check_gradients(low_precision=self._options.precision != "fp32")
@@ -397,11 +397,11 @@ class TorchEngine(AveragedEngine):
 
     def _reset_gradients(self) -> None:
         self.module.zero_grad(set_to_none=True)
-        if self._replicas is not None:  # a backward that broke off may have left its bookkeeping incomplete
+        if self._replicas is not None:  # DDP's state is incomplete after a failed backward
             self._make_replicas()
 
     def _reduce(self, step: EngineStep) -> None:
-        """Finish the gradients once the backwards have averaged them over replicas."""
+        """Finish the gradients after the last backward: unused parameters, replicas, scale and ties."""
         if self._replicas is not None and step.has_unused:
             self._replicas.clear_unused_gradients()
         if self._averages_after_backward:
@@ -423,7 +423,7 @@ class TorchEngine(AveragedEngine):
 
     def _make_replicas(self) -> None:
         self._release()
-        # DistributedDataParallel refuses a stage without trainable parameters, which has nothing to reduce
+        # DistributedDataParallel refuses modules without trainable parameters; there is nothing to reduce
         if self.program.axis_size("dp") == 1 or not self._parameters.trainable or self._options.optimizer is None:
             return
         check_dense(self.module)
@@ -432,7 +432,7 @@ class TorchEngine(AveragedEngine):
             self._replicas = DDPReplicas(self.module, self._mesh["dp"].get_group())
 
     def _prepare_shards(self) -> None:
-        """Do what may fail, while the model is as it was."""
+        """Run the checks of FSDP that may fail, before the model changes."""
         given = self._options.optimizer
         if given is not None:
             check_dense(self.module)
@@ -451,7 +451,7 @@ class TorchEngine(AveragedEngine):
         self._parameters = LocalParameters(self.program, self.module)
 
     def _make_optimizer(self) -> None:
-        """Make the optimizer where there is something to train, and the schedule of its learning rate. Collective."""
+        """Make the optimizer and its learning-rate schedule if this rank has trainable parameters. Collective."""
         given = self._options.optimizer
         if given is None:
             return

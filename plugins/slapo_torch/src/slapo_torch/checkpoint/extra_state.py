@@ -1,4 +1,4 @@
-"""State that modules keep beside tensors: ``get_extra_state`` and ``set_extra_state``."""
+"""Extra state of modules in checkpoints: ``get_extra_state`` and ``set_extra_state``."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from slapo_training.checkpoint import StateLoading, check_plain
 
 
 def collect(model: nn.Module) -> dict[str, Any]:
-    """The extra state of each module that has some, by its path.
+    """Return the extra state of each module that has some, by path.
 
     Raises:
-        BuildError: it is more than plain data.
+        BuildError: a state has objects that are no plain data.
     """
     states = {path: module.get_extra_state() for path, module in _modules_with_extra_state(model).items()}
     for path, state in states.items():
@@ -26,13 +26,13 @@ def collect(model: nn.Module) -> dict[str, Any]:
 
 
 def modules_run(model: nn.Module, stages: nn.Module) -> set[str]:
-    """The paths of those of these modules that this rank's stages run."""
+    """Return the paths of modules with extra state that this rank's stages run."""
     own = {id(module) for module in stages.modules()}
     return {path for path in _modules_with_extra_state(model) if id(model.get_submodule(path)) in own}
 
 
 def merge(ranks: Sequence[tuple[Mapping[str, Any], set[str]]]) -> dict[str, Any]:
-    """The state of each module on the first rank that runs it.
+    """Return the extra state of each module, from the first rank that runs the module.
 
     Args:
         ranks: ``collect`` and ``modules_run`` of the ranks of one pipeline.
@@ -47,21 +47,21 @@ def merge(ranks: Sequence[tuple[Mapping[str, Any], set[str]]]) -> dict[str, Any]
 
 
 def state_for_rank(own: Mapping[str, Any], foreign: Collection[str], merged: Mapping[str, Any]) -> dict[str, Any]:
-    """What a rank goes on with on the same layout: what it had itself, but for what others ran.
+    """Return a rank's extra state on the same layout: its own, or the merged state of modules that other ranks ran.
 
     Args:
-        own: What it had.
-        foreign: Of what it runs now, and others ran.
-        merged: What there is once.
+        own: Saved state of this rank.
+        foreign: Paths of modules that this rank runs now and other ranks ran before.
+        merged: State that is stored once.
     """
     return {path: state if path in foreign else own[path] for path, state in merged.items()}
 
 
 def check_same(model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Refuse what was saved of other modules.
+    """Refuse extra state of other modules.
 
     Raises:
-        BuildError: a module has extra state in the checkpoint or in the engine only.
+        BuildError: a module has extra state in the checkpoint only or in the engine only.
     """
     if odd := sorted(set(saved) ^ set(_modules_with_extra_state(model))):
         where = "engine" if odd[0] in saved else "checkpoint"
@@ -69,7 +69,7 @@ def check_same(model: nn.Module, saved: Mapping[str, Any]) -> None:
 
 
 def restore(model: nn.Module, saved: Mapping[str, Any], loading: StateLoading) -> None:
-    """Hand each module what it gave."""
+    """Restore the extra state of each module."""
     for path, module in _modules_with_extra_state(model).items():
         now = module.get_extra_state
         loading.load(f"{path!r}", module.set_extra_state, saved[path], lambda now=now: copy.deepcopy(now()))  # type: ignore[misc]

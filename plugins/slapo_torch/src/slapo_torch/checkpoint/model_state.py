@@ -1,4 +1,4 @@
-"""State of a model in checkpoints: its parameters and persistent buffers under original names."""
+"""Model state in checkpoints: parameters and persistent buffers under original names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def pieces(module: nn.Module) -> dict[str, Piece]:
 
 
 def master_values(module: nn.Module) -> Iterator[MasterValue]:
-    """Iterate over the trained parameters and the buffers of a rank, as they are stepped in place."""
+    """Iterate over the trained parameters and buffers of a rank; parameters are their own master values."""
     for name, parameter in parameters(module).items():
         if parameter.requires_grad:
             yield MasterValue(name, parameter, piece_of_parameter(parameter, parameter))
@@ -31,11 +31,11 @@ def master_values(module: nn.Module) -> Iterator[MasterValue]:
 
 
 def piece_of_parameter(tensor: torch.Tensor, value: torch.Tensor) -> Piece:
-    """Where a tensor of a parameter's shape on this rank lies in the whole one.
+    """Return this rank's piece of a full tensor.
 
     Args:
-        tensor: The parameter or buffer.
-        value: Itself, or what an optimizer keeps for each of its elements.
+        tensor: Parameter or buffer, which has the sharding.
+        value: The tensor itself, or per-element optimizer state of it.
     """
     spec = replica_spec(tensor)
     if spec is None:
@@ -46,15 +46,17 @@ def piece_of_parameter(tensor: torch.Tensor, value: torch.Tensor) -> Piece:
 def parameter_layout(program: Program, module: nn.Module) -> Layout:
     """Return the layout of this rank's parameters, for an optimizer that may step whole tensors."""
     parts = Layout.of_engine(program, module, None, is_flat=False)
-    return replace(parts, piece=lambda parameter: piece_of_parameter(parameter, parameter))  # FSDP has rows of parts
+    return replace(
+        parts, piece=lambda parameter: piece_of_parameter(parameter, parameter)
+    )  # FSDP shards rows of tensor-parallel shards
 
 
 def differences(pieces: Mapping[str, Piece], saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Iterator[str]:
-    """What of a model is in a checkpoint with another shape or type.
+    """Describe the tensors that have another shape or dtype in a checkpoint.
 
     Args:
-        pieces: This rank's.
-        saved: Shape and type of what there is, by name.
+        pieces: This rank's pieces.
+        saved: Shape and dtype of each saved tensor, by name.
     """
     for name in pieces.keys() & saved.keys():
         held = pieces[name]
@@ -64,6 +66,6 @@ def differences(pieces: Mapping[str, Piece], saved: Mapping[str, tuple[tuple[int
 
 
 def restore(tensors: Tensors, read: Mapping[str, torch.Tensor]) -> None:
-    """Write what was read into the tensors."""
+    """Copy read values into the tensors of the same names."""
     for name, tensor in tensors.items():
         write(tensor, read[name])

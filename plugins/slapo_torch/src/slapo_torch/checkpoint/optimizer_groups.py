@@ -1,7 +1,7 @@
-"""The groups of the optimizers that a checkpoint is of, and those that it is loaded into, by the names of their parameters.
+"""Parameter groups of saved optimizers, matched to groups of the optimizers that load them, by names of parameters.
 
-A factory makes them of what a rank has, so that another layout has others. What they have in common is compared: two parameters
-that one rank had, and one rank has, share a group in both or in neither.
+A factory makes groups of a rank's parameters, so another layout has other groups. Two parameters of one saved rank and of one
+loading rank must share a group in both or in neither.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from slapo_core import BuildError
 from slapo_training.checkpoint import digest
 
 Groups = Sequence[Mapping[str, Any]]
-"""Of one rank: of each the names of its ``params``, and its ``options``."""
+"""Parameter groups of one rank: names of ``params``, and ``options``."""
 
 SAME_LAYOUT = "load it on the same layout"
 _ANOTHER = "the checkpoint's optimizer has other parameter groups"
 
 
 class MatchedGroups(NamedTuple):
-    """What of the saved groups is for this rank's.
+    """Saved options for this rank's groups.
 
     Args:
-        options: Of each group.
-        source: Which of the ranks that saved them had as many with the same options, in the same order; None where none had.
+        options: Options of each group.
+        source: Index of the saved rank whose groups had the same options in the same order; None if there is none.
     """
 
     options: list[dict[str, Any]]
@@ -34,11 +34,11 @@ class MatchedGroups(NamedTuple):
 
 
 def groups_of(optimizer: torch.optim.Optimizer, names: Sequence[list[str]]) -> list[dict[str, Any]]:
-    """Its groups.
+    """Return the parameter groups of an optimizer.
 
     Args:
-        optimizer: This rank's.
-        names: Of each group the original names of its parameters.
+        optimizer: This rank's optimizer.
+        names: Original names of the parameters of each group.
     """
     return [
         {"params": own, "options": {key: value for key, value in group.items() if key not in ("params", "param_names")}}
@@ -50,8 +50,11 @@ def check_names(own: Sequence[Groups], saved: Sequence[Groups]) -> None:
     """Refuse an optimizer of other parameters.
 
     Args:
-        own: Those of all ranks.
-        saved: Likewise.
+        own: Groups of all ranks.
+        saved: Groups of all saved ranks.
+
+    Raises:
+        BuildError: a parameter is in the groups of one side only.
     """
     here, there = ({name for groups in ranks for name in _group_indices(groups)} for ranks in (own, saved))
     for name in sorted(here ^ there):
@@ -60,11 +63,14 @@ def check_names(own: Sequence[Groups], saved: Sequence[Groups]) -> None:
 
 
 def check_same(own: Groups, saved: Sequence[Groups]) -> None:
-    """Refuse an optimizer that parts parameters otherwise.
+    """Refuse an optimizer that groups parameters differently.
 
     Args:
-        own: This rank's.
-        saved: Those of the ranks that saved them.
+        own: Groups of this rank.
+        saved: Groups of all saved ranks.
+
+    Raises:
+        BuildError: two parameters share a group on one side only.
     """
     here = _group_indices(own)
     for there in map(_group_indices, saved):
@@ -81,15 +87,16 @@ def check_same(own: Groups, saved: Sequence[Groups]) -> None:
 
 
 def match_groups(own: Groups, saved: Sequence[Groups], depends_on_group_order: bool) -> MatchedGroups:
-    """The saved options for this rank's groups, which ``check_names`` and ``check_same`` took.
+    """Return the saved options for this rank's groups, after ``check_names`` and ``check_same``.
 
     Args:
-        own: This rank's.
-        saved: Those of the ranks that saved them.
-        depends_on_group_order: Whether there is a learning-rate schedule, whose state has lists of what belongs to each group.
+        own: Groups of this rank.
+        saved: Groups of all saved ranks.
+        depends_on_group_order: True with a learning-rate schedule, whose state has one entry per group.
 
     Raises:
-        BuildError: ranks had different options for parameters of one group, or no rank had groups like these for the schedule.
+        BuildError: saved ranks had different options for parameters of one group; or no saved rank had the groups that the
+            schedule needs.
     """
     by_name = {name: group["options"] for groups in reversed(saved) for group in groups for name in group["params"]}
     wanted = [_common_options(group["params"], by_name) for group in own]
@@ -112,7 +119,7 @@ def match_groups(own: Groups, saved: Sequence[Groups], depends_on_group_order: b
 
 
 def _common_options(names: Sequence[str], by_name: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
-    """The saved options that parameters of one group share; None where there are no parameters."""
+    """Return the saved options of the parameters of one group; None for a group without parameters."""
     found = {id(by_name[name]): (name, by_name[name]) for name in reversed(names)}
     if not found:
         return None
@@ -128,7 +135,7 @@ def _common_options(names: Sequence[str], by_name: Mapping[str, dict[str, Any]])
 
 
 def _group_indices(groups: Groups) -> dict[str, int]:
-    """Parameters by name, and the numbers of their groups."""
+    """Return the index of each parameter's group, by name."""
     return {name: number for number, group in enumerate(groups) for name in group["params"]}
 
 

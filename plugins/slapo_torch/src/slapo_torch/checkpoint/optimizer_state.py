@@ -1,8 +1,8 @@
-"""State of an optimizer in checkpoints: its ``state_dict`` by the original names of parameters.
+"""Optimizer state in checkpoints: the ``state_dict`` by original names of parameters.
 
-A tensor with a number for each element of a parameter lies where the parameter does. Single numbers, groups and what else there
-is are each rank's own on the same layout; for any other they are kept once, and whether ranks had different ones. What has
-another shape is kept once of a parameter that this rank has whole; of a part of one it fits the same parts only.
+State with one value per element of a parameter is stored like the parameter. Scalars, groups and the rest are stored per rank
+for the same layout. For other layouts they are stored once, with the names of those that differ between ranks. State of another
+shape is stored once if the rank has the whole parameter; state of a shard fits the same shards only.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from .optimizer_groups import groups_of
 
 
 class OptimizerState(NamedTuple):
-    """This rank's.
+    """Optimizer state of this rank.
 
     Args:
-        tensors: By the name of the parameter and the optimizer's own for it, where they lie.
-        own: Plain data that come back to this rank on the same layout.
-        once: What is kept once of each parameter, plain data.
+        tensors: Per-element state, by the parameter's name and the optimizer's key.
+        own: Plain data that this rank loads on the same layout.
+        once: Plain data of each parameter that is stored once.
     """
 
     tensors: dict[tuple[str, Any], Piece]
@@ -38,16 +38,22 @@ class OptimizerState(NamedTuple):
 
 
 def key_of(name: str, key: Any, path: str = "") -> str:
-    """Return the unique name of a state tensor in the checkpoint; ``path`` is that of its optimizer inside the rank's."""
+    """Return the unique name of a state tensor in the checkpoint.
+
+    Args:
+        name: Name of the parameter.
+        key: The optimizer's key of the state.
+        path: Path of a nested optimizer within the rank's optimizer.
+    """
     return f"optimizer.{f'[{path!r}].' if path else ''}{key if isinstance(key, str) and key.isidentifier() else [key]}.{name}"
 
 
 def check(named: NamedOptimizer) -> None:
-    """Refuse to write what could not be read back.
+    """Refuse state that a checkpoint cannot hold.
 
     Raises:
-        BuildError: its state has objects that would only come back by running what a file says, or tensors of other shapes than
-            the parameters have, where replicas share these out.
+        BuildError: the state has objects that need code of a file to load; or state of another shape than its parameter, which
+            FSDP shards.
     """
     kind = type(named.optimizer).__name__
     state, more = _named_state(named)
@@ -68,7 +74,7 @@ def check(named: NamedOptimizer) -> None:
 
 
 def collect(named: NamedOptimizer) -> OptimizerState:
-    """Return the state to write of an optimizer that was checked."""
+    """Return the state to save of an optimizer that passed ``check``."""
     entries, more = _named_state(named)
     known = named.known
     tensors: dict[tuple[str, Any], Piece] = {}
@@ -76,14 +82,14 @@ def collect(named: NamedOptimizer) -> OptimizerState:
     parts: dict[str, dict[Any, Any]] = {}
     once: dict[str, Any] = {}
     for name, state in entries["parameters"].items():
-        if name in named.elsewhere:  # marks that an optimizer made for each parameter at its start; its owner keeps the state
+        if name in named.elsewhere:  # its owner saves the state; here are only values from the optimizer's construction
             continue
         own = once[name] = {"tensors": [], "values": {}, "parts": []}
         for key, value in state.items():
             if _is_per_element(value, known[name]):
                 own["tensors"].append(key)
                 tensors[name, key] = piece_of_parameter(named.local(name), local_of(value))
-            elif isinstance(value, torch.Tensor) and value.dim() == 0:  # pickled by the thousand, tensors would take their time
+            elif isinstance(value, torch.Tensor) and value.dim() == 0:  # thousands of pickled tensors would be slow
                 numbers.setdefault(name, {})[key] = value.item(), value.dtype
             elif _is_scalar(value):
                 numbers.setdefault(name, {})[key] = value, None
@@ -97,7 +103,7 @@ def collect(named: NamedOptimizer) -> OptimizerState:
 
 
 def digests(own: Mapping[str, Any] | None) -> dict[str, dict[Any, str]]:
-    """Return digests of the state that ranks with the same parameters should have alike."""
+    """Return digests of the state that must be equal on ranks with the same parameters."""
     if own is None:
         return {}
     options = [({key: digest(value) for key, value in each["options"].items()}, each["params"]) for each in own["groups"]]
@@ -111,12 +117,12 @@ def merge(
     owners: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]],
     everyone: Sequence[Mapping[str, Mapping[Any, str]]],
 ) -> dict[str, Any] | None:
-    """Return the state that is kept once, of the optimizers of all pipeline ranks.
+    """Return the state that is stored once, of the optimizers of all pipeline ranks.
 
     Args:
-        ranks: ``State.own`` and ``State.once`` of each.
-        owners: ``State.own`` and ``State.once`` of other ranks that own whole tensors.
-        everyone: ``digests`` of these and all others.
+        ranks: ``OptimizerState.own`` and ``OptimizerState.once`` of each pipeline rank.
+        owners: The same of other ranks that own whole tensors.
+        everyone: ``digests`` of all ranks.
     """
     found = [(own, once) for own, once in ranks if own is not None]
     if not found:
@@ -135,7 +141,7 @@ def merge(
 
 
 def _differing_keys(everyone: Sequence[Mapping[str, Mapping[Any, str]]]) -> Iterator[str]:
-    """Name the state of which ranks have different digests."""
+    """Iterate over the names of state whose digests differ between ranks."""
     unlike: list[Mapping[str, Mapping[Any, str]]] = []
     seen: dict[tuple[str, Any], str] = {}
     for each in everyone:
@@ -146,12 +152,12 @@ def _differing_keys(everyone: Sequence[Mapping[str, Mapping[Any, str]]]) -> Iter
 
 
 def groups(named: NamedOptimizer) -> list[dict[str, Any]]:
-    """This rank's groups, by names."""
+    """Return this rank's parameter groups by original names."""
     return groups_of(named.optimizer, named.names()[1])
 
 
 def _named_state(named: NamedOptimizer) -> tuple[dict[str, dict[Any, Any]], dict[str, Any]]:
-    """What is kept of ``parameters`` by name, and what is ``foreign`` to them; and what else is in the ``state_dict``."""
+    """Return the state of ``parameters`` by name and of ``foreign`` keys, and the rest of the ``state_dict``."""
     (names, _), written = named.names(), named.state_dict()
     found: dict[str, dict[Any, Any]] = {"parameters": {}, "foreign": {}}
     for key, value in written.pop("state").items():
@@ -170,5 +176,5 @@ def _is_scalar(value: Any) -> bool:
 
 
 def class_of(optimizer: torch.optim.Optimizer) -> str:
-    """The full name of its class."""
+    """Return the qualified class name of an optimizer."""
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"

@@ -26,20 +26,19 @@ _dp_tp_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKey
 class FSDPReplicas:
     """This rank's parameters, of which each replica keeps some rows.
 
-    In a step the parameters of a pipeline's stages are gathered, unit after unit, before the batch is looked at, and their
-    gradients reduced behind the last backward. A model in one piece gathers and reduces each unit as it runs. Whatever a
-    replica does with a batch, and whether it fails, all send the same messages.
+    With pipeline stages, all units are gathered before a step and reduced after its last backward. Without stages, each unit
+    is gathered and reduced as it runs. All replicas send the same messages, even if one of them fails.
 
-    Between steps the model has plain tensors, with specs that say which rows of which parts they are. Until ``begin`` it is as
-    it was, so that all ranks can first see that none ran out of memory, say.
+    Between steps the model has plain tensors with a ``ReplicaSpec``. The model does not change before ``install_shards``, so
+    that all ranks can first agree that no rank failed, e.g. for lack of memory.
 
     Args:
-        program: The program; its mesh has an axis ``dp``.
+        program: The program, with a mesh axis ``dp``.
         module: This rank's stages.
         patterns: ``Options.fsdp_units``.
 
     Attributes:
-        walk: Gathers the units of a model in one piece; None where all are gathered for the whole step.
+        unit_runtime: Runtime that gathers units as they run; None if all units are gathered for the whole step.
     """
 
     def __init__(
@@ -76,10 +75,10 @@ class FSDPReplicas:
         self._guard: RemovableHandle | None = None
 
     def install_shards(self, groups: Iterable[dict[str, Any]] = ()) -> None:
-        """Give the model its rows.
+        """Install this rank's rows in the model.
 
         Args:
-            groups: Of an optimizer that has this rank's parameters, and gets what takes their owners.
+            groups: Parameter groups of an optimizer of the old parameters; the rows replace them.
         """
         self._has_begun, replaced, root = True, self._replaced, self._program.module
         self._find_owners(self._own, replaced)
@@ -101,10 +100,10 @@ class FSDPReplicas:
             )
 
     def __deepcopy__(self, memo: object) -> FSDPReplicas:
-        return self  # a copied model has rows as well, and is refused where the model is
+        return self  # a copy of the model has the same rows and the same guard
 
     def unshard(self) -> None:
-        """Give the model whole parameters of its own, as it had before. Collective over the replicas once it has begun."""
+        """Restore whole parameters in the model. Collective over the replicas after ``install_shards``."""
         for unit in self._units if self._has_begun else ():
             unit.gather()
             for each in unit.members:
@@ -117,15 +116,15 @@ class FSDPReplicas:
 
     @property
     def members(self) -> list[ShardedParameter]:
-        """All parameters that are sharded."""
+        """All sharded parameters."""
         return [each for unit in self._units for each in unit.members]
 
     # ---- the model's tables
 
     def set_extra_modules(self, trees: Iterable[nn.Module]) -> None:
-        """Have these modules, and no others that came later, get the parameters as well as the model's own.
+        """Set the modules that get the parameters beside the model's own.
 
-        Those that are new had the gathered parameters when they were made.
+        New modules are made with the gathered parameters.
         """
         known = {id(tree) for tree in self._trees}
         kept = {id(tree): tree for tree in [*self._own, *trees]}
@@ -153,14 +152,13 @@ class FSDPReplicas:
     # ---- a step
 
     def run(self, work: Callable[[], torch.Tensor], training: bool) -> torch.Tensor:
-        """Gather, and run what has the gathered parameters. Collective over the replicas.
+        """Gather parameters and run the model. Collective over the replicas.
 
-        Where the model does not run units that nobody has named in their order, which the first run shows, that one starts over
-        with all of them gathered.
+        Without ``fsdp_units``, a first run that does not run the units in order is repeated with all units gathered.
 
         Args:
-            work: What runs the model; raises the same error on all ranks.
-            training: Whether it trains.
+            work: Function that runs the model; it raises the same error on all ranks.
+            training: True for a training step.
         """
         is_first = self.unit_runtime is not None and not self._has_patterns and training not in self._ordered
         state = StateSnapshot(self._program.module.modules()) if is_first else None
@@ -187,7 +185,7 @@ class FSDPReplicas:
         get_logger().warning("data_parallel='fsdp' gathers all parameters for the whole step: %s", reason)
 
     def gather(self) -> None:
-        """Begin a step: give the model what it has throughout. Collective over the replicas."""
+        """Begin a step: gather the units that stay gathered for the whole step. Collective over the replicas."""
         self._is_running = True
         for each in self.members:
             each.begin()
@@ -199,7 +197,7 @@ class FSDPReplicas:
             unit.gather()
 
     def release(self) -> None:
-        """End a step without its gradients: give the model its rows back."""
+        """End a step without gradients: install this rank's rows."""
         self._is_running = False
         for each in self.members:
             each.drop_gradients()
@@ -214,14 +212,14 @@ class FSDPReplicas:
         return sum(not each.is_used for each in trained)
 
     def used(self) -> set[int]:
-        """Ids of the parameters that got a gradient on this rank, when ``num_unused`` was asked."""
+        """Return the ids of parameters with a gradient on this rank at the last ``num_unused``."""
         return {id(each.local) for each in self.members if each.is_used}
 
     def reduce(self, some_unused: bool) -> None:
-        """End a step: average gradients over replicas, each to its own rows, and release. Collective over the replicas.
+        """End a step: reduce-scatter mean gradients to the rows, and install these. Collective over the replicas.
 
         Args:
-            some_unused: Whether a replica has parameters without a gradient; what none used keeps none.
+            some_unused: True if a replica has parameters without a gradient; parameters that no replica used keep None.
         """
         self._is_running = False
         for unit in self._step_units:
@@ -239,10 +237,10 @@ class FSDPReplicas:
 
 
 def _dp_tp_group(program: Program) -> dist.ProcessGroup | None:
-    """The ranks of all replicas of this rank's stages, row-major over ``dp`` and ``tp``; None without tensor parallelism.
+    """Return the group of all replicas of this rank's stages, row-major over ``dp`` and ``tp``; None without ``tp``.
 
     Raises:
-        BuildError: something is sharded over other ranks than those of the mesh's axis ``tp``.
+        BuildError: a parameter is sharded over other ranks than the mesh axis ``tp``.
     """
     mesh = program.mesh
     assert mesh is not None

@@ -1,4 +1,4 @@
-"""Gradients of tied parameters, summed over the pipeline ranks that share one, and of replicas, averaged."""
+"""Sums of gradients of tied parameters over pipeline ranks, and means of gradients over replicas."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 
 BUCKET_BYTES = 25 * 2**20
-"""Largest message; several are under way at the same time."""
+"""Largest message in bytes; several messages overlap."""
 
 Bucket = list[torch.nn.Parameter]
 
 
 def sum_gradients(ties: Mapping[tuple[int, ...], Bucket], pipeline: dist.ProcessGroup) -> None:
-    """Sum gradients over the ranks that share them. Collective over these ranks; the others have nothing to do.
+    """Sum gradients of tied parameters over the ranks that share them. Collective over these ranks only.
 
-    Each sends its own to the others and adds them up in the order of the ranks, so that all get the same bits. Groups of just
-    these ranks would have to be made on all ranks of the world, which may be more than train this model.
+    Each rank sends its gradients to the others and adds all in rank order, so that sums are equal bit by bit. A process group
+    of these ranks would have to be made on all ranks of the world, some of which may not train this model.
 
     Args:
         ties: This rank's tied parameters from ``group_by_ranks``, with dense gradients. A missing gradient counts as zero; it
@@ -44,12 +44,12 @@ def sum_gradients(ties: Mapping[tuple[int, ...], Bucket], pipeline: dist.Process
 
 
 def average_gradients(parameters: Iterable[torch.nn.Parameter], replicas: dist.ProcessGroup) -> None:
-    """Let gradients be the means over the replicas. Collective over these.
+    """Average gradients over replicas. Collective over ``replicas``.
 
     Args:
-        parameters: The trainable ones, in the same order on all replicas, with dense gradients. One without a gradient counts
-            as zero, and keeps None where no replica has one.
-        replicas: The ranks with copies of them.
+        parameters: Trainable parameters in the same order on all replicas, with dense gradients. A missing gradient counts as
+            zero; it stays None if it is missing on all replicas.
+        replicas: Process group of the replicas.
     """
     reduced = []
     for bucket in _buckets(parameters):
@@ -74,7 +74,7 @@ def _buckets(parameters: Iterable[torch.nn.Parameter]) -> Iterator[Bucket]:
 
 
 def _flatten_gradients(bucket: Bucket) -> torch.Tensor:
-    """The gradients, and a number per parameter that tells whether there is one."""
+    """Return one flat tensor of the gradients, followed by one number per parameter: 1 if it has a gradient."""
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
     present = torch.tensor([p.grad is not None for p in bucket], dtype=bucket[0].dtype, device=bucket[0].device)
     flat = torch.cat([*(gradient.reshape(-1) for gradient in gradients), present])
@@ -95,7 +95,7 @@ def _write_gradients(bucket: Bucket, flat: torch.Tensor, scale: float = 1.0) -> 
 
 
 def group_by_ranks(ties: Sequence[tuple[tuple[int, ...], torch.nn.Parameter]]) -> dict[tuple[int, ...], Bucket]:
-    """Tied parameters by the ranks that share them, both in an order that is the same on every rank."""
+    """Return tied parameters by the ranks that share them; both orders are equal on all ranks."""
     groups: dict[tuple[int, ...], Bucket] = defaultdict(list)
     for ranks, parameter in ties:
         groups[ranks].append(parameter)

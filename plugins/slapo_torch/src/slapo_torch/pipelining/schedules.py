@@ -1,4 +1,4 @@
-"""Pipeline schedules: what each asks of stages and micro-batches, and on which rank it runs a stage."""
+"""Pipeline schedules: their requirements on stages and micro-batches, and their placement of stages on ranks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class ScheduleKind:
     """One pipeline schedule.
 
     Args:
-        runtime: Its class in ``torch.distributed.pipelining``; empty for one that a file gives.
-        stages_per_rank: How many stages a rank has; None for any number.
-        folded: Whether the stages run down the ranks and back up, so that the first rank has the last stage as well.
+        runtime: Class name in ``torch.distributed.pipelining``; empty for a CSV file.
+        stages_per_rank: Number of stages of a rank; None for any number.
+        folded: True if stages go down the ranks and back up, so that the first rank has the first and the last stage.
     """
 
     runtime: str
@@ -35,12 +35,12 @@ KINDS = {
 
 
 def is_file(schedule: str) -> bool:
-    """Return whether a schedule is given by a file, in the CSV format of ``torch.distributed.pipelining``."""
+    """Return True if a schedule is the path of a file, in the CSV format of ``torch.distributed.pipelining``."""
     return schedule.endswith(".csv")
 
 
 def kind_of(schedule: str) -> ScheduleKind:
-    """Return the kind of a ``pipeline_schedule``.
+    """Return the properties of a ``pipeline_schedule``.
 
     Raises:
         BuildError: no such schedule, or no such file.
@@ -55,7 +55,7 @@ def kind_of(schedule: str) -> ScheduleKind:
 
 
 def placement(schedule: str, stages: int, ranks: int, microbatches: int) -> tuple[int, ...]:
-    """The pipeline rank of each stage.
+    """Return the pipeline rank of each stage.
 
     Args:
         schedule: A ``pipeline_schedule``.
@@ -64,7 +64,7 @@ def placement(schedule: str, stages: int, ranks: int, microbatches: int) -> tupl
         microbatches: Number of micro-batches.
 
     Raises:
-        BuildError: the schedule cannot run so many stages or micro-batches on these ranks.
+        BuildError: the schedule cannot run this number of stages or micro-batches on these ranks.
     """
     kind = kind_of(schedule)
     per_rank, rest = divmod(stages, ranks)
@@ -93,16 +93,16 @@ def placement(schedule: str, stages: int, ranks: int, microbatches: int) -> tupl
 
 
 def schedule_for_batch(name: str, program: Program, microbatches: int, rows: int | None) -> tuple[str, int]:
-    """Return the pipeline schedule and the number of micro-batches for a batch, with a warning where they are others.
+    """Return the pipeline schedule and the number of micro-batches of a batch; warn if they differ from the usual ones.
 
     Args:
         name: A ``pipeline_schedule``.
         program: The program that runs.
-        microbatches: The usual number.
-        rows: Number of rows of the batch; None where no tensor has any.
+        microbatches: Usual number of micro-batches.
+        rows: Number of rows of the batch; None if no tensor has rows.
 
     Raises:
-        BuildError: there is none.
+        BuildError: no schedule runs this number of rows.
     """
     stages = len(program.stages)
     if not rows or rows % microbatches == 0:
@@ -114,13 +114,13 @@ def schedule_for_batch(name: str, program: Program, microbatches: int, rows: int
 
 
 def schedule_for_rows(schedule: str, stages: int, ranks: int, microbatches: int, rows: int) -> tuple[str, int]:
-    """The schedule and the number of micro-batches for a batch of so many rows.
+    """Return the schedule and the number of micro-batches for a batch with a given number of rows.
 
-    One that the number does not divide, the last of an epoch say, is cut into more parts, so that none is larger than usual, or
-    with fewer rows than that into single rows; and runs by a schedule with the same stages on each rank that takes as many.
+    A batch that ``microbatches`` does not divide, e.g. the last one of an epoch, is split into more and smaller micro-batches;
+    with fewer rows than ``microbatches``, into single rows. It runs by a schedule with the same placement of stages.
 
     Raises:
-        BuildError: there is none.
+        BuildError: no such schedule.
     """
     if rows % microbatches == 0:
         return schedule, microbatches
@@ -137,7 +137,7 @@ def schedule_for_rows(schedule: str, stages: int, ranks: int, microbatches: int,
 
 
 _ANY_NUMBER = {"1f1b": "gpipe", "interleaved": "looped_bfs", "zero_bubble": "looped_bfs", "dualpipev": "zbv"}
-"""For schedules that do not take any number of micro-batches one that does, with each stage on the same rank."""
+"""Schedules with the same placement of stages that run any number of micro-batches."""
 
 
 def _with_any_number(per_rank: int) -> str:
@@ -145,12 +145,12 @@ def _with_any_number(per_rank: int) -> str:
 
 
 def _runnable_schedule(schedule: str, stages: int, microbatches: int) -> str:
-    """Return the schedule that runs: 1F1B of fewer micro-batches than stages keeps as many activations as GPipe does."""
+    """Return the schedule that runs; 1F1B with fewer micro-batches than stages keeps as many activations as GPipe."""
     return _ANY_NUMBER[schedule] if schedule == "1f1b" and microbatches < stages else schedule
 
 
 def _incompatibility(schedule: str, stages: int, ranks: int, microbatches: int) -> str | None:
-    """Why a schedule cannot run so many micro-batches, or None."""
+    """Return the reason why a schedule cannot run a number of micro-batches, or None."""
     rounds = max(1, microbatches // ranks)
     if schedule == "dualpipev" and microbatches < stages:
         return (
@@ -159,7 +159,7 @@ def _incompatibility(schedule: str, stages: int, ranks: int, microbatches: int) 
         )
     if schedule in ("interleaved", "zero_bubble") and microbatches % rounds:
         return (
-            f"schedule {schedule!r} runs micro-batches in rounds of pp={ranks} or so and cannot deal out {microbatches}; use a "
+            f"schedule {schedule!r} runs micro-batches in rounds of about pp={ranks} and cannot run {microbatches}; use a "
             f"multiple of {ranks}, or pipeline_schedule={_ANY_NUMBER[schedule]!r}"
         )
     return None

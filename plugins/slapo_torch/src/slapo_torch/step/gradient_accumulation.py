@@ -1,4 +1,4 @@
-"""Result of one step on this rank, and the step of a model in one piece."""
+"""Result of one step on this rank, and the step of a model without pipeline stages."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class StepResult:
     """Result of one step on this rank.
 
     Args:
-        losses: Each micro-batch's weight of the mean loss; empty on ranks without the last stage.
-        failure: The first error, if any.
-        unused: How many trainable parameters of this rank no micro-batch used; counted where there are replicas.
-        counted: The reduction of each of these losses.
-        has_gradient: Whether something that is trained is in one of them.
-        actions: When each forward (``"F"``) and backward (``"B"``) ran, in seconds since the epoch.
+        losses: Weighted loss of each micro-batch; empty on ranks without the last stage.
+        counted: Reduction of each loss.
+        has_gradient: True if a loss depends on trained parameters.
+        failure: The first error, or None.
+        unused: Number of trainable parameters of this rank that no micro-batch used; counted with replicas only.
+        actions: Start and end of each forward (``"F"``) and backward (``"B"``), in seconds since the epoch.
     """
 
     losses: list[torch.Tensor] = field(default_factory=list)
@@ -43,16 +43,16 @@ class StepResult:
 
     @property
     def own_failure(self) -> Exception | None:
-        """The error; None where it only says that another replica failed."""
+        """The error; None if another replica failed and this rank only reports it."""
         return None if isinstance(self.failure, ReplicaFailedError) else self.failure
 
     def add(self, loss: torch.Tensor) -> None:
-        """Add the loss of a micro-batch, a leaf where it has no gradient."""
+        """Add the loss of a micro-batch; a leaf has no gradient."""
         self.has_gradient = self.has_gradient or not loss.is_leaf
         self.losses.append(loss.detach())
 
     def record(self, stage: int, kind: str, microbatch: int, start: float) -> None:
-        """Note an action that ends now."""
+        """Record an action that ends now."""
         self.actions.append({"stage": stage, "kind": kind, "microbatch": microbatch, "start": start, "end": time.time()})
 
 
@@ -65,9 +65,9 @@ def run_microbatches(
     replicas: DDPReplicas | None = None,
     unit_runtime: UnitRuntime | None = None,
 ) -> StepResult:
-    """Run all micro-batches through a model in one piece; gradients add up, and are averaged over replicas.
+    """Run all micro-batches through a model without pipeline stages; accumulate gradients and average them over replicas.
 
-    Those behind an error do not run, but replicas that weight out their parameters go through the ``unit_runtime`` for them.
+    Micro-batches after an error do not run. With FSDP their units are still gathered and reduced, as other replicas expect.
     """
     result = StepResult(counted=call.begin(weight))
     replicas = replicas if training else None

@@ -8,10 +8,10 @@ from torch import nn
 
 
 def merge_stages(stages: Sequence[nn.Module]) -> nn.Module:
-    """One tree with all parameters, buffers and modules of some stages, under their names in the whole model.
+    """Return one tree with all parameters, buffers and modules of some stages, under their names in the whole model.
 
-    It is for looking and for switching modes, not for calling: each stage runs for itself. What belongs to one stage is the
-    very same object; a module around parts of several stages is a bare module of its own.
+    The tree is for traversal and for switching modes; it cannot be called. Modules of one stage are the same objects; a parent
+    of modules of several stages is a new bare ``nn.Module``.
     """
     if len(stages) == 1:
         return stages[0]

@@ -1,4 +1,4 @@
-"""One call of a stage: precision, what is sent on, and the loss at the end."""
+"""One call of a stage: precision, tensors sent to the next stage, and the loss of the last stage."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class StageCall(nn.Module):
 
     Args:
         stage: The stage.
-        outputs: What the next stage receives; None for the last stage, which gives its weight of the batch's mean loss.
-        options: CommonOptions of the engine.
-        device_type: Of the mesh.
+        outputs: Tensors that the next stage receives; None for the last stage, which returns its weighted loss.
+        options: Options of the engine.
+        device_type: Device type of the mesh.
     """
 
     def __init__(self, stage: Stage, outputs: tuple[Boundary, ...] | None, options: CommonOptions, device_type: str) -> None:
@@ -39,7 +39,12 @@ class StageCall(nn.Module):
         self._loss_of = CountedLoss(options.loss_fn, options.output_loss)
 
     def begin(self, weight: MicroBatchWeight, counted: list[LossReduction] | None = None) -> list[LossReduction]:
-        """Begin a step: what each micro-batch's loss adds to it; what these are means over goes to the list returned."""
+        """Begin a step; return the list that collects the reduction of each micro-batch's loss.
+
+        Args:
+            weight: Weight of each micro-batch's loss in the loss of the batch.
+            counted: The list, or None for a new one.
+        """
         self.weight, self.counted = weight, [] if counted is None else counted
         return self.counted
 
@@ -50,9 +55,9 @@ class StageCall(nn.Module):
 
         Args:
             *received: The stage's ``inputs``.
-            batch: The model's arguments this stage reads.
-            labels: For ``loss_fn``, in the last stage.
-            call: The one of this micro-batch, where it is another.
+            batch: Arguments of the model that this stage reads.
+            labels: Labels for ``loss_fn``, in the last stage.
+            call: The stage call of this micro-batch, if it is another one.
         """
         if call is not None and call is not self:
             return call(*received, batch=batch, labels=labels)
@@ -62,7 +67,7 @@ class StageCall(nn.Module):
             return self._prepare_outputs(run_stage(labels, lambda: self._run(received, batch), self._index))
 
     def _loss(self, batch: Mapping[str, Any], labels: Any, *received: torch.Tensor) -> torch.Tensor:
-        """This micro-batch's weight of the loss: a leaf where nothing that is trained is in it, whose backward goes nowhere."""
+        """Return this micro-batch's weighted loss; a leaf if no trained parameter is in it, so that backward does nothing."""
         loss = self._weighted_loss(batch, labels, *received)
         return loss if loss.requires_grad or not torch.is_grad_enabled() else loss.detach().requires_grad_()
 
@@ -88,7 +93,7 @@ class StageCall(nn.Module):
         for tensor, boundary in zip(result, self.outputs, strict=True):
             real = (tuple(tensor.shape), tensor.dtype, tensor.requires_grad and training)
             planned = (boundary.shape, boundary.dtype, boundary.requires_grad and training)
-            if real != planned:  # a gradient nobody sends back would be lost without a word
+            if real != planned:  # a missing gradient would otherwise be lost silently
                 what = "(shape, dtype, requires_grad)"
                 raise BuildError(f"stage {self._index} gives {boundary.name!r} with {what} {real}, but {planned} was planned")
         tables = [table.values() for each in self.module.modules() for table in (each._parameters, each._buffers) if table]
@@ -97,7 +102,7 @@ class StageCall(nn.Module):
 
 
 def autocast_context(options: CommonOptions, device_type: str) -> torch.autocast:
-    """The autocast context of an engine's precision."""
+    """Return the autocast context of an engine's precision."""
     dtype = torch.float16 if options.precision == "fp16" else torch.bfloat16
     return torch.autocast(device_type, dtype=dtype, enabled=options.precision != "fp32")
 
@@ -107,7 +112,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _copy(tensor: torch.Tensor, held: bool) -> torch.Tensor:
-    """The tensor to send: the next micro-batches may change a module's own memory before it has gone."""
+    """Return the tensor to send: a copy of a module's own memory, which later micro-batches may change before the send."""
     if held or not tensor.requires_grad:
         return tensor.clone(memory_format=torch.contiguous_format)
     return tensor.contiguous()

@@ -1,4 +1,4 @@
-"""State of training beside the optimizer: the learning rate's schedule, and with fp16 the scale of the loss."""
+"""State of training beside the optimizer: the learning-rate schedule and the loss scale of fp16."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LR_SCHEDULE = "learning-rate schedule"
 
 
 def step_lr_scheduler(schedule: Any, loss: float | torch.Tensor) -> None:
-    """Step the learning rate's schedule; only one that looks at the loss waits for its device."""
+    """Step the learning-rate schedule; only ``ReduceLROnPlateau`` reads the loss and waits for its device."""
     if isinstance(schedule, ReduceLROnPlateau):
         schedule.step(float(loss))
     elif schedule is not None:
@@ -31,18 +31,18 @@ def step_lr_scheduler(schedule: Any, loss: float | torch.Tensor) -> None:
 
 
 class DeferredLRSteps:
-    """Steps of the learning rate's schedule on a rank that has nothing to train yet, by the loss of each."""
+    """Steps of the learning-rate schedule on a rank without trainable parameters, recorded by their losses."""
 
     def __init__(self) -> None:
         self._losses: list[float] = []
 
     def add(self, loss: float) -> None:
-        """Note a step."""
+        """Record a step."""
         self._losses.append(loss)
 
     def catch_up(self, schedule: Any) -> None:
-        """Bring a new schedule to where those of the other ranks are."""
-        with warnings.catch_warnings():  # the new optimizer has not stepped, and torch takes that for a mistake
+        """Run the recorded steps on a new schedule."""
+        with warnings.catch_warnings():  # torch warns because the new optimizer has not stepped
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
             for loss in self._losses if schedule is not None else ():
                 step_lr_scheduler(schedule, loss)
@@ -53,16 +53,18 @@ class DeferredLRSteps:
         return list(self._losses)
 
     def restore(self, state: list[float]) -> None:
-        """Go on from ``state``."""
+        """Restore a saved state."""
         self._losses = list(state)
 
 
 class LossScale:
-    """The factor that keeps small gradients from vanishing in fp16: halved after an overflow, doubled after many steps without.
+    """Factor of the loss that keeps small gradients representable in fp16.
+
+    The factor is halved after an overflow, and doubled after ``_GROWTH_INTERVAL`` steps without one.
 
     Args:
-        value: What it is at first.
-        mesh: The ranks that have to agree on it.
+        value: Initial factor.
+        mesh: Mesh of the ranks that share the factor.
 
     Attributes:
         value: The factor, equal on all ranks.
@@ -72,7 +74,7 @@ class LossScale:
         self.value, self._mesh, self._good = value, mesh, 0
 
     def update(self, parameters: Iterable[nn.Parameter], device: torch.device) -> bool:
-        """Return whether some rank has a gradient that is not finite, and adapt the scale. Collective."""
+        """Adapt the scale; return True if a gradient on some rank is not finite. Collective."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         values = [grad.coalesce().values() if grad.is_sparse else grad for grad in gradients]
         bad = not all(torch.stack([value.isfinite().all() for value in values]).tolist()) if values else False
@@ -89,7 +91,7 @@ class LossScale:
         return {"value": self.value, "good": self._good}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``."""
+        """Restore a saved state."""
         self.value, self._good = state["value"], state["good"]
 
 
@@ -98,13 +100,13 @@ _GROWTH_INTERVAL = 2000
 
 
 class TrainingProgress:
-    """State for checkpoints of the learning rate's schedule, the loss scale, and the number of labels.
+    """States of the learning-rate schedule, the loss scale and the number of labels, for checkpoints.
 
     Args:
-        rate: A schedule of torch, or the steps that one is yet to make, or None.
+        rate: A learning-rate schedule of torch, its deferred steps, or None.
         scale: The loss scale, or None.
-        labels: Of a micro-batch.
-        trains: Whether the engine does; one that only evaluates takes what it has a part for.
+        labels: Estimated number of labels of a micro-batch.
+        trains: False for an engine that only evaluates; it accepts a checkpoint with other states.
 
     Attributes:
         depends_on_group_order: True with a schedule, whose state has lists with one entry per parameter group.
@@ -123,10 +125,10 @@ class TrainingProgress:
             self._parts["loss scale"] = (scale, scale.state, scale.restore)
 
     def state(self) -> dict[str, Any]:
-        """Return the states to write.
+        """Return the states to save.
 
         Raises:
-            BuildError: a state is more than plain data.
+            BuildError: a state has objects that are no plain data.
         """
         states = {what: {"class": rate_kind(part), "state": state()} for what, (part, state, _) in self._parts.items()}
         for what, state in states.items():
@@ -134,7 +136,7 @@ class TrainingProgress:
         return states
 
     def state_for_rank(self, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the packed states of other ranks that are for this one: for each part that of its class, where one has it."""
+        """Return this rank's states from the saved states of all ranks: for each name a state of the same class if possible."""
         found: dict[str, Any] = {}
         for each in ranks:
             for what, saved in each.items():
@@ -144,10 +146,10 @@ class TrainingProgress:
         return found
 
     def check_same(self, saved: Mapping[str, Any]) -> None:
-        """Refuse what was packed of other parts.
+        """Refuse states of other objects.
 
         Raises:
-            BuildError: the checkpoint has no state for what there is, that of another class, or that of other groups.
+            BuildError: a state is missing, or belongs to another class or to other parameter groups.
         """
         if not self._trains:
             return
@@ -167,7 +169,7 @@ class TrainingProgress:
                 )
 
     def restore(self, saved: Mapping[str, Any], loading: StateLoading) -> None:
-        """Go on from what was saved."""
-        for what, (part, state, put) in self._parts.items():
+        """Restore saved states of the same class."""
+        for what, (part, state, restore) in self._parts.items():
             if what in saved and saved[what]["class"] == (kind := rate_kind(part)):
-                loading.load(kind, put, saved[what]["state"], lambda state=state: copy.deepcopy(state()))  # type: ignore[misc]
+                loading.load(kind, restore, saved[what]["state"], lambda state=state: copy.deepcopy(state()))  # type: ignore[misc]
