@@ -17,7 +17,7 @@ import slapo_tracing.plugin
 import slapo_training.plugin
 from slapo_core import Registry, Schedule, build, create_schedule, gather_objects
 from slapo_torch.engine import TorchEngine
-from slapo_training.model.pieces import whole
+from slapo_training.model.pieces import assemble
 
 ROWS = 8
 """Rows of a batch per data-parallel rank."""
@@ -125,7 +125,7 @@ def put_together(engine: Any, mesh: Any) -> dict[str, torch.Tensor]:
     """What the pieces of all ranks give."""
     held = gather_objects({name: piece._replace(tensor=piece.tensor.clone()) for name, piece in engine.pieces().items()}, mesh)
     names = {name for own in held for name in own}
-    return {name: whole(own[name] for own in held if name in own) for name in names}
+    return {name: assemble(own[name] for own in held if name in own) for name in names}
 
 
 def largest_difference(found: dict[str, torch.Tensor], model: nn.Module) -> float:

@@ -15,8 +15,8 @@ from torch import nn
 from slapo_core import BuildError, Program, call_arguments, compare_across_ranks, is_sharded
 from slapo_training.batch_engine import BatchEngine, MicroBatches
 from slapo_training.batches import Batch
-from slapo_training.checkpoint import Saver, Saving
-from slapo_training.distributed import OwnWorld, on_all
+from slapo_training.checkpoint import SaveHandle, Saver
+from slapo_training.distributed import SingleProcessGroup, run_on_all_ranks
 from slapo_training.ema import MasterValue
 from slapo_training.engines import (
     GradientComparison,
@@ -32,9 +32,9 @@ from slapo_training.engines import (
 )
 from slapo_training.gradient_hooks import StepHooks
 from slapo_training.losses import CountedLoss, LossReduction, check_has_gradient
-from slapo_training.model import Modes, Piece
-from slapo_training.optimizers import WholeTensorOptimizer, made_on_all
-from slapo_training.options import is_rate
+from slapo_training.model import Piece, TrainingMode
+from slapo_training.optimizers import WholeTensorOptimizer, make_on_all_ranks
+from slapo_training.options import is_lr_scheduler
 
 from .checkpoint import save_load
 from .configuration.config_optimizer import factory_of, is_offloaded
@@ -91,7 +91,7 @@ class DeepSpeedEngine(BatchEngine):
         self.moves_parameters = self.takes_gradients = options.trains and options.zero_stage > 0
         parameter_ownership.check_free(dict(self.module.named_parameters()) if options.trains else {}, self.takes_gradients)
         self._hooks = StepHooks(program, self.module, options.gradient_hooks == "step")
-        self._modes = Modes(program.module)
+        self._modes = TrainingMode(program.module)
         self._loss = CountedLoss(options.loss_fn, options.output_loss)
         self._stage = RunningStage(program, self._loss, dtype) if len(program.stages) > 1 else None
         self._plan: Program | None = None
@@ -128,9 +128,9 @@ class DeepSpeedEngine(BatchEngine):
         """The optimizer and schedule given, or those of DeepSpeed's config that step whole tensors of parts."""
         layout = whole_tensor_optimizer.layout(program, self.module, options.zero_stage)
         if options.optimizer is not None or "optimizer" not in self._config:
-            return made_on_all(options, layout, self.module, self._fit)
+            return make_on_all_ranks(options, layout, self.module, self._fit)
         factory = factory_of(self._config, any(is_sharded(each) for each in self.module.parameters()))
-        optimizer, _ = made_on_all(replace(options, optimizer=factory), layout, self.module, self._fit)
+        optimizer, _ = make_on_all_ranks(replace(options, optimizer=factory), layout, self.module, self._fit)
         if not isinstance(optimizer, WholeTensorOptimizer):
             return None, None
         self._config = {key: value for key, value in self._config.items() if key != "optimizer"}
@@ -167,7 +167,7 @@ class DeepSpeedEngine(BatchEngine):
     def _step(self, *given: Any) -> None:
         """Run the user's gradient hooks, and let DeepSpeed step."""
         if self._hooks.is_active:
-            on_all(self._hooks.run, self.program)
+            run_on_all_ranks(self._hooks.run, self.program)
         self._turns.begin()
         self._take_step(*given)
 
@@ -190,7 +190,7 @@ class DeepSpeedEngine(BatchEngine):
         held = [group for group in optimizer.param_groups if group["params"]]
         if not held:
             raise BuildError("optimizer= has no parameter of a rank's stage; give one of all of the model's parameters")
-        if len(held) < len(optimizer.param_groups) and is_rate(self._options.lr_scheduler):
+        if len(held) < len(optimizer.param_groups) and is_lr_scheduler(self._options.lr_scheduler):
             raise BuildError(
                 "a rank's stage has no parameter of one of the optimizer's groups, which lr_scheduler= was made for; "
                 "give a factory, lambda optimizer: ..."
@@ -209,7 +209,7 @@ class DeepSpeedEngine(BatchEngine):
         """Device of this rank."""
         return torch.device(self.model.device)
 
-    def save(self, path: str | PathLike[str], *, extra: Any = None, wait: bool = True) -> Saving:
+    def save(self, path: str | PathLike[str], *, extra: Any = None, wait: bool = True) -> SaveHandle:
         """Write a checkpoint of DeepSpeed's, and the random states, to the directory ``path``, in the place of one there.
 
         Args:
@@ -299,7 +299,7 @@ class DeepSpeedEngine(BatchEngine):
         """Take DeepSpeed's hooks off the model, of an engine whose process group is gone."""
         if self._is_closed:
             return
-        self._is_closed, world = True, OwnWorld()  # DeepSpeed asks for a rank as it lets go
+        self._is_closed, world = True, SingleProcessGroup()  # DeepSpeed asks for a rank as it lets go
         try:
             self._take_off()
         finally:

@@ -16,7 +16,7 @@ from slapo_training.batches import Batch
 from slapo_training.engines import copies
 from slapo_training.label_weights import LabelWeights
 from slapo_training.losses import CountedLoss, LossReduction, check_has_gradient, run_stage
-from slapo_training.model import Modes
+from slapo_training.model import TrainingMode
 
 from .boundary_packing import pack, unpack
 
@@ -82,7 +82,7 @@ class RunningStage(nn.Module):
         return loss if self._weights is None else self._weights.weighted(index, loss, counted)
 
 
-def in_pipeline(program: Program, stage: RunningStage, modes: Modes) -> Any:
+def in_pipeline(program: Program, stage: RunningStage, modes: TrainingMode) -> Any:
     """DeepSpeed's ``PipelineModule`` of one stage on each rank, this rank's being ``stage``. Collective."""
     from deepspeed.pipe import LayerSpec, PipelineModule
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology

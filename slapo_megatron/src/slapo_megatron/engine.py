@@ -12,8 +12,8 @@ from torch import nn
 
 from slapo_core import BuildError, Program, all_reduce, compare_across_ranks, shard_spec
 from slapo_training.batch_engine import BatchEngine, MicroBatches
-from slapo_training.checkpoint import Saver, Saving
-from slapo_training.distributed import on_all
+from slapo_training.checkpoint import SaveHandle, Saver
+from slapo_training.distributed import run_on_all_ranks
 from slapo_training.ema import MasterValue, buffer_values
 from slapo_training.engines import (
     GradientComparison,
@@ -29,8 +29,8 @@ from slapo_training.engines import (
 )
 from slapo_training.gradient_hooks import StepHooks
 from slapo_training.losses import CountedLoss, LossReduction
-from slapo_training.model import Modes, Piece, piece_of
-from slapo_training.optimizers import made_on_all
+from slapo_training.model import Piece, TrainingMode, piece_of
+from slapo_training.optimizers import make_on_all_ranks
 
 from .checkpoint import save_load
 from .checkpoint.file_writer import MegatronFiles
@@ -82,7 +82,7 @@ class MegatronEngine(BatchEngine):
             parameter_ownership.check_free(_named(chunks) if options.trains else {}, False)
             self._hooks = StepHooks(program, chunks, options.gradient_hooks == "step")
             check_same_start(program, _named(chunks))
-            optimizer, self.lr_scheduler = made_on_all(options, whole_layout(options, program, chunks), chunks, self._fit)
+            optimizer, self.lr_scheduler = make_on_all_ranks(options, whole_layout(options, program, chunks), chunks, self._fit)
             with self._mode(), without_warnings():
                 self._make(program, own, chunks, optimizer)
         except BaseException:
@@ -106,7 +106,7 @@ class MegatronEngine(BatchEngine):
         from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
         pp, options = program.axis_size("pp"), self.options
-        self._modes = Modes(program.module)
+        self._modes = TrainingMode(program.module)
         mark_shards(chunks)
         optimizer_settings = optimizer_config(options)
         self.config = self._transformer_config(program, len(own))
@@ -186,7 +186,7 @@ class MegatronEngine(BatchEngine):
         config = config_of(DistributedDataParallelConfig, given)
         return DistributedDataParallel(self.config, config, stage, disable_bucketing=number > 0, pg_collection=self.groups)
 
-    def save(self, path: str | PathLike[str], *, extra: Any = None, wait: bool = True) -> Saving:
+    def save(self, path: str | PathLike[str], *, extra: Any = None, wait: bool = True) -> SaveHandle:
         """Write a checkpoint of Megatron's, weights under their original names, and the random states, to the directory.
 
         Args:
@@ -358,7 +358,7 @@ class MegatronEngine(BatchEngine):
             finalize_model_grads(model, num_tokens, **given)
         self._ties.reduce()
         if self._hooks.is_active:
-            on_all(self._hooks.run, self.program)
+            run_on_all_ranks(self._hooks.run, self.program)
 
 
 def _named(chunks: nn.ModuleList) -> dict[str, nn.Parameter]:

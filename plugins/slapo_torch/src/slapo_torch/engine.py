@@ -14,14 +14,22 @@ from torch import nn
 from slapo_core import BuildError, Program, all_reduce, compare_across_ranks, mesh_groups, raise_on_all_ranks
 from slapo_training.batch_agreement import BatchFacts
 from slapo_training.batch_arguments import arguments_of
-from slapo_training.batches import check_labels, content, counted_labels, fingerprint, signature, split, variadic
-from slapo_training.checkpoint import Saving
+from slapo_training.batches import (
+    check_labels,
+    content_fingerprint,
+    fingerprint,
+    label_count_range,
+    signature,
+    split,
+    variadic_argument,
+)
+from slapo_training.checkpoint import SaveHandle
 from slapo_training.ema import AveragedEngine, MasterValue
 from slapo_training.engines import Position
 from slapo_training.gradient_hooks import GradientAccess, StepHooks
-from slapo_training.losses import NO_GRADIENT, Counted
-from slapo_training.model import Modes, Piece
-from slapo_training.optimizers import OptimizerMaking, adopted
+from slapo_training.losses import NO_GRADIENT, LabelMean
+from slapo_training.model import Piece, TrainingMode
+from slapo_training.optimizers import OptimizerConstruction, adopt_optimizer
 from slapo_training.optimizers.introspection import groups_in
 from slapo_training.step_losses import StepLosses
 
@@ -76,7 +84,7 @@ class TorchEngine(AveragedEngine):
         self.program = program
         self._options = options
         self._mesh = program.mesh
-        self._modes = Modes(program.module)
+        self._modes = TrainingMode(program.module)
         self._first = TorchFirstStep(program, options)
         self._peers: TensorParallelPeers | None = None
         if program.mesh is not None and program.axis_size("tp") > 1:
@@ -157,7 +165,7 @@ class TorchEngine(AveragedEngine):
         """Return the mean loss in evaluation mode, without gradients; see ``Engine.eval_batch``."""
         return self._run_step(EngineStep(args, batch, training=False))[1]
 
-    def save(self, path: str | PathLike[str], *, extra: Any = None, wait: bool = True) -> Saving:
+    def save(self, path: str | PathLike[str], *, extra: Any = None, wait: bool = True) -> SaveHandle:
         """Write a checkpoint to the directory ``path``; replaces an earlier checkpoint there.
 
         Args:
@@ -276,12 +284,12 @@ class TorchEngine(AveragedEngine):
             raise BuildError("this engine was closed and trains no more; build another one, or close it later")
         module, options = self.program.module, self._options
         batch = arguments_of(module, step.args, step.kwargs, options)
-        step.content = content(batch) if self.program.axis_size("pp") * self.program.axis_size("tp") > 1 else 0
+        step.content = content_fingerprint(batch) if self.program.axis_size("pp") * self.program.axis_size("tp") > 1 else 0
         rows = options.batch_rows
         step.schedule = schedule_for_batch(options.pipeline_schedule, self.program, options.microbatches, rows.number(batch))
-        step.parts = parts = split(batch, step.schedule[1], several=variadic(module), rows=rows)
+        step.parts = parts = split(batch, step.schedule[1], several=variadic_argument(module), rows=rows)
         is_compared = not self._labels.value or len(parts) > 1 or not self._is_single_rank  # counting waits for the device
-        low, high = counted_labels(parts, self._ignored) if is_compared else ((0, 0), (0, 0))
+        low, high = label_count_range(parts, self._ignored) if is_compared else ((0, 0), (0, 0))
         shape = fingerprint([step.training, step.schedule, *(signature(rows.alike(part)) for part in parts[:1])])
         marks = self._first.marks(parts, step.training)
         step.facts = BatchFacts([shape, *low, min(marks)], [shape, *high, max(marks)])
@@ -356,7 +364,7 @@ class TorchEngine(AveragedEngine):
     def _reduce_loss(self, step: EngineStep, result: StepResult, training: bool) -> torch.Tensor:
         """Return the mean loss over micro-batches and replicas, or raise any rank's error on every rank. Collective."""
         own = torch.stack(result.losses).sum().double() if result.losses else torch.zeros((), dtype=torch.float64)
-        self._ignored = next((each.ignore_index for each in result.counted if isinstance(each, Counted)), self._ignored)
+        self._ignored = next((each.ignore_index for each in result.counted if isinstance(each, LabelMean)), self._ignored)
         used = self._shards.used() if self._shards is not None else ()
         unchecked = training and self._parameters.num_unchecked(used)
         if training and result.failure is None:
@@ -437,7 +445,7 @@ class TorchEngine(AveragedEngine):
         if given is not None:
             check_dense(self.module)
         if isinstance(given, torch.optim.Optimizer):
-            adopted(given, self.program.module, self.module)
+            adopt_optimizer(given, self.program.module, self.module)
 
     def _shard(self) -> None:
         from .fsdp.sharded_replicas import FSDPReplicas  # noqa: PLC0415  importing torch.distributed.fsdp costs a second
@@ -457,7 +465,7 @@ class TorchEngine(AveragedEngine):
             return
         trainable = [] if self.optimizer is not None else self._parameters.trainable
         layout = model_state.parameter_layout(self.program, self.module).with_blocks(self._options.optimizer_blocks)
-        making = OptimizerMaking(given, layout, self.module, trainable, is_adopted=self._shards is not None)
+        making = OptimizerConstruction(given, layout, self.module, trainable, is_adopted=self._shards is not None)
         self._on_all_ranks(making.begin)
         making.step_whole()
         self._on_all_ranks(lambda: making.finish(self._options.lr_scheduler))

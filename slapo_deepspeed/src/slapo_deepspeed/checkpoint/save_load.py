@@ -15,12 +15,12 @@ from slapo_core import BuildError, Program, gather_objects
 from slapo_training.batches import fingerprint
 from slapo_training.checkpoint import Buffers
 from slapo_training.checkpoint import folder as checkpoint_folder
-from slapo_training.distributed import Ranks, on_all
+from slapo_training.distributed import Ranks, run_on_all_ranks
 from slapo_training.ema import AverageList
 from slapo_training.ema import Taken as TakenAverages
 from slapo_training.engines import Beside, Position, checkpoint_files
-from slapo_training.model import buffers, parameters, unfold
-from slapo_training.optimizers import WholeTensorOptimizer, rate_kind, whole_tensor_checkpoint
+from slapo_training.model import buffers, make_dense, parameters
+from slapo_training.optimizers import WholeTensorOptimizer, lr_scheduler_class, whole_tensor_checkpoint
 
 from ..configuration.options import DeepSpeedOptions
 from ..optimizer.local_tensors import Shares, stepping, why_not
@@ -119,9 +119,9 @@ def checked(
         BuildError: on every rank: it is none, damaged, of another model, or of a layout that cannot be loaded into this one.
     """
     ranks = Ranks.of(program)
-    complete = checkpoint_folder.opened(path, TARGET, ranks)
+    complete = checkpoint_folder.open_checkpoint(path, TARGET, ranks)
     for buffer in buffers(module).values():
-        unfold(buffer)
+        make_dense(buffer)
     saved, own = complete.about, _steps(model, program)
 
     def check() -> None:
@@ -180,9 +180,9 @@ def _taken(complete: checkpoint_folder.Checkpoint, model: Any, module: nn.Module
                 f"{str(complete.folder)!r} cannot be read: {type(err).__name__}: {err}; nothing has changed, load another one"
             ) from err
 
-    on_all(check, program)
+    run_on_all_ranks(check, program)
     taken = Taken(model, shares[0], program)
-    on_all(read, program)
+    run_on_all_ranks(read, program)
     return taken
 
 
@@ -209,7 +209,7 @@ def load(model: Any, module: nn.Module, found: Checkpoint, program: Program) -> 
                 "changed, load another checkpoint before it trains"
             ) from err
 
-    on_all(read, program)
+    run_on_all_ranks(read, program)
     found.beside.put(buffers(module))
 
 
@@ -232,7 +232,7 @@ def _steps(model: Any, program: Program) -> dict[str, Any]:
         "optimizer": None if optimizer is None else type(getattr(optimizer, "inner", optimizer)).__name__,
         "whole": isinstance(optimizer, WholeTensorOptimizer),
         "groups": groups if len(by_stage) == 1 else [by_stage[stage] for stage in sorted(by_stage)],
-        "lr_scheduler": None if model.lr_scheduler is None else rate_kind(model.lr_scheduler),
+        "lr_scheduler": None if model.lr_scheduler is None else lr_scheduler_class(model.lr_scheduler),
     }
 
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from slapo_core import BuildError
-from slapo_training.options import CommonOptions, is_rate
+from slapo_training.options import CommonOptions, is_lr_scheduler
 
 from .config_optimizer import check_section, with_torch_adam
 
@@ -71,7 +71,7 @@ class DeepSpeedOptions(CommonOptions):
                 "optimizer="
             )
         super()._check_rate()
-        if rate is not None and not is_rate(rate) and (missing := _missing(rate)):
+        if rate is not None and not is_lr_scheduler(rate) and (missing := _missing(rate)):
             raise BuildError(
                 f"lr_scheduler= is called with the optimizer alone, and {getattr(rate, '__name__', 'it')} needs {missing}; "
                 "give a factory, lambda optimizer: ..."

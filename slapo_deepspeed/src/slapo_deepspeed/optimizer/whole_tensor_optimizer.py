@@ -11,18 +11,18 @@ from torch import nn
 
 from slapo_core import BuildError, Program, all_reduce, shard_spec
 from slapo_training.model import Chunk, boxes, piece_of
-from slapo_training.optimizers import Layout, WholeTensorOptimizer
+from slapo_training.optimizers import ParameterLayout, WholeTensorOptimizer
 from slapo_training.optimizers.introspection import OneStep
-from slapo_training.optimizers.probe import is_same_in_turns
-from slapo_training.optimizers.whole_tensors import Holding, Whole
+from slapo_training.optimizers.probe import is_step_divisible
+from slapo_training.optimizers.whole_tensors import LocalBox, WholeTensor
 
 from ..process_state.process_groups import whole_shape
 from .local_tensors import flattened, stepping
 
 
-def layout(program: Program, module: nn.Module, zero_stage: int) -> Layout:
+def layout(program: Program, module: nn.Module, zero_stage: int) -> ParameterLayout:
     """Return the layout of the parameters that this rank's optimizer steps: with ZeRO flat ranges, in fp32."""
-    return Layout.of_engine(program, module, torch.float32 if zero_stage else None, is_flat=zero_stage > 0)
+    return ParameterLayout.of_engine(program, module, torch.float32 if zero_stage else None, is_flat=zero_stage > 0)
 
 
 class _Range(NamedTuple):
@@ -48,7 +48,7 @@ def steps_in_turns(optimizer: Any) -> bool:
         optimizer: As it was made, before DeepSpeed has it: stage 3 of ZeRO steps it once.
     """
     is_joint = isinstance(optimizer, WholeTensorOptimizer) and optimizer.steps_together
-    return not is_joint and is_same_in_turns(_inner(optimizer))
+    return not is_joint and is_step_divisible(_inner(optimizer))
 
 
 def bind(model: Any, program: Program, in_turns: bool) -> None:
@@ -160,7 +160,7 @@ def _range_of_stage_3(outer: Any, source: Any) -> _Range:
     return _Range(outer.fp32_partitioned_groups_flat[place[0]], place[1], start, min(start + step, size))
 
 
-def _holdings(number: int, whole: Whole, place: int, own: _Range) -> Iterator[Holding]:
+def _holdings(number: int, whole: WholeTensor, place: int, own: _Range) -> Iterator[LocalBox]:
     """Iterate over the boxes of a whole tensor in the flat one that has this rank's range of its source.
 
     Args:
@@ -175,7 +175,7 @@ def _holdings(number: int, whole: Whole, place: int, own: _Range) -> Iterator[Ho
     for begin, sizes in boxes(shape, own.first, own.last):
         for chunk in chunks:
             if (part := _inside(chunk, begin, sizes)) is not None:
-                yield Holding(number, place, part, (at, sizes))
+                yield LocalBox(number, place, part, (at, sizes))
         at += torch.Size(sizes).numel()
 
 

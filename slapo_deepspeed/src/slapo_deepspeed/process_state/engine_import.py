@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from slapo_core import BuildError, Program, gather_objects
-from slapo_training.distributed import OwnWorld
+from slapo_training.distributed import SingleProcessGroup
 from slapo_training.engines import without_warnings
 
 _OLD_NAMES = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
@@ -68,9 +68,9 @@ class TorchLinear:
             functional.linear = TorchLinear._original
 
 
-def start(deepspeed: Any) -> OwnWorld:
+def start(deepspeed: Any) -> SingleProcessGroup:
     """Hand DeepSpeed the process group of this process, or one of this process alone where there is none."""
-    world = OwnWorld()
+    world = SingleProcessGroup()
     deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False, verbose=False)
     deepspeed.utils.groups.mpu = None  # what an engine before this one was given, which one without a mesh would take
     return world

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from slapo_training.checkpoint import Buffers, copied, keep
+from slapo_training.checkpoint import Buffers, copy_to_cpu, drop_other_buffers
 from slapo_training.distributed import Ranks
 from slapo_training.engines import bytes_of
 
@@ -69,8 +69,8 @@ class MegatronFiles:
 
         def copy() -> None:
             if copies is not None:
-                keep(tensors.keys(), copies)
-                tensors.update({key: copied(tensor.detach(), key, copies) for key, tensor in tensors.items()})
+                drop_other_buffers(tensors.keys(), copies)
+                tensors.update({key: copy_to_cpu(tensor.detach(), key, copies) for key, tensor in tensors.items()})
 
         if not all(ranks.on_all(look)):
             self._facts = None

@@ -19,8 +19,8 @@ from slapo_training.checkpoint import Buffers, StateLoading
 from slapo_training.checkpoint import folder as checkpoint_folder
 from slapo_training.distributed import Ranks
 from slapo_training.engines import Position, checkpoint_files
-from slapo_training.model import write
-from slapo_training.optimizers import WholeTensorOptimizer, rate_kind, whole_tensor_checkpoint
+from slapo_training.model import copy_into
+from slapo_training.optimizers import WholeTensorOptimizer, lr_scheduler_class, whole_tensor_checkpoint
 
 from ..optimizer.local_tensors import Held
 from ..optimizer.optimizer_state import OptimizerState
@@ -94,7 +94,7 @@ def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[]
     program = engine.program
     held, found = Held(program), dict[str, Any]()
     ranks = Ranks.of(program)
-    complete = checkpoint_folder.opened(path, engine.options.target, ranks)
+    complete = checkpoint_folder.open_checkpoint(path, engine.options.target, ranks)
     has_stepped = complete.about["has_stepped"]
 
     def read() -> None:
@@ -119,7 +119,7 @@ def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[]
     def put() -> None:
         state = found["state"]
         for key, saved in state["model"].items():
-            write(held.tensors[key], saved)
+            copy_into(held.tensors[key], saved)
         if (inner := _inner(engine)) is not None:
             if not has_stepped:
                 inner.state.clear()
@@ -134,7 +134,7 @@ def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[]
     def hand() -> None:
         if (rate := engine.lr_scheduler) is not None:
             saved = found["state"]["common"]["rate"]
-            loading.load(rate_kind(rate), rate.load_state_dict, saved, lambda: copy.deepcopy(rate.state_dict()))
+            loading.load(lr_scheduler_class(rate), rate.load_state_dict, saved, lambda: copy.deepcopy(rate.state_dict()))
 
     own, loading = _about(engine, held), StateLoading()
     ranks.on_all(lambda: _check(complete.about, own))
@@ -206,7 +206,7 @@ def _about(engine: MegatronEngine, held: Held) -> dict[str, Any]:
     return {
         "precision": engine.options.precision,
         "optimizer": kind,
-        "lr_scheduler": None if engine.lr_scheduler is None else rate_kind(engine.lr_scheduler),
+        "lr_scheduler": None if engine.lr_scheduler is None else lr_scheduler_class(engine.lr_scheduler),
         "whole": isinstance(_inner(engine), WholeTensorOptimizer),
         "places": math.prod(engine.program.axis_size(axis) for axis in ("pp", "dp", "tp")),
         "groups": 0 if optimizer is None else len(optimizer.param_groups),

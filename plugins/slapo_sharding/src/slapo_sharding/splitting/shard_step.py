@@ -10,7 +10,7 @@ from torch import nn
 
 from slapo_core import Schedule, ShardSpec, parameter_facts, successor
 from slapo_tracing.nodes import own_forward
-from slapo_training.gradient_hooks import carry_hooks, cut_attributes
+from slapo_training.gradient_hooks import move_hooks, shard_attributes
 
 from ..rules.parametrization_hooks import is_computing
 from ..rules.parametrizations import sources
@@ -55,7 +55,7 @@ def carry_out(schedule: Schedule, step: ShardStep) -> None:
             below, _, name = path.rpartition(".")
             handle = handles[module][below] if below else handles[module]
             handle.set_parameter(name, new := local_tensor(tensor, spec))
-            carry_hooks(new, tensor, spec, handle.places_of(new, (handle.mod, name)))
+            move_hooks(new, tensor, spec, handle.places_of(new, (handle.mod, name)))
             if has_copies(spec) and isinstance(tensor, nn.Parameter):
                 persistent_hooks.keep_hook(schedule, handle.mod, name, sum_copies(handle.mod.get_parameter(name), spec))
             if below:
@@ -77,7 +77,7 @@ def carry_out(schedule: Schedule, step: ShardStep) -> None:
 
 def local_tensor(tensor: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     new = successor(tensor, spec.local(tensor.detach()), spec=spec)
-    cut_attributes(new, tensor.shape, spec.dim, spec.local)
+    shard_attributes(new, tensor.shape, spec.dim, spec.local)
     if tensor.grad is not None:
         new.grad = spec.local(tensor.grad)
     weight_digests.remember(new, tensor)

@@ -42,7 +42,7 @@ def load_checkpoint(path: str | os.PathLike[str], state: CheckpointState) -> Pos
             for path, each in named_optimizers(named_tensors.parameters(state.module), state.optimizer).items()
         }
     )
-    checkpoint = folder.opened(path, TARGET, ranks)
+    checkpoint = folder.open_checkpoint(path, TARGET, ranks)
     reading = _CheckpointLoad(state, ranks, checkpoint)
     with folder.reading(checkpoint):
         folder.verify(checkpoint, ranks)
@@ -181,9 +181,9 @@ class _CheckpointLoad:
         module = self._state.module
         model_state.restore({**named_tensors.parameters(module), **named_tensors.buffers(module)}, self._model)
         if self._is_same_layout:
-            rng_state.put(self._place["random"])
+            rng_state.restore(self._place["random"])
         else:
-            rng_state.derive(self.common["random"])
+            rng_state.reseed(self.common["random"])
 
 
 def _read(file: Path) -> Any:

@@ -10,8 +10,8 @@ from torch import nn
 
 from slapo_core import Program, shard_spec
 from slapo_training.ema import MasterValue, buffer_values
-from slapo_training.model import Piece, Tensors, buffers, parameters, piece_of, write
-from slapo_training.optimizers import Layout
+from slapo_training.model import Piece, Tensors, buffers, copy_into, parameters, piece_of
+from slapo_training.optimizers import ParameterLayout
 
 from ..fsdp.replica_spec import replica_spec, replica_tensor
 
@@ -43,9 +43,9 @@ def piece_of_parameter(tensor: torch.Tensor, value: torch.Tensor) -> Piece:
     return piece_of(value, spec.inner, replica_tensor(tensor).shape, spec.rows())
 
 
-def parameter_layout(program: Program, module: nn.Module) -> Layout:
+def parameter_layout(program: Program, module: nn.Module) -> ParameterLayout:
     """Return the layout of this rank's parameters, for an optimizer that may step whole tensors."""
-    parts = Layout.of_engine(program, module, None, is_flat=False)
+    parts = ParameterLayout.of_engine(program, module, None, is_flat=False)
     return replace(
         parts, piece=lambda parameter: piece_of_parameter(parameter, parameter)
     )  # FSDP shards rows of tensor-parallel shards
@@ -68,4 +68,4 @@ def differences(pieces: Mapping[str, Piece], saved: Mapping[str, tuple[tuple[int
 def restore(tensors: Tensors, read: Mapping[str, torch.Tensor]) -> None:
     """Copy read values into the tensors of the same names."""
     for name, tensor in tensors.items():
-        write(tensor, read[name])
+        copy_into(tensor, read[name])

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from slapo_core import Program
-from slapo_training.checkpoint import Buffers, Saver, Saving, Writing, digest, rng_state
+from slapo_training.checkpoint import Buffers, CheckpointWriter, SaveHandle, Saver, digest, rng_state
 from slapo_training.distributed import Ranks
 from slapo_training.ema import AverageList
 from slapo_training.engines import Position, bytes_of
@@ -57,7 +57,7 @@ class TorchSaver(Saver):
 
     _files: TensorFiles | None = None
 
-    def save(self, path: str | os.PathLike[str], state: CheckpointState, position: Position, waits: bool) -> Saving:
+    def save(self, path: str | os.PathLike[str], state: CheckpointState, position: Position, waits: bool) -> SaveHandle:
         """Write a checkpoint. Collective; see ``Saver.write``.
 
         Args:
@@ -102,7 +102,7 @@ class TorchSaver(Saver):
                 progress=progress,
                 extra=extra,
                 run=run,
-                random=rng_state.packed(),
+                random=rng_state.collect(),
             )
             kept = {spot: (own.own, own.once) for spot, own in states.items()}
             is_first = program.axis_rank("dp") == program.axis_rank("tp") == 0
@@ -111,14 +111,14 @@ class TorchSaver(Saver):
                 {"optimizer": kept, "progress": progress, "extra": (extra, run)} if is_first else None,
                 kept if is_owner else None,
                 digest(_digests(place["optimizer"])),
-                Writing.proposed(path, TARGET),
+                CheckpointWriter.proposed(path, TARGET),
                 position.words(),
                 self._files is not None and self._files.fits(pieces),
             )
 
         everyone: list[_Announcement] = ranks.on_all(collect)
         stages = [each.stage for each in everyone if each.stage is not None]
-        writing = Writing.agreed([each.writing for each in everyone], TARGET)
+        writing = CheckpointWriter.agreed([each.writing for each in everyone], TARGET)
         position.check_same(each.position for each in everyone)
         owners = [each.owner for each in everyone if each.owner is not None]
         digests = [_digests({path: own for path, (own, _) in each["optimizer"].items()}) for each in stages]
@@ -166,7 +166,7 @@ class _Announcement(NamedTuple):
         stage: Plain data of a pipeline rank, from its first replica and tensor-parallel rank; None from other ranks.
         owner: State of whole tensors that this other rank owns, or None.
         optimizer: Digest of optimizer state that must be equal on ranks with the same parameters.
-        writing: See ``Writing.proposed``.
+        writing: See ``CheckpointWriter.proposed``.
         position: See ``Position.words``.
         fits: True if the plan of the last checkpoint fits this one.
     """

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, UnshardHandle, fully_shard
 from torch.distributed.tensor import DTensor
 
 from slapo_core import BuildError, successor
-from slapo_training.gradient_hooks import cut_attributes
+from slapo_training.gradient_hooks import shard_attributes
 
 from .replica_spec import ReplicaSpec, replica_spec
 
@@ -168,7 +168,7 @@ class Unit:
             assert isinstance(sharded, DTensor)
             with torch.no_grad():
                 local = successor(old, sharded.to_local(), spec=spec)
-                full_attributes = cut_attributes(local, old.shape, 0, spec.cut)
+                full_attributes = shard_attributes(local, old.shape, 0, spec.cut)
                 made.append(ShardedParameter(holder, key, sharded, local, full_attributes, FreedParameter.like(old)))
         return made
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from slapo_core import BuildError, Program, UnknownNameError, paths, shard_spec
-from slapo_training.model import is_wrapper
+from slapo_training.model import is_wrapper_subclass
 
 
 def unit_paths(root: nn.Module, patterns: Sequence[str] | None) -> list[str]:
@@ -94,7 +94,7 @@ def can_shard(parameter: torch.Tensor) -> bool:
     Wrapper subclasses such as quantised weights stay whole: only their class knows whether rows can be taken.
     """
     has_rows = parameter.dim() > 0 and parameter.numel() > 0 and not is_empty_on_a_rank(parameter)
-    return has_rows and parameter.is_floating_point() and not is_wrapper(parameter)
+    return has_rows and parameter.is_floating_point() and not is_wrapper_subclass(parameter)
 
 
 def is_empty_on_a_rank(parameter: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ import torch
 
 from slapo_core import BuildError
 from slapo_training.first_step import scaled_gradient
-from slapo_training.losses import EQUAL_PARTS, UNKNOWN_REDUCTION, CombinedMeans, Counted, LossReduction
+from slapo_training.losses import EQUAL_PARTS, UNKNOWN_REDUCTION, CombinedMeans, LabelMean, LossReduction
 
 LABELS_CHANGED = f"the model injects gradients, and its loss is a mean over other labels than the batch shows; {EQUAL_PARTS}"
 """Message of the error after a step with losses weighted by wrong numbers of labels."""
@@ -66,7 +66,7 @@ class MicroBatchWeight(NamedTuple):
         return scaled_gradient(self._value(loss, reduction), self.parts if self.injects else 1.0)
 
     def _value(self, loss: torch.Tensor, reduction: LossReduction) -> torch.Tensor:
-        if not isinstance(reduction, Counted) or reduction.labels == self.unit:
+        if not isinstance(reduction, LabelMean) or reduction.labels == self.unit:
             return loss * self.scale / self.parts if self.scale != 1.0 else loss / self.parts
         known = loss if reduction.labels else loss.nan_to_num()  # a mean over no labels is NaN
         return known * (self.scale * reduction.labels / (self.parts * self.unit))
@@ -99,7 +99,7 @@ class MicroBatchWeight(NamedTuple):
 
 def reduction_sums(reductions: Sequence[LossReduction]) -> list[float]:
     """Return one rank's reductions as numbers; ``total_labels`` reads their sums over ranks."""
-    counts = [each.labels for each in reductions if isinstance(each, Counted)]
+    counts = [each.labels for each in reductions if isinstance(each, LabelMean)]
     combined = [each.number for each in reductions if isinstance(each, CombinedMeans)]
     return [sum(counts), len(counts), len(reductions), len(combined), sum(combined), sum(each**2 for each in combined)]
 

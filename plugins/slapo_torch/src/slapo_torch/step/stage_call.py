@@ -10,7 +10,7 @@ from torch import nn
 
 from slapo_core import Boundary, BuildError, Stage, call_arguments
 from slapo_training.losses import UNKNOWN_REDUCTION, CountedLoss, LossReduction, MicroBatchLoss, is_label_mean, run_stage
-from slapo_training.model import is_wrapper
+from slapo_training.model import is_wrapper_subclass
 from slapo_training.options import CommonOptions
 
 from .microbatch_weights import MicroBatchWeight
@@ -97,7 +97,9 @@ class StageCall(nn.Module):
                 what = "(shape, dtype, requires_grad)"
                 raise BuildError(f"stage {self._index} gives {boundary.name!r} with {what} {real}, but {planned} was planned")
         tables = [table.values() for each in self.module.modules() for table in (each._parameters, each._buffers) if table]
-        held = {_storage(tensor) for table in tables for tensor in table if tensor is not None and not is_wrapper(tensor)}
+        held = {
+            _storage(tensor) for table in tables for tensor in table if tensor is not None and not is_wrapper_subclass(tensor)
+        }
         return tuple(_copy(tensor, _storage(tensor) in held) for tensor in result)
 
 

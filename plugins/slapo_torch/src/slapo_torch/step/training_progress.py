@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from slapo_core import BuildError, all_reduce
 from slapo_training.checkpoint import StateLoading, check_plain
-from slapo_training.optimizers import rate_kind
+from slapo_training.optimizers import lr_scheduler_class
 
 from .microbatch_weights import LabelCount
 
@@ -130,7 +130,7 @@ class TrainingProgress:
         Raises:
             BuildError: a state has objects that are no plain data.
         """
-        states = {what: {"class": rate_kind(part), "state": state()} for what, (part, state, _) in self._parts.items()}
+        states = {what: {"class": lr_scheduler_class(part), "state": state()} for what, (part, state, _) in self._parts.items()}
         for what, state in states.items():
             check_plain(state, f"the state of the {what}")
         return states
@@ -140,7 +140,7 @@ class TrainingProgress:
         found: dict[str, Any] = {}
         for each in ranks:
             for what, saved in each.items():
-                is_own = what in self._parts and saved["class"] == rate_kind(self._parts[what][0])
+                is_own = what in self._parts and saved["class"] == lr_scheduler_class(self._parts[what][0])
                 if what not in found or (is_own and found[what]["class"] != saved["class"]):
                     found[what] = saved
         return found
@@ -159,7 +159,7 @@ class TrainingProgress:
             )
         for what, (part, _, _) in self._parts.items():
             name = saved.get(what, {}).get("class", "none")
-            if name != (own := rate_kind(part)):
+            if name != (own := lr_scheduler_class(part)):
                 raise BuildError(f"the checkpoint's {what} is {name}, the engine's is {own}; build with the same")
             rates = saved[what]["state"].get("base_lrs") if isinstance(saved[what]["state"], dict) else None
             if rates is not None and len(rates) != len(part.optimizer.param_groups):
@@ -171,5 +171,5 @@ class TrainingProgress:
     def restore(self, saved: Mapping[str, Any], loading: StateLoading) -> None:
         """Restore saved states of the same class."""
         for what, (part, state, restore) in self._parts.items():
-            if what in saved and saved[what]["class"] == (kind := rate_kind(part)):
+            if what in saved and saved[what]["class"] == (kind := lr_scheduler_class(part)):
                 loading.load(kind, restore, saved[what]["state"], lambda state=state: copy.deepcopy(state()))  # type: ignore[misc]

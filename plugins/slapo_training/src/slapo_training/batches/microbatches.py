@@ -39,7 +39,7 @@ def split(batch: Mapping[str, Any], parts: int, several: str | None = None, rows
 
 def _check_rows_are_tensors(batch: Mapping[str, Any], several: str | None) -> None:
     rows_apart = {several: dict(enumerate(batch[several]))} if several is not None and several in batch else {}
-    values = dict(_named({**batch, **rows_apart}))
+    values = dict(_flatten_mappings({**batch, **rows_apart}))
     rows = {value.shape[0] for value in values.values() if _has_rows(value)}
     for name, value in values.items():
         tensors = [leaf for leaf in tree_flatten(value)[0] if _has_rows(leaf)]
@@ -57,11 +57,11 @@ def _check_rows_are_tensors(batch: Mapping[str, Any], several: str | None) -> No
             )
 
 
-def _named(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten_mappings(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The values of nested mappings by dotted names."""
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from _named(value, f"{prefix}{name}.")
+            yield from _flatten_mappings(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
@@ -87,7 +87,7 @@ def fingerprint(value: Any) -> int:
     return zlib.crc32(repr(value).encode())
 
 
-def content(batch: Mapping[str, Any]) -> int:
+def content_fingerprint(batch: Mapping[str, Any]) -> int:
     """A number made from up to a thousand values of each tensor: equal on ranks that were given the same batch."""
     number = 0
     for leaf in tree_flatten(dict(sorted(batch.items())))[0]:
@@ -113,7 +113,7 @@ def labels_of(parts: list[Batch], ignored: int) -> list[tuple[int, int]]:
     """
     asked = [(index, name) for index, part in enumerate(parts) for name in part if ignored < 0 or name == "labels"]
     numbered = [(index, name) for index, name in asked if _is_numbers(parts[index][name])]
-    found = dict(zip(numbered, _counts([parts[index][name] for index, name in numbered], ignored), strict=True))
+    found = dict(zip(numbered, _label_counts([parts[index][name] for index, name in numbered], ignored), strict=True))
     names = {"labels"} | {name for (_, name), (left_out, _, _) in found.items() if left_out}
     counts = [[found.get((index, name), (0, 0, 0)) for name in names] for index in range(len(parts))]
     return [(sum(each[1] for each in row), sum(each[2] for each in row)) for row in counts]
@@ -134,12 +134,12 @@ def label_counts(parts: list[Batch], ignored: int, is_told: bool) -> tuple[list[
     tensors = [tensors_of(part) for part in parts]
     names = [name for name, value in tensors[0].items() if _is_numbers(value) and value.dtype is not torch.bool]
     names = names if is_told or ignored < 0 else []
-    found = iter(_counts([own[name] for own in tensors for name in names], ignored))
+    found = iter(_label_counts([own[name] for own in tensors for name in names], ignored))
     counts = [(*union, *(number for _ in names for number in next(found)[1:])) for union in labels_of(parts, ignored)]
     return [(name, kind) for name in ("", *names) for kind in (0, 1)], counts
 
 
-def counted_labels(parts: list[Batch], ignored: int) -> tuple[tuple[int, int], tuple[int, int]]:
+def label_count_range(parts: list[Batch], ignored: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """The smallest and the largest of both numbers of ``labels_of`` over the micro-batches."""
     wholes, rests = zip(*labels_of(parts, ignored), strict=True)
     return (min(wholes), min(rests)), (max(wholes), max(rests))
@@ -154,14 +154,14 @@ def check_labels(
             "loss_fn needs labels, but the batch has none; pass labels=, or build with loss_over='replicas' where the loss is "
             "made of the outputs alone"
         )
-    if loss_fn is None and "labels" in batch and not _takes(module, "labels"):
+    if loss_fn is None and "labels" in batch and not _accepts_argument(module, "labels"):
         raise BuildError(
             f"the forward of {type(module).__name__} takes {', '.join(forward_signature(module).parameters)} and no 'labels'; "
             "build with loss_fn=, a function of (outputs, labels), or give the labels under the forward's own name for them"
         )
 
 
-def _takes(module: nn.Module, name: str) -> bool:
+def _accepts_argument(module: nn.Module, name: str) -> bool:
     """Return whether the module takes an argument of this name, as far as its signature tells."""
     if "forward" in module.__dict__ or module._forward_pre_hooks or isinstance(module, fx.GraphModule):
         return True  # what these do with an argument, only a call shows
@@ -173,7 +173,7 @@ def _is_numbers(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not value.is_floating_point()
 
 
-def _counts(values: list[torch.Tensor], ignored: int) -> list[tuple[int, int, int]]:
+def _label_counts(values: list[torch.Tensor], ignored: int) -> list[tuple[int, int, int]]:
     """Count how many of each are left out, enter, and enter without each row's first; the host waits for a device once."""
     rows = []
     for value in values:
@@ -187,6 +187,6 @@ def _has_rows(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
 
 
-def variadic(model: nn.Module) -> str | None:
+def variadic_argument(model: nn.Module) -> str | None:
     """Return the name of the forward's ``*args``, under which ``named_inputs`` has a tuple; None where it has none."""
     return next((name for name, each in forward_signature(model).parameters.items() if each.kind is each.VAR_POSITIONAL), None)

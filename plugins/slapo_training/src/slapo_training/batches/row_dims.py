@@ -30,7 +30,7 @@ OF_IMAGES = (*OF_TOKENS, "pixel_attention_mask")
 """Names of all that a replica may have more or fewer of than another."""
 
 
-def owner_of(path: Path, given: Mapping[str, Dim]) -> str | None:
+def option_name_of(path: Path, given: Mapping[str, Dim]) -> str | None:
     """Return the name under which the option has an argument, or what the argument is in; None where it has neither."""
     return next((name for name in given if path == name or path.startswith(f"{name}.")), None)
 
@@ -78,7 +78,7 @@ def without_absent_images(part: dict[str, Any], token: int | None) -> dict[str, 
     }
 
 
-class RowPlaces:
+class RowDims:
     """Finds the places of rows in one batch, or in one of its parts.
 
     Args:
@@ -116,7 +116,7 @@ class RowPlaces:
 
     def _place(self, path: Path, counted: tuple[Path, ...]) -> Place:
         """Return the place in a tensor; ``counted`` are those that it counts the entries of."""
-        name, tensor = owner_of(path, self._given), self._tensors[path]
+        name, tensor = option_name_of(path, self._given), self._tensors[path]
         if name is None:
             return self._inferred(path, tensor)
         dim = self._given[name]
@@ -199,7 +199,7 @@ class RowPlaces:
             ends = place if isinstance(place, list) else ends
             counts = _numbers(path, self._tensors[count])
         else:
-            counts = _numbers(path, _called(path, count, self._batch))
+            counts = _numbers(path, _call_count(path, count, self._batch))
         if len(counts) != ends[-1]:
             raise BuildError(f"batch_dims[{path!r}] counts the entries of {len(counts)} rows, but the batch has {ends[-1]}")
         sums, number = [0, *accumulate(counts)], len(self._tensors[path])
@@ -220,7 +220,7 @@ def _numbers(path: Path, counts: Any) -> list[int]:
     return found.flatten(1).prod(1).tolist() if found.dim() > 1 else found.tolist()
 
 
-def _called(path: Path, count: Callable[..., Any], batch: Mapping[str, Any]) -> Any:
+def _call_count(path: Path, count: Callable[..., Any], batch: Mapping[str, Any]) -> Any:
     """Call a function with the arguments of the batch that it names."""
     names = list(inspect.signature(count).parameters)
     if missing := [name for name in names if name not in batch]:

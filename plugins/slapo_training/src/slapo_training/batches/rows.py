@@ -14,7 +14,7 @@ from torch import nn
 from slapo_core import BuildError
 
 from .nested_tensors import Path, tensors_of, with_tensors
-from .row_dims import OF_IMAGES, Dim, Place, RowPlaces, is_list, owner_of, size_of, without_absent_images
+from .row_dims import OF_IMAGES, Dim, Place, RowDims, is_list, option_name_of, size_of, without_absent_images
 
 Batch = dict[str, Any]
 
@@ -43,7 +43,7 @@ class BatchRows:
     """Rows of the batches of one engine.
 
     Args:
-        given: The option ``batch_dims``; ``RowPlaces`` infers the places in all other arguments.
+        given: The option ``batch_dims``; ``RowDims`` infers the places in all other arguments.
     """
 
     def __init__(self, given: Mapping[str, Dim] | None = None) -> None:
@@ -62,7 +62,7 @@ class BatchRows:
 
     def is_given(self, path: Path) -> bool:
         """Return whether the option has an argument."""
-        return owner_of(path, self._given) is not None
+        return option_name_of(path, self._given) is not None
 
     def number(self, batch: Mapping[str, Any]) -> int | None:
         """Return the number of rows; None where no tensor has any.
@@ -73,7 +73,7 @@ class BatchRows:
         tensors = {path: tensor for path, tensor in tensors_of(dict(batch)).items() if tensor.dim()}
         told: dict[Path, int] = {}
         for path, value in [*tensors.items(), *((name, batch[name]) for name in self._lists(batch))]:
-            name = owner_of(path, self._given)
+            name = option_name_of(path, self._given)
             if name is not None and isinstance(dim := self._given[name], int):
                 told[path] = size_of(path, value, dim)
         if len(set(told.values())) > 1:
@@ -113,7 +113,7 @@ class BatchRows:
         except BuildError as err:
             return str(err)
         uncertain = (path for path, place in places.items() if isinstance(place, list) and None in place)
-        return next(map(_uncertain, uncertain), None)
+        return next(map(_uncertain_rows_message, uncertain), None)
 
     def cut(self, batch: Mapping[str, Any], sizes: Sequence[int]) -> list[Batch]:
         """Cut a part of a batch into parts of so many rows.
@@ -133,7 +133,7 @@ class BatchRows:
         def joined(path: Path, tensor: torch.Tensor) -> torch.Tensor:
             dim = 0 if path in self._counted else self._known.get(path)
             found = [own[path] for own in tensors if path in own]
-            return tensor if dim is None else torch.cat(_padded(found) if path in OF_IMAGES else found, dim)
+            return tensor if dim is None else torch.cat(_pad_images(found) if path in OF_IMAGES else found, dim)
 
         whole: Batch = with_tensors(given, joined)
         for name in self._lists(given):
@@ -153,7 +153,7 @@ class BatchRows:
 
     def _places(self, batch: Mapping[str, Any], is_part: bool) -> dict[Path, Place]:
         """Return the places of rows, and note them."""
-        places = RowPlaces(batch, self.number(batch) or 0, self._given, self._tokens, self._known, is_part).find()
+        places = RowDims(batch, self.number(batch) or 0, self._given, self._tokens, self._known, is_part).find()
         for path, place in places.items():
             if isinstance(place, list):
                 self._counted.add(path)
@@ -165,7 +165,7 @@ class BatchRows:
     def _cut(self, batch: Mapping[str, Any], places: Mapping[Path, Place], sizes: Sequence[int]) -> list[Batch]:
         starts, parts = [0, *accumulate(sizes)], []
         for start, stop in zip(starts, starts[1:], strict=False):
-            part: Batch = with_tensors(dict(batch), partial(_piece, places, start, stop))
+            part: Batch = with_tensors(dict(batch), partial(_narrow_rows, places, start, stop))
             for name in self._lists(batch):
                 if self._given[name] is not None:
                     part[name] = batch[name][start:stop]
@@ -173,7 +173,7 @@ class BatchRows:
         return parts
 
 
-def _piece(places: Mapping[Path, Place], start: int, stop: int, path: Path, tensor: torch.Tensor) -> torch.Tensor:
+def _narrow_rows(places: Mapping[Path, Place], start: int, stop: int, path: Path, tensor: torch.Tensor) -> torch.Tensor:
     """Return some rows of an argument."""
     place = places.get(path)
     if place is None:
@@ -182,11 +182,11 @@ def _piece(places: Mapping[Path, Place], start: int, stop: int, path: Path, tens
         return tensor.detach().narrow(place, start, stop - start)
     first, last = place[start], place[stop]
     if first is None or last is None:
-        raise BuildError(_uncertain(path))
+        raise BuildError(_uncertain_rows_message(path))
     return tensor.detach()[first:last]
 
 
-def _padded(images: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _pad_images(images: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return images by row with as many for each row, by zeros behind its own."""
     most = max(each.shape[1] for each in images) if images[0].dim() > 1 else 0
     if all(each.dim() < 2 or each.shape[1] == most for each in images):
@@ -194,7 +194,7 @@ def _padded(images: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.cat([each, each.new_zeros(len(each), most - each.shape[1], *each.shape[2:])], 1) for each in images]
 
 
-def _uncertain(path: Path) -> str:
+def _uncertain_rows_message(path: Path) -> str:
     return (
         f"where the entries of {path!r} are cut between rows cannot be told from the tokens in 'input_ids'; say with "
         f"batch_dims={{{path.partition('.')[0]!r}: ...}} what counts its entries for each row"

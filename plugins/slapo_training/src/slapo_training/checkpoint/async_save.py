@@ -17,7 +17,7 @@ Buffers = dict[Any, torch.Tensor]
 """Memory on the CPU that what is written is copied to first, kept from one save to the next; by what each is the copy of."""
 
 
-class Saving:
+class SaveHandle:
     """Handle of a save; the checkpoint is complete when ``wait`` returns.
 
     Args:
@@ -73,10 +73,10 @@ class Saver:
         self._program = program
         self._ranks: Ranks | None = None
         self._apart: Ranks | None = None
-        self._last: Saving | None = None
+        self._last: SaveHandle | None = None
         self._copies: Buffers = {}
 
-    def write(self, prepare: Callable[[Ranks, Buffers | None], Callable[[Ranks], None]], waits: bool) -> Saving:
+    def write(self, prepare: Callable[[Ranks, Buffers | None], Callable[[Ranks], None]], waits: bool) -> SaveHandle:
         """Write a checkpoint. Collective.
 
         Args:
@@ -97,7 +97,7 @@ class Saver:
         if not waits:
             meeting = self._apart = self._apart or ranks.apart()
         put = prepare(ranks, None if waits else self._copies)
-        self._last = Saving(lambda: put(meeting), waits)
+        self._last = SaveHandle(lambda: put(meeting), waits)
         return self._last
 
     def wait(self) -> None:
@@ -133,7 +133,7 @@ def _checked(waits: bool) -> bool:
     return waits
 
 
-def copied(tensor: torch.Tensor, key: Hashable, buffers: Buffers) -> torch.Tensor:
+def copy_to_cpu(tensor: torch.Tensor, key: Hashable, buffers: Buffers) -> torch.Tensor:
     """A tensor as it is now, on the CPU, in the memory of its key."""
     kept = buffers.get(key)
     if kept is None or kept.shape != tensor.shape or kept.dtype is not tensor.dtype:
@@ -141,7 +141,7 @@ def copied(tensor: torch.Tensor, key: Hashable, buffers: Buffers) -> torch.Tenso
     return kept.copy_(tensor)
 
 
-def keep(keys: Collection[Hashable], buffers: Buffers) -> None:
+def drop_other_buffers(keys: Collection[Hashable], buffers: Buffers) -> None:
     """Give back the memory of other keys than these."""
     for key in set(buffers).difference(keys):
         del buffers[key]

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from slapo_core import BuildError, SlapoError, failure_reason, get_logger
 
 from ..distributed.ranks import Ranks
-from .manifest import FORMAT, MANIFEST, content_in, data_of, folder_of, has_strangers, read, target_of, text_of
+from .manifest import FORMAT, MANIFEST, content_in, data_of, folder_of, has_foreign_manifest, read, target_of, text_of
 
 _LOCK = "slapo.lock"
 _DATA = "data-"
@@ -34,7 +34,7 @@ _BLOCK = 1 << 22
 
 
 @dataclass
-class Writing:
+class CheckpointWriter:
     """A checkpoint that is being written.
 
     Args:
@@ -60,7 +60,7 @@ class Writing:
         folder = folder_of(path)
         if folder.exists() and not folder.is_dir():
             raise BuildError(f"{fspath(path)!r} is a file; give a folder")
-        if has_strangers(folder):
+        if has_foreign_manifest(folder):
             raise BuildError(f"{fspath(path)!r} has a {MANIFEST} that is no checkpoint's; give another folder, or move it away")
         if (whose := target_of(folder)) not in (None, target):
             raise BuildError(
@@ -69,7 +69,7 @@ class Writing:
         return os.path.abspath(path), uuid.uuid4().hex
 
     @classmethod
-    def agreed(cls, ranks: Sequence[tuple[str, str]], target: str) -> Writing:
+    def agreed(cls, ranks: Sequence[tuple[str, str]], target: str) -> CheckpointWriter:
         """The checkpoint that all ranks write, from what each has proposed.
 
         Raises:
@@ -92,7 +92,7 @@ class Writing:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(self.folder)
             if (kept := data_of(self.folder)) is not None:
-                _remove_left(self.folder, kept)
+                _remove_orphans(self.folder, kept)
             self.data.mkdir()
 
         ranks.first(make)
@@ -110,7 +110,7 @@ class Writing:
             return {file.relative_to(self.data).as_posix(): file.stat().st_size for file in found}
 
         def sum_up() -> dict[str, str]:
-            return {name: _summed(self.data / name, is_new=True) for name in _dealt(sizes, ranks)}
+            return {name: _sha256(self.data / name, is_new=True) for name in _own_share(sizes, ranks)}
 
         def put() -> None:
             files = {name: [sizes[name], total] for own in everyone for name, total in own.items()}
@@ -128,7 +128,7 @@ class Writing:
                     get_logger().warning(
                         "the new checkpoint in %r may not outlive a power cut: %s", str(each), failure_reason(err)
                     )
-            _remove_left(self.folder, self.data.name)
+            _remove_orphans(self.folder, self.data.name)
             self._unlock()
 
         sizes: dict[str, int] = ranks.first(look)
@@ -179,7 +179,7 @@ class Checkpoint(NamedTuple):
     about: dict[str, Any]
 
 
-def opened(path: str | PathLike[str], target: str, ranks: Ranks) -> Checkpoint:
+def open_checkpoint(path: str | PathLike[str], target: str, ranks: Ranks) -> Checkpoint:
     """A complete checkpoint, whose files are not looked at yet. Collective.
 
     Raises:
@@ -215,8 +215,8 @@ def verify(checkpoint: Checkpoint, ranks: Ranks) -> None:
         BuildError: the same on every rank: some are damaged or missing.
     """
     files = checkpoint.about["files"]
-    own = _dealt({name: size for name, (size, _) in files.items()}, ranks)
-    found = [fault for name in own for fault in _faults(checkpoint.data, name, files)]
+    own = _own_share({name: size for name, (size, _) in files.items()}, ranks)
+    found = [fault for name in own for fault in _checksum_errors(checkpoint.data, name, files)]
     faults = sorted(fault for each in ranks.gather(found) for fault in each)
     if faults:
         more = f", and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
@@ -243,7 +243,7 @@ def _locked(folder: Path) -> int | None:
     return lock
 
 
-def _remove_left(folder: Path, kept: str) -> None:
+def _remove_orphans(folder: Path, kept: str) -> None:
     """Remove what crashes have left and no checkpoint names; what cannot be removed now stays for the next time.
 
     Nothing else that is called like it: a user's own ``data-2024``, say.
@@ -255,7 +255,7 @@ def _remove_left(folder: Path, kept: str) -> None:
             each.unlink(missing_ok=True)
 
 
-def _dealt(sizes: Mapping[str, int], ranks: Ranks) -> Iterable[str]:
+def _own_share(sizes: Mapping[str, int], ranks: Ranks) -> Iterable[str]:
     """This rank's share of the files, about as many bytes as the others'."""
     loads = [0] * ranks.size
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
@@ -265,12 +265,12 @@ def _dealt(sizes: Mapping[str, int], ranks: Ranks) -> Iterable[str]:
             yield name
 
 
-def _faults(data: Path, name: str, files: Mapping[str, tuple[int, str]]) -> Iterable[str]:
+def _checksum_errors(data: Path, name: str, files: Mapping[str, tuple[int, str]]) -> Iterable[str]:
     size, total = files[name]
     try:
         if (found := (data / name).stat().st_size) != size:
             yield f"{name!r} has {found} bytes and not {size}"
-        elif _summed(data / name) != total:
+        elif _sha256(data / name) != total:
             yield f"{name!r} has other bytes than were written"
     except FileNotFoundError:
         yield f"{name!r} is missing"
@@ -278,7 +278,7 @@ def _faults(data: Path, name: str, files: Mapping[str, tuple[int, str]]) -> Iter
         yield f"{name!r} cannot be read, {failure_reason(err)}"
 
 
-def _summed(file: Path, is_new: bool = False) -> str:
+def _sha256(file: Path, is_new: bool = False) -> str:
     """The SHA-256 of a file, which is on the disk then if it is new."""
     digest = hashlib.sha256()
     with file.open("rb") as stream:

@@ -80,7 +80,7 @@ def read(folder: Path, target: str) -> dict[str, Any]:
     return dict(written)
 
 
-def has_strangers(folder: Path) -> bool:
+def has_foreign_manifest(folder: Path) -> bool:
     """Return whether a file has a manifest's name for something else; the rest of a damaged one tells what it was."""
     try:
         text = (folder / MANIFEST).read_text(errors="replace")

@@ -13,7 +13,7 @@ import torch
 from slapo_core import BuildError, RNGState, get_cuda_rng_tracker, rng_state, set_rng_state
 
 
-def packed() -> dict[str, Any]:
+def collect() -> dict[str, Any]:
     """Saved states of the generators that ``set_random_seed`` seeds."""
     now, numpy = rng_state(), _numpy_random()
     kept = None
@@ -35,7 +35,7 @@ def check(saved: Mapping[str, Any]) -> None:
         raise BuildError("the checkpoint has NumPy's random state, but numpy is not loaded here; import numpy first")
 
 
-def put(saved: Mapping[str, Any]) -> None:
+def restore(saved: Mapping[str, Any]) -> None:
     """Go on with the numbers that came next when it was saved; a GPU's on the one that is in use now, whatever its number."""
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     tracked = {name: on_device(states, device) for name, states in saved["tracked"].items()}
@@ -63,11 +63,11 @@ def _numpy_random() -> Any:
 
 
 def digest_of(saved: Mapping[str, Any]) -> int:
-    """A number that what ``packed`` gave comes to."""
+    """A number that what ``collect`` gave comes to."""
     return int.from_bytes(hashlib.sha256(bytes(saved["devices"]["cpu"].tolist())).digest()[:7], "little")
 
 
-def derive(base: int) -> None:
+def reseed(base: int) -> None:
     """Seed all generators anew by ``base`` and by what each was seeded with, so that ranks still differ where they did.
 
     Args:

@@ -30,7 +30,7 @@ from slapo_core import BuildError
 from ..distributed._torch_private import MetadataUnpickler
 from ..distributed.ranks import Ranks
 from ..model.pieces import Chunk, Piece
-from .async_save import Buffers, copied, keep
+from .async_save import Buffers, copy_to_cpu, drop_other_buffers
 
 Edges = dict[str, tuple[tuple[int, ...], ...]]
 Tensors = dict[tuple[str, tuple[int, ...]], torch.Tensor]
@@ -126,7 +126,7 @@ class _SavePlanner(DefaultSavePlanner):
         self._tensors: Tensors = {}
         for name, piece in _each(pieces):
             properties = TensorProperties(dtype=piece.tensor.dtype)
-            for chunk in _written(piece, edges[name]):
+            for chunk in _disjoint_boxes(piece, edges[name]):
                 box = ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.sizes))
                 data = TensorWriteData(box, properties, torch.Size(piece.full_shape))
                 self._items.append(WriteItem(MetadataIndex(name, box.offsets), WriteItemType.SHARD, tensor_data=data))
@@ -139,8 +139,8 @@ class _SavePlanner(DefaultSavePlanner):
     def copy(self, plan: SavePlan, buffers: Buffers) -> None:
         """Have the tensors of a plan as they are now, and no others."""
         kept = [_key(item.index) for item in plan.items]
-        keep(kept, buffers)
-        self._tensors = {key: copied(self._tensors[key], key, buffers) for key in kept}
+        drop_other_buffers(kept, buffers)
+        self._tensors = {key: copy_to_cpu(self._tensors[key], key, buffers) for key in kept}
 
     def forget(self) -> None:
         """Keep no tensor, which the engine may replace, from being freed."""
@@ -206,7 +206,7 @@ def _edges(pieces: Pieces, ranks: Ranks) -> Edges:
     return {name: tuple(tuple(sorted(edges)) for edges in dims) for name, dims in found.items()}
 
 
-def _written(piece: Piece, edges: Sequence[Sequence[int]]) -> Iterator[Chunk]:
+def _disjoint_boxes(piece: Piece, edges: Sequence[Sequence[int]]) -> Iterator[Chunk]:
     """The boxes of a piece, cut where another rank's begin or end inside of them: two are the same, or apart."""
     if math.prod(piece.full_shape) == 0:
         yield Chunk((0,) * len(piece.full_shape), (0,) * len(piece.full_shape), piece.full_shape)

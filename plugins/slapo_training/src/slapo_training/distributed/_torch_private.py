@@ -27,7 +27,7 @@ def nll_mean_of(loss: torch.Tensor) -> tuple[int, int] | None:
     return _nll_mean_of_node(loss.grad_fn)
 
 
-def nll_means_behind(loss: torch.Tensor) -> list[tuple[int, int]]:
+def nll_means_in_graph(loss: torch.Tensor) -> list[tuple[int, int]]:
     """Return the results of ``nll_mean_of`` for the nodes behind a loss, up to some hundred."""
     nodes = [loss.grad_fn]
     seen, found = set(nodes), []
@@ -102,16 +102,16 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 class CollectiveWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises ``CollectiveFound`` where code inside calls a collective."""
+    """Raises ``CollectiveCalledError`` where code inside calls a collective."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
-            raise CollectiveFound(str(func))
+            raise CollectiveCalledError(str(func))
         return func(*args, **(kwargs or {}))
 
 
 class MessageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises ``CollectiveFound`` where code inside, DTensors included, sends or gathers more elements than ``most``.
+    """Raises ``CollectiveCalledError`` where code inside, DTensors included, sends or gathers more elements than ``most``.
 
     Args:
         most: Elements of the largest tensor that may be sent or received.
@@ -128,11 +128,11 @@ class MessageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
             sent = [each for each in tree_leaves((args, kwargs, found)) if isinstance(each, torch.Tensor)]
             if any(each.numel() > self._most for each in sent):
-                raise CollectiveFound(str(func))
+                raise CollectiveCalledError(str(func))
         return found
 
 
-class CollectiveFound(Exception):
+class CollectiveCalledError(Exception):
     """A collective was called where none is allowed."""
 
 

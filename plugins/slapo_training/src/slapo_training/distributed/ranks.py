@@ -17,7 +17,7 @@ from ._torch_private import groups_known, job_timeout
 T = TypeVar("T")
 
 
-def on_all(action: Callable[[], T], program: Program) -> T:
+def run_on_all_ranks(action: Callable[[], T], program: Program) -> T:
     """Run what one rank can do alone, and go on only if no rank failed. Collective.
 
     Returns:
@@ -37,7 +37,7 @@ def on_all(action: Callable[[], T], program: Program) -> T:
     return result  # type: ignore[no-any-return]
 
 
-def _itself(error: Exception) -> Exception:
+def _identity(error: Exception) -> Exception:
     return error
 
 
@@ -57,7 +57,7 @@ class Ranks:
     size: int = 1
     mesh: DeviceMesh | None = None
     group: dist.ProcessGroup | None = None
-    told: Callable[[Exception], Exception] = _itself
+    told: Callable[[Exception], Exception] = _identity
 
     @classmethod
     def of(cls, program: Program) -> Ranks:
@@ -105,7 +105,7 @@ class Ranks:
         return [each for _, each in found]
 
     def first(self, action: Callable[[], Any]) -> Any:
-        """Return the result of an action of the first rank alone. Collective; it raises as ``on_all`` does."""
+        """Return the result of an action of the first rank alone. Collective; it raises as ``run_on_all_ranks`` does."""
         return self.on_all(action if self.place == 0 else lambda: None)[0]
 
 

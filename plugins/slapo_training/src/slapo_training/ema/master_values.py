@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..model.named_tensors import Tensors, unfold
+from ..model.named_tensors import Tensors, make_dense
 from ..model.pieces import Piece, boxes
 
 
@@ -48,7 +48,7 @@ class MasterValue(NamedTuple):
 def buffer_values(buffers: Tensors, places: dict[str, Piece]) -> Iterator[MasterValue]:
     """Iterate over the buffers of a rank."""
     for name, buffer in buffers.items():
-        unfold(buffer)
+        make_dense(buffer)
         yield MasterValue(name, buffer, places[name], is_buffer=True)
 
 

@@ -11,7 +11,7 @@ import torch
 from slapo_core import BuildError, Engine, parameter_facts
 
 from ..distributed.ranks import Ranks
-from ..model.pieces import whole
+from ..model.pieces import assemble
 from .averaged_engine import AveragedEngine
 from .master_values import MasterValue, copy_of, lerp
 
@@ -128,7 +128,7 @@ class WeightAverage:
         state: dict[str, torch.Tensor] = {}
         for name in dict.fromkeys(name for own in ranks.gather([*pieces]) for name in own):
             parts = ranks.gather([piece._replace(tensor=piece.tensor.cpu()) for piece in pieces.get(name, ())])
-            found = whole(piece for each in parts for piece in each)
+            found = assemble(piece for each in parts for piece in each)
             state |= dict.fromkeys(keys.get(name, (name,)), found)
         return state
 

@@ -11,14 +11,14 @@ import torch
 from slapo_core import Program, get_logger
 
 from ..batches.microbatches import Batch
-from ..model.training_mode import Modes
+from ..model.training_mode import TrainingMode
 from ..options.check_switches import CHECKS, disabled_checks, log_disabled_checks
 from ..options.common_options import CommonOptions
-from .diagnostics import Cut, is_first_rank
+from .diagnostics import Partition, is_first_rank
 from .injected_check import InjectedCheck
-from .label_counts import InjectedLabels
-from .row_counts import UnevenMarks
-from .row_subsets import Rows, dissimilar_halves, joined, other_replicas
+from .label_counts import LabelCounts
+from .row_counts import UnevenRowCounts
+from .row_subsets import Rows, dissimilar_halves, join_rows, other_replicas
 from .rows_check import RowsCheck
 from .stage_runs import Around, RunFailedError, StageRuns, has_loss_of_its_own
 
@@ -42,14 +42,14 @@ class FirstStep:
     """
 
     def __init__(self, program: Program, options: CommonOptions) -> None:
-        self._program, self._options, self._modes = program, options, Modes(program.module)
+        self._program, self._options, self._modes = program, options, TrainingMode(program.module)
         self._off = disabled_checks() if options.check else tuple(CHECKS)
         options.batch_rows.learn_tokens(program.module)
         self._is_done = False
         self.injects = self.is_uneven = False
-        self._marks = UnevenMarks(program, options.ignored_label)
+        self._marks = UnevenRowCounts(program, options.ignored_label)
         self._warned: set[str] = set()
-        self._labels: InjectedLabels | None = None
+        self._labels: LabelCounts | None = None
 
     def scale(self, num_parts: int) -> float:
         """Return the factor of the gradients of losses in backwards, by which gradients of parameters are divided.
@@ -136,14 +136,14 @@ class FirstStep:
         ignored = self._options.ignored_label
         others = other_replicas(parts[0], self._program, runs.device, ignored) if self.is_uneven else []
         halves = dissimilar_halves([*parts, *others], ignored)
-        whole, known = runs.planned(joined(halves)), None
-        cut = Cut(len(parts), self._program.axis_size("dp"))
+        whole, known = runs.planned(join_rows(halves)), None
+        cut = Partition(len(parts), self._program.axis_size("dp"))
         looks_at_rows = "rows" not in self._off and self._is_cut(len(parts))
         if "injected" not in self._off and not self._is_done:
             found = InjectedCheck(self._program, self._options, runs).make(whole, halves, cut if looks_at_rows else None)
             if found is not None:
                 known, self.injects = found
             if known is not None and self.injects:
-                self._labels = InjectedLabels(self._program, ignored, whole.rows, known.whole.counted, runs.device)
+                self._labels = LabelCounts(self._program, ignored, whole.rows, known.whole.counted, runs.device)
         if looks_at_rows:
             RowsCheck(self._program, self._options, runs, parts, labels_differ, self._warned).make(halves, known)

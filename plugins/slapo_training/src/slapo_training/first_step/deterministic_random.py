@@ -37,11 +37,11 @@ _IN_PLACE: dict[Any, Callable[..., Any]] = {
 _WITH_DROPOUT = {each: inspect.signature(each) for each in (F.multi_head_attention_forward,)}
 
 
-class TooManyDrawsError(RuntimeError):
+class UnboundedSamplingError(RuntimeError):
     """A forward draws without end, for example until a number is small enough."""
 
 
-class FixedDraws(TorchFunctionMode):
+class DeterministicRandom(TorchFunctionMode):
     """Makes dropout return its input, and random draws the centre of their distribution.
 
     A row's numbers are then the same whatever rows are beside it. A random permutation is the reverse, which goes across rows
@@ -72,7 +72,7 @@ class FixedDraws(TorchFunctionMode):
             return func(*args, **given)
         self._draws += 1
         if self._draws > _MOST_DRAWS:
-            raise TooManyDrawsError("the forward draws random numbers without end")
+            raise UnboundedSamplingError("the forward draws random numbers without end")
         return found
 
 
@@ -86,7 +86,7 @@ def _fixed(func: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any
     if func is torch.bernoulli:
         return torch.ones_like(args[0] if args else given["input"])
     if func is F.gumbel_softmax:
-        return _soft(*args, **given)
+        return _gumbel_softmax(*args, **given)
     if func is torch.normal and isinstance(args[0] if args else given.get("mean"), torch.Tensor):
         mean: torch.Tensor = args[0] if args else given["mean"]
         return mean.clone()
@@ -105,6 +105,8 @@ def _fixed(func: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any
     return None
 
 
-def _soft(logits: torch.Tensor, tau: float = 1.0, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> torch.Tensor:
+def _gumbel_softmax(
+    logits: torch.Tensor, tau: float = 1.0, hard: bool = False, eps: float = 1e-10, dim: int = -1
+) -> torch.Tensor:
     """Return Gumbel's softmax without noise."""
     return (logits / tau).softmax(dim)

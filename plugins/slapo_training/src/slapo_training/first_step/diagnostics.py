@@ -26,7 +26,7 @@ INNER_BACKWARD = (
 """Note where a backward cannot be run without the engine taking its gradients."""
 
 
-class Cut(NamedTuple):
+class Partition(NamedTuple):
     """Parts that a batch is cut into.
 
     Args:
@@ -59,7 +59,7 @@ def is_first_rank(program: Program) -> bool:
     return not any(program.axis_rank(axis) for axis in ("pp", "dp", "tp"))
 
 
-def loss_is_no_mean(pair: Pair, rows: int, cut: Cut) -> str:
+def loss_is_no_mean(pair: Pair, rows: int, cut: Partition) -> str:
     """Return the sentence that refuses a loss."""
     is_sum = abs(pair[0] - _PARTS * pair[1]) < _ALMOST * abs(pair[0])
     divided = (
@@ -75,7 +75,7 @@ def loss_is_no_mean(pair: Pair, rows: int, cut: Cut) -> str:
     )
 
 
-def term_is_no_mean(name: str, pair: Pair, cut: Cut) -> str:
+def term_is_no_mean(name: str, pair: Pair, cut: Partition) -> str:
     """Return the sentence that warns of a term that is beside the loss in the model's output, as a router's balance loss."""
     return (
         f"the model's output {name!r} is no mean over rows: it is {pair[0]:.6g} for some rows, and {pair[1]:.6g} on average "
@@ -84,7 +84,7 @@ def term_is_no_mean(name: str, pair: Pair, cut: Cut) -> str:
     )
 
 
-def buffers_are_updated(names: Sequence[str], cut: Cut) -> str:
+def buffers_are_updated(names: Sequence[str], cut: Partition) -> str:
     """Return the sentence that warns of buffers that a forward makes of the rows it is given."""
     shown = ", ".join(map(repr, names[:_MOST_NAMES])) + (f" and {len(names) - _MOST_NAMES} more" if names[_MOST_NAMES:] else "")
     whose = " and ".join(
@@ -102,7 +102,7 @@ def buffers_are_updated(names: Sequence[str], cut: Cut) -> str:
     )
 
 
-def injected_is_no_mean(cut: Cut) -> str:
+def injected_is_no_mean(cut: Partition) -> str:
     """Return the sentence that warns of injected gradients, as of a balance loss of the statistics of a batch."""
     return (
         "the gradients that the model injects into its backward for some rows are not the mean of those for their parts, so "
@@ -110,7 +110,7 @@ def injected_is_no_mean(cut: Cut) -> str:
     )
 
 
-def rows_are_mixed(root: nn.Module, paths: Sequence[str], pair: Pair | None, cut: Cut, has_batch_norm: bool) -> str:
+def rows_are_mixed(root: nn.Module, paths: Sequence[str], pair: Pair | None, cut: Partition, has_batch_norm: bool) -> str:
     """Return the sentence that warns of modules.
 
     Args:

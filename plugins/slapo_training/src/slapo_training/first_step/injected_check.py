@@ -11,11 +11,11 @@ from slapo_core import BuildError, Program, get_logger
 
 from ..distributed._torch_private import has_custom_functions
 from ..options.common_options import CommonOptions
-from .diagnostics import IN_FP16, INNER_BACKWARD, Cut, injected_is_no_mean, warn_or_refuse
-from .injected_gradients import Injected, is_mean_over_rows
+from .diagnostics import IN_FP16, INNER_BACKWARD, Partition, injected_is_no_mean, warn_or_refuse
+from .injected_gradients import InjectionProbe, is_mean_over_rows
 from .row_mixing import tolerance_of
-from .row_subsets import Rows, dissimilar_quarters, joined
-from .stage_runs import Behind, KnownRuns, Planned, Run, RunFailedError, StageRuns, runs_alone
+from .row_subsets import Rows, dissimilar_quarters, join_rows
+from .stage_runs import Behind, Planned, Run, RunCache, RunFailedError, StageRuns, runs_alone
 
 
 class Part(NamedTuple):
@@ -31,7 +31,7 @@ class Part(NamedTuple):
     planned: Planned
     parts: Sequence[Rows]
     half: int | None = None
-    injected: Injected | None = None
+    injected: InjectionProbe | None = None
 
 
 class InjectedCheck:
@@ -50,7 +50,7 @@ class InjectedCheck:
         self._program, self._options, self._runs = program, options, runs
         self._is_unseen = False
 
-    def make(self, whole: Planned, halves: Sequence[Rows], cut: Cut | None) -> tuple[KnownRuns, bool] | None:
+    def make(self, whole: Planned, halves: Sequence[Rows], cut: Partition | None) -> tuple[RunCache, bool] | None:
         """Return runs of the rows, and whether gradients are injected; None where the micro-batch does not run.
 
         Args:
@@ -68,7 +68,7 @@ class InjectedCheck:
         except RunFailedError as err:
             get_logger().debug("whether the model injects gradients was not seen: %s", err)
             return None
-        known = KnownRuns(base, [None] * len(halves), self._runs.anywhere(draws))
+        known = RunCache(base, [None] * len(halves), self._runs.anywhere(draws))
         if in_parts:
             found = self._part_of(whole, halves, known)
         else:
@@ -83,7 +83,7 @@ class InjectedCheck:
             self._complete(halves, known)
         return known, found is not None
 
-    def _part_of(self, whole: Planned, halves: Sequence[Rows], known: KnownRuns) -> Part | None:
+    def _part_of(self, whole: Planned, halves: Sequence[Rows], known: RunCache) -> Part | None:
         """Return rows of a micro-batch that gradients are injected for, or None."""
         try:
             found = self._part_of_halves(halves, known)
@@ -96,10 +96,10 @@ class InjectedCheck:
             get_logger().debug("whether the model injects gradients was not seen: %s", err)
             return None
 
-    def _part_of_halves(self, halves: Sequence[Rows], known: KnownRuns) -> Part | None:
+    def _part_of_halves(self, halves: Sequence[Rows], known: RunCache) -> Part | None:
         quarters, is_half = dissimilar_quarters(halves, self._options.ignored_label)
         half = None if self._runs.anywhere(not is_half) else 0
-        rows = joined(quarters) if half is None else halves[0]
+        rows = join_rows(quarters) if half is None else halves[0]
         found = self._injecting(Part(self._runs.planned(rows), quarters, half), known)
         if found is not None or not known.whole.found:
             return found
@@ -111,12 +111,12 @@ class InjectedCheck:
                     return found
         return None
 
-    def _injecting(self, part: Part, known: KnownRuns, fixed: bool = False) -> Part | None:
+    def _injecting(self, part: Part, known: RunCache, fixed: bool = False) -> Part | None:
         """Run rows backward from zero. Return them where gradients are injected."""
         found, injected = self._backward(part, known, fixed)
         return part._replace(injected=injected if fixed == known.draws else None) if found else None
 
-    def _backward(self, part: Part, known: KnownRuns, fixed: bool) -> tuple[bool, Injected]:
+    def _backward(self, part: Part, known: RunCache, fixed: bool) -> tuple[bool, InjectionProbe]:
         """Run rows backward from zero. Return whether gradients are injected on any rank, and those of this one."""
         injected = self._injected(part.planned)
         run, _ = self._run(part.planned, injected, fixed)
@@ -125,13 +125,13 @@ class InjectedCheck:
             known.parts[part.half] = run
         return run.found, injected
 
-    def _compare(self, found: Part, whole: Planned, cut: Cut, known: KnownRuns) -> None:
+    def _compare(self, found: Part, whole: Planned, cut: Partition, known: RunCache) -> None:
         """Warn where the gradients injected for some rows are not the mean of those for their parts.
 
         Raises:
             BuildError: so with ``strict=True``.
         """
-        number, others = found.planned.rows.number, list[Injected]()
+        number, others = found.planned.rows.number, list[InjectionProbe]()
         try:
             one = found.injected or self._backward(found, known, known.draws)[1]
             for index, rows in enumerate(found.parts):
@@ -145,7 +145,7 @@ class InjectedCheck:
         if self._runs.anywhere(not is_mean_over_rows(one, others, weights, tolerance)):
             warn_or_refuse(injected_is_no_mean(cut), self._program, self._options.strict)
 
-    def _complete(self, halves: Sequence[Rows], known: KnownRuns) -> None:
+    def _complete(self, halves: Sequence[Rows], known: RunCache) -> None:
         """Run the halves that have not run, also with a graph: it may be what tells the reduction of the loss."""
         if known.draws:
             return
@@ -162,9 +162,9 @@ class InjectedCheck:
             run = self._runs(planned, state, behind=behind, fixed=fixed)
             return run, run.position != state.start
 
-    def _injected(self, planned: Planned) -> Injected:
+    def _injected(self, planned: Planned) -> InjectionProbe:
         parameters = [parameter for module in self._runs.own_modules(planned) for parameter in module.parameters()]
-        return Injected([each for each in parameters if each.requires_grad], self._runs.accumulates)
+        return InjectionProbe([each for each in parameters if each.requires_grad], self._runs.accumulates)
 
 
 def _runs_functions(received: tuple[torch.Tensor, ...], given: tuple[torch.Tensor, ...]) -> bool:

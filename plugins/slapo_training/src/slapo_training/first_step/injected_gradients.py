@@ -18,7 +18,7 @@ from torch import nn
 from ..distributed._torch_private import has_inner_backward, leaves_of, register_first, without_hooks
 
 
-class Injected:
+class InjectionProbe:
     """Runs backwards of stages from gradients of zero; any other gradient was injected.
 
     Args:
@@ -79,7 +79,9 @@ class Injected:
         return found
 
 
-def is_mean_over_rows(whole: Injected, parts: Sequence[Injected], weights: Sequence[float], tolerance: float) -> bool:
+def is_mean_over_rows(
+    whole: InjectionProbe, parts: Sequence[InjectionProbe], weights: Sequence[float], tolerance: float
+) -> bool:
     """Return whether the gradients injected for all rows are the mean of those injected for their parts.
 
     Args:

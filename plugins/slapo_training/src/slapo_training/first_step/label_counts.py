@@ -10,13 +10,13 @@ import torch.distributed as dist
 from slapo_core import Program, all_reduce
 
 from ..batches.microbatches import labels_of
-from ..losses.reductions import Counted
+from ..losses.reductions import LabelMean
 from .row_subsets import Rows
 
 _UNKNOWN = -1
 
 
-class InjectedLabels:
+class LabelCounts:
     """Counts the labels of a batch, after one loss has shown which of them count. Collective.
 
     Args:
@@ -27,9 +27,9 @@ class InjectedLabels:
         device: Device of this rank.
     """
 
-    def __init__(self, program: Program, ignored: int, rows: Rows, counted: Counted | None, device: torch.device) -> None:
+    def __init__(self, program: Program, ignored: int, rows: Rows, counted: LabelMean | None, device: torch.device) -> None:
         self._program = program
-        counted = counted if isinstance(counted, Counted) else None
+        counted = counted if isinstance(counted, LabelMean) else None
         self._ignored = ignored if counted is None else counted.ignore_index
         own = labels_of([rows.given()], self._ignored)[0]
         labels = _UNKNOWN if counted is None else counted.labels

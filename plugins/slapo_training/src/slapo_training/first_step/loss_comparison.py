@@ -13,13 +13,13 @@ from slapo_core import Program, gather_objects, get_logger
 
 from ..batches.nested_tensors import fields_of
 from ..losses.microbatch_loss import loss_of
-from ..losses.reductions import Counted
+from ..losses.reductions import LabelMean
 from ..model.state_rollback import StateSnapshot
 from ..options.common_options import CommonOptions
 from . import row_mixing
 from .diagnostics import Pair
 from .row_subsets import expected_losses, narrowed
-from .stage_runs import KnownRuns, Planned, Run, StageRuns
+from .stage_runs import Planned, Run, RunCache, StageRuns
 
 T = TypeVar("T")
 _FACTORS_AGREE = 1e-2
@@ -85,7 +85,7 @@ class LossComparison:
         self._fixed = False
         self._written: list[dict[str, torch.Tensor]] = []
         self._outputs: list[Any] = []
-        self._counted: list[Counted | None] = []
+        self._counted: list[LabelMean | None] = []
         self._pair: Pair | None = None
 
     @property
@@ -95,7 +95,7 @@ class LossComparison:
 
     def compare(
         self,
-        known: KnownRuns | None,
+        known: RunCache | None,
         norms: Iterable[nn.Module] = (),
         doubted: bool = False,
     ) -> Compared:
@@ -120,7 +120,7 @@ class LossComparison:
         pair = None
         # a model that draws other numbers for other rows gives no losses to compare
         is_known = all(each.position == whole.position for each in parts)
-        is_known = is_known and not (self._labels_differ and any(not isinstance(each.counted, Counted) for each in parts))
+        is_known = is_known and not (self._labels_differ and any(not isinstance(each.counted, LabelMean) for each in parts))
         losses = [each.loss for each in parts if each.loss is not None]
         if is_known and whole.loss is not None and len(losses) == len(parts):
             allowed = max(allowed, whole.rounding)  # a model may return a loss of fewer bits than its own
@@ -204,7 +204,7 @@ class LossComparison:
         return self._runs(self._plans[index], self._state, fixed=self._fixed)
 
     def _differing(
-        self, loss: float, losses: Sequence[float], counted: Sequence[Counted | None], tolerance: float
+        self, loss: float, losses: Sequence[float], counted: Sequence[LabelMean | None], tolerance: float
     ) -> Pair | None:
         """Return a loss and the nearest mean of its parts, where these differ by more than rounding."""
         rows = [planned.rows for planned in self._plans[1:]]

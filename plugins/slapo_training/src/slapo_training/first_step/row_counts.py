@@ -21,7 +21,7 @@ Marks = dict[str, float]
 """Average count per row, by a name for each argument and kind of count."""
 
 
-def marks_of(given: Any, ignored: int, without: Collection[str] = ()) -> Marks:
+def row_counts(given: Any, ignored: int, without: Collection[str] = ()) -> Marks:
     """Return the counts of some rows.
 
     Args:
@@ -52,7 +52,7 @@ def distance(one: Marks, other: Marks) -> float:
     return found
 
 
-class UnevenMarks:
+class UnevenRowCounts:
     """Finds the steps in which counts of marks first differ between micro-batches, or between replicas.
 
     Args:
@@ -67,7 +67,7 @@ class UnevenMarks:
 
     def fingerprints(self, parts: Sequence[Any]) -> list[int]:
         """Return a fingerprint of each micro-batch's counts, without those that have differed before; touches no other rank."""
-        self._own = [marks_of(part, self._ignored, self._seen) for part in parts]
+        self._own = [row_counts(part, self._ignored, self._seen) for part in parts]
         return [zlib.crc32(repr(sorted(each.items())).encode()) for each in self._own]
 
     def end(self) -> None:

@@ -13,8 +13,8 @@ from slapo_core import Program
 
 from ..batches.microbatches import Batch, labels_of
 from ..batches.rows import BatchRows
-from ..losses.reductions import Counted
-from .row_counts import Marks, distance, marks_of
+from ..losses.reductions import LabelMean
+from .row_counts import Marks, distance, row_counts
 
 
 class Rows(NamedTuple):
@@ -49,7 +49,7 @@ class Rows(NamedTuple):
         return self.batch if self.labels is None else {**self.batch, "labels": self.labels}
 
 
-def joined(parts: Sequence[Rows]) -> Rows:
+def join_rows(parts: Sequence[Rows]) -> Rows:
     """Put the rows of several parts into one."""
     return parts[0].of(parts[0].places.join([part.given() for part in parts]))
 
@@ -104,8 +104,8 @@ def _second_half(number: int) -> int:
 
 def dissimilar_pair(own: Rows, others: Sequence[Rows], ignored: int) -> list[Rows]:
     """Return some rows, and those of the others that are least like them in labels and masks."""
-    marks = marks_of(own.given(), ignored)
-    return [own, max(others, key=lambda other: distance(marks, marks_of(other.given(), ignored)))]
+    marks = row_counts(own.given(), ignored)
+    return [own, max(others, key=lambda other: distance(marks, row_counts(other.given(), ignored)))]
 
 
 def other_replicas(own: Rows, program: Program, device: torch.device, ignored: int) -> list[Rows]:
@@ -114,7 +114,7 @@ def other_replicas(own: Rows, program: Program, device: torch.device, ignored: i
         return []
     group, found = program.mesh.get_group("dp"), list[Rows]()
     marks: list[Marks] = [{}] * group.size()
-    dist.all_gather_object(marks, marks_of(own.given(), ignored), group=group)
+    dist.all_gather_object(marks, row_counts(own.given(), ignored), group=group)
     for source in (0, max(range(1, len(marks)), key=lambda index: distance(marks[0], marks[index]))):
         sent = [_on("cpu", (own.batch, own.labels)) if source == group.rank() else None]
         dist.broadcast_object_list(sent, group=group, group_src=source)
@@ -124,7 +124,7 @@ def other_replicas(own: Rows, program: Program, device: torch.device, ignored: i
 
 
 def expected_losses(
-    parts: Sequence[Rows], losses: Sequence[float], counted: Sequence[Counted | None], ignored: int
+    parts: Sequence[Rows], losses: Sequence[float], counted: Sequence[LabelMean | None], ignored: int
 ) -> list[float]:
     """Return the possible losses of all parts together, for a mean over rows or over labels.
 
@@ -134,7 +134,7 @@ def expected_losses(
         counted: The reduction of each loss; where it is known the engine weighs by it.
         ignored: Label value that the loss leaves out.
     """
-    known = [each.labels for each in counted if isinstance(each, Counted)]
+    known = [each.labels for each in counted if isinstance(each, LabelMean)]
     if len(known) == len(counted):
         return [_weighted(losses, known)]
     whole, rest = zip(*labels_of([part.given() for part in parts], ignored), strict=True)

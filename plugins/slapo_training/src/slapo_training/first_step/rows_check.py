@@ -9,10 +9,10 @@ from slapo_core import BuildError, Program, get_logger
 from ..model.state_rollback import StateSnapshot
 from ..options.common_options import CommonOptions
 from . import row_mixing
-from .diagnostics import Cut, Pair, buffers_are_updated, loss_is_no_mean, rows_are_mixed, term_is_no_mean, warn_or_refuse
+from .diagnostics import Pair, Partition, buffers_are_updated, loss_is_no_mean, rows_are_mixed, term_is_no_mean, warn_or_refuse
 from .loss_comparison import Factor, LossComparison
-from .row_subsets import Rows, dissimilar_pair, joined, other_replicas
-from .stage_runs import KnownRuns, Planned, RunFailedError, StageRuns, has_loss_of_its_own, runs_alone
+from .row_subsets import Rows, dissimilar_pair, join_rows, other_replicas
+from .stage_runs import Planned, RunCache, RunFailedError, StageRuns, has_loss_of_its_own, runs_alone
 
 
 class RowsCheck:
@@ -44,7 +44,7 @@ class RowsCheck:
         self._synced = [each for each in norms.values() if len(parts) == 1 and row_mixing.over_replicas(each)]
         self._norms = {path: each for path, each in norms.items() if each not in self._synced}
 
-    def make(self, halves: Sequence[Rows], known: KnownRuns | None) -> None:
+    def make(self, halves: Sequence[Rows], known: RunCache | None) -> None:
         """Make the check.
 
         Args:
@@ -71,7 +71,7 @@ class RowsCheck:
         if mixing:
             self._say(mixing, pair)
 
-    def _look(self, comparison: LossComparison, known: KnownRuns | None) -> tuple[Pair | None, bool]:
+    def _look(self, comparison: LossComparison, known: RunCache | None) -> tuple[Pair | None, bool]:
         """Return the losses that differ with BatchNorms as they are, and whether they also differ without their statistics."""
         pair = comparison.compare(known).pair
         if not self._norms:
@@ -115,7 +115,7 @@ class RowsCheck:
             return None
 
     def _planned(self, parts: Sequence[Rows]) -> list[Planned]:
-        return [self._runs.planned(each, has_backward=False) for each in (joined(parts), *parts)]
+        return [self._runs.planned(each, has_backward=False) for each in (join_rows(parts), *parts)]
 
     def _comparison(self, plans: Sequence[Planned], state: StateSnapshot) -> LossComparison:
         return LossComparison(self._program, self._options, self._runs, state, plans, self._synced, self._labels_differ)
@@ -140,5 +140,5 @@ class RowsCheck:
             self._tell(term_is_no_mean(name, terms[name], self._cut))
 
     @property
-    def _cut(self) -> Cut:
-        return Cut(len(self._parts), self._program.axis_size("dp"))
+    def _cut(self) -> Partition:
+        return Partition(len(self._parts), self._program.axis_size("dp"))

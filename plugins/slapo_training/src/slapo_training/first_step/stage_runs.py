@@ -17,10 +17,10 @@ from slapo_tracing.nodes import asks_for_gradients
 
 from ..batches.nested_tensors import with_tensors
 from ..losses.microbatch_loss import CountedLoss
-from ..losses.reductions import Counted
+from ..losses.reductions import LabelMean
 from ..model.state_rollback import StateSnapshot, state_rollback
 from ..options.common_options import CommonOptions
-from .deterministic_random import FixedDraws
+from .deterministic_random import DeterministicRandom
 from .row_mixing import written_buffers
 from .row_subsets import Rows
 
@@ -61,7 +61,7 @@ class Run(NamedTuple):
     """
 
     loss: float | None
-    counted: Counted | None
+    counted: LabelMean | None
     output: Any
     position: int
     found: bool
@@ -69,7 +69,7 @@ class Run(NamedTuple):
     rounding: float
 
 
-class KnownRuns(NamedTuple):
+class RunCache(NamedTuple):
     """Runs of a micro-batch and of its parts that need not be repeated.
 
     Args:
@@ -147,7 +147,7 @@ class StageRuns:
         values: Tensors = ()
         stages, has_backward = planned.program.stages, behind is not None
         for stage in stages:
-            draws = FixedDraws() if fixed else nullcontext()
+            draws = DeterministicRandom() if fixed else nullcontext()
             with self.failing_together(), torch.set_grad_enabled(has_backward), self._around(has_backward), draws:
                 if self._program.rank_of(stage.index) == own:
                     values = one.stage(stage, values)
@@ -215,7 +215,7 @@ class _OneRun:
         self._stages, self._rows, self._loss_of, self._behind = planned.program.stages, planned.rows, loss_of, behind
         self.loss: float | None = None
         self.rounding = 0.0
-        self.counted: Counted | None = None
+        self.counted: LabelMean | None = None
         self.output: Any = None
         self.found = False
 
@@ -249,7 +249,7 @@ class _OneRun:
             leaves = torch.utils._pytree.tree_leaves(self.output)
             return tuple(each for each in leaves if isinstance(each, torch.Tensor))
         loss, told = self._loss_of(run, self._rows.labels)
-        self.counted = told if isinstance(told, Counted) else None
+        self.counted = told if isinstance(told, LabelMean) else None
         self.loss, self.rounding = float(loss.detach()), torch.finfo(loss.dtype).eps
         return (loss,)
 

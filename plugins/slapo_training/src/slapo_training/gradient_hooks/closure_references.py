@@ -30,11 +30,11 @@ def reads_weights(hook: Any) -> bool:
         seen[id(found)] = found
         if isinstance(found, (nn.Module, nn.Parameter, torch.optim.Optimizer)) or len(seen) > _MOST:
             return True
-        waiting += _inside(found)
+        waiting += _referenced_values(found)
     return False
 
 
-def _inside(found: Any) -> Iterable[Any]:
+def _referenced_values(found: Any) -> Iterable[Any]:
     if isinstance(found, (str, bytes, int, float, complex, type(None), torch.Tensor, type, types.ModuleType, torch.device)):
         return ()
     if isinstance(found, types.FunctionType):

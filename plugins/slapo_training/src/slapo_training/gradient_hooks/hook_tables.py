@@ -42,6 +42,6 @@ def put_table(parameter: torch.Tensor, name: str, hooks: Table) -> None:
     setattr(parameter, name, hooks if isinstance(hooks, OrderedDict) else OrderedDict(hooks))
 
 
-def is_users(hook: Hook) -> bool:
+def is_user_hook(hook: Hook) -> bool:
     """Return whether a hook is the user's: those of a schedule, which sum gradients, say so of themselves."""
     return not getattr(hook, "of_schedule", False)

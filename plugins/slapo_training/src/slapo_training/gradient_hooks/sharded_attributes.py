@@ -10,7 +10,7 @@ CUT = "_slapo_cut_attributes"
 """Attribute of a part: the names of those of its attributes that were cut with it."""
 
 
-def cut_attributes(
+def shard_attributes(
     part: torch.Tensor, shape: Sequence[int], dim: int, cut: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Let a part of a parameter have the matching part of each tensor that was an attribute of the parameter.
@@ -24,7 +24,9 @@ def cut_attributes(
     Returns:
         The tensors as they were, by name.
     """
-    found = {name: value for name, value in vars(part).items() if matches(value, shape) and value.shape[dim] == shape[dim]}
+    found = {
+        name: value for name, value in vars(part).items() if is_shaped_like(value, shape) and value.shape[dim] == shape[dim]
+    }
     vars(part).update({name: cut(value.detach()) for name, value in found.items()})
     if found:
         vars(part)[CUT] = {*vars(part).get(CUT, ()), *found}
@@ -38,7 +40,7 @@ def attributes_cut_with(part: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: value.expand(part.shape) for name, value in tensors.items() if isinstance(value, torch.Tensor)}
 
 
-def matches(value: object, shape: Sequence[int]) -> bool:
+def is_shaped_like(value: object, shape: Sequence[int]) -> bool:
     """Return whether a value is a tensor of a parameter's shape, or of size 1 along some dimensions."""
     if type(value) is not torch.Tensor or value.dim() != len(shape) or not shape:
         return False

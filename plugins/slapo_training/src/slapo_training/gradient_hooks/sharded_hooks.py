@@ -13,11 +13,11 @@ from slapo_core import ShardSpec
 
 from ..distributed.full_tensors import gather_parts
 from .elementwise_marker import is_elementwise
-from .hook_tables import TABLES, Hook, HookRef, is_users, put_table, table_of
+from .hook_tables import TABLES, Hook, HookRef, is_user_hook, put_table, table_of
 from .whole_parameter import Place, whole_parameter
 
 
-class CarriedHook:
+class ShardedHook:
     """A user's hook on a part: it sees the whole gradient of each backward. Collective over the ranks of the parts.
 
     A copy of the parameter has none, as torch copies no hooks.
@@ -52,7 +52,7 @@ class CarriedHook:
             return self._spec.local(_changed(hook, whole))
 
 
-class CarriedPostHook(CarriedHook):
+class ShardedPostAccumulateHook(ShardedHook):
     """A user's hook that waits for the gradient to be accumulated."""
 
     def __call__(self, part: torch.Tensor | None) -> None:
@@ -74,7 +74,7 @@ class CarriedPostHook(CarriedHook):
             part.grad.copy_(self._spec.local(gradient))
 
 
-def carry_hooks(part: torch.Tensor, whole: torch.Tensor, spec: ShardSpec, places: list[Place]) -> None:
+def move_hooks(part: torch.Tensor, whole: torch.Tensor, spec: ShardSpec, places: list[Place]) -> None:
     """Give the part tables of its own, in which the user's hooks of the whole parameter see that.
 
     Args:
@@ -83,11 +83,11 @@ def carry_hooks(part: torch.Tensor, whole: torch.Tensor, spec: ShardSpec, places
         spec: How the part was cut.
         places: Where the model has the part.
     """
-    for name, kind in zip(TABLES, (CarriedHook, CarriedPostHook), strict=True):
+    for name, kind in zip(TABLES, (ShardedHook, ShardedPostAccumulateHook), strict=True):
         table = table_of(whole, name)
         if table:
             carried = {
-                key: kind(HookRef(table, key), whole, part, spec, places) if is_users(hook) else hook
+                key: kind(HookRef(table, key), whole, part, spec, places) if is_user_hook(hook) else hook
                 for key, hook in table.items()
             }
             put_table(part, name, OrderedDict(carried))

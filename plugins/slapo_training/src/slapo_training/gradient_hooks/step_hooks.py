@@ -14,11 +14,11 @@ from torch.utils.hooks import RemovableHandle
 from slapo_core import BuildError, Program, ShardSpec, gather_objects, is_sharded, mesh_groups, parameter_facts, shard_spec
 
 from ..distributed.full_tensors import over_group
-from ..distributed.synchronized_rng import equal_random_numbers
+from ..distributed.synchronized_rng import synchronized_rng
 from .closure_references import reads_weights
 from .elementwise_marker import is_elementwise
-from .hook_tables import TABLES, TENSOR_HOOKS, Hook, HookRef, Table, is_users, put_table, table_of
-from .sharded_hooks import CarriedHook
+from .hook_tables import TABLES, TENSOR_HOOKS, Hook, HookRef, Table, is_user_hook, put_table, table_of
+from .sharded_hooks import ShardedHook
 from .whole_parameter import Origin, Place, whole_parameter
 
 
@@ -56,7 +56,7 @@ class GradientAccess:
 
 
 @dataclass
-class _Hooked:
+class _HookedParameter:
     """A parameter with hooks, on this rank or on others that have it too.
 
     Args:
@@ -106,26 +106,26 @@ class StepHooks:
     def __init__(self, program: Program, module: nn.Module, is_on: bool) -> None:
         self._program = program
         self._taken: list[tuple[nn.Parameter, str, Table]] = []
-        self._hooked: dict[str, _Hooked] = {}
-        self._order: list[_Hooked] = []
+        self._hooked: dict[str, _HookedParameter] = {}
+        self._order: list[_HookedParameter] = []
         self._access = GradientAccess()
         self._handles: list[RemovableHandle] = []
         self._used = set[str]()
         self.is_active = False
         for name, parameter in module.named_parameters() if is_on else ():
-            self._hooked[name] = _Hooked(name, parameter_facts(parameter).names or (name,), weakref.ref(parameter))
+            self._hooked[name] = _HookedParameter(name, parameter_facts(parameter).names or (name,), weakref.ref(parameter))
             for table in TABLES:
                 self._take(self._hooked[name], parameter, table)
 
-    def _take(self, hooked: _Hooked, parameter: nn.Parameter, name: str) -> None:
+    def _take(self, hooked: _HookedParameter, parameter: nn.Parameter, name: str) -> None:
         table = table_of(parameter, name)
         found = hooked.hooks if name == TENSOR_HOOKS else hooked.post_hooks
         left: Table = {}
         for key, hook in table.items():
-            if isinstance(hook, CarriedHook):
+            if isinstance(hook, ShardedHook):
                 found.append(hook.ref)
                 hooked.origin = hook.origin
-            elif is_users(hook) and not is_sharded(parameter):
+            elif is_user_hook(hook) and not is_sharded(parameter):
                 found.append(HookRef(table, key))
             else:
                 left[key] = hook
@@ -175,7 +175,7 @@ class StepHooks:
     def _place(self) -> int:
         return self._program.axis_rank("pp")
 
-    def _sorted(self) -> list[_Hooked]:
+    def _sorted(self) -> list[_HookedParameter]:
         """In the order of a backward; those of several stages before the others, so that each stage is at the same number."""
         named = dict(self._program.module.named_parameters(remove_duplicate=False))
         tied = {id(named[tie.names[0]]) for tie in self._program.ties}
@@ -209,14 +209,14 @@ class StepHooks:
         failure: Exception | None = None
         self._access.begin([each.parameter for each in self._order if each.parameter is not None])
         mesh = self._program.mesh
-        with equal_random_numbers(mesh_groups(mesh), mesh.device_type if mesh is not None else "cpu"):
+        with synchronized_rng(mesh_groups(mesh), mesh.device_type if mesh is not None else "cpu"):
             for each in self._order:
                 if used is None or not used.isdisjoint(each.names):
                     failure = self._run_one(each, is_silent=failure is not None) or failure
         if failure is not None:
             raise failure
 
-    def _run_one(self, each: _Hooked, is_silent: bool) -> Exception | None:
+    def _run_one(self, each: _HookedParameter, is_silent: bool) -> Exception | None:
         """Run the hooks of one parameter; after an error of another this rank still sends what the others wait for."""
         parameter = each.parameter
         assert parameter is not None
@@ -246,7 +246,7 @@ class StepHooks:
             return None if own is None else own.clone()
         return over_group(parameter, lambda tensor: self._access.get(tensor))  # type: ignore[arg-type]
 
-    def _applied(self, each: _Hooked, gradient: torch.Tensor, whole: nn.Parameter) -> torch.Tensor | None:
+    def _applied(self, each: _HookedParameter, gradient: torch.Tensor, whole: nn.Parameter) -> torch.Tensor | None:
         before = gradient.clone() if each.differs else gradient
         kept = whole.detach().clone() if self._access.keeps_weights and each.post_hooks else None
         own, whole.grad = whole.grad, None  # as in a backward, before the gradient is accumulated
@@ -261,7 +261,9 @@ class StepHooks:
             )
         return found
 
-    def _check(self, each: _Hooked, gradient: torch.Tensor | None, whole: nn.Parameter, kept: torch.Tensor | None) -> None:
+    def _check(
+        self, each: _HookedParameter, gradient: torch.Tensor | None, whole: nn.Parameter, kept: torch.Tensor | None
+    ) -> None:
         """Refuse what an engine would not see."""
         if kept is not None and not torch.equal(kept, whole.detach()):
             whole.copy_(kept)
@@ -276,7 +278,7 @@ class StepHooks:
             )
 
 
-def _after_hooks(each: _Hooked, gradient: torch.Tensor) -> torch.Tensor:
+def _after_hooks(each: _HookedParameter, gradient: torch.Tensor) -> torch.Tensor:
     """Return what the hooks of ``register_hook`` make of a gradient."""
     for hook in _present(each.hooks):
         result = hook(gradient)
@@ -292,7 +294,7 @@ def _after_hooks(each: _Hooked, gradient: torch.Tensor) -> torch.Tensor:
     return gradient
 
 
-def _after_accumulation(each: _Hooked, gradient: torch.Tensor, whole: nn.Parameter) -> torch.Tensor | None:
+def _after_accumulation(each: _HookedParameter, gradient: torch.Tensor, whole: nn.Parameter) -> torch.Tensor | None:
     """Return what the hooks that wait for an accumulated gradient make of it, which they find at the parameter."""
     if not each.post_hooks:
         return gradient

@@ -12,7 +12,7 @@ import torch
 from slapo_core import BuildError
 
 from .output_loss import OutputLoss
-from .reductions import CountedMeans, LossReduction, reduction_in_graph
+from .reductions import LossReduction, ReductionTracker, reduction_in_graph
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 NO_GRADIENT = "the loss has no gradient: nothing that is trained is in it; unfreeze something, or call eval_batch"
@@ -88,7 +88,7 @@ class CountedLoss:
         """
         if isinstance(labels, MicroBatchLoss):
             return labels.loss(labels.run(model, index)), None
-        means = CountedMeans()
+        means = ReductionTracker()
         if self._loss_fn is not None:
             output = model()
             with means:

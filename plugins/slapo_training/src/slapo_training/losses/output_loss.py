@@ -16,7 +16,7 @@ from ..distributed._torch_private import leaves_of
 LossChoice = str | int | Callable[[Any], torch.Tensor]
 """The loss in a model's output: its key or field, its position, or a function of the output."""
 
-_LISTED = 6
+_MAX_LISTED = 6
 
 
 def check_choice(choice: Any) -> None:
@@ -66,9 +66,9 @@ class OutputLoss:
         if isinstance(output, torch.Tensor) and self._choice is None:
             return output
         if self._choice is not None:
-            return _chosen(self._choice, output)
+            return _loss_by_option(self._choice, output)
         if _has_loss(output):
-            return _named(output, "loss")  # type: ignore[no-any-return]
+            return _part_of_output(output, "loss")  # type: ignore[no-any-return]
         found = self._differentiable(output) if torch.is_grad_enabled() else self._possible(output)
         if len(found) == 1:
             return next(iter(found.values()))
@@ -78,8 +78,8 @@ class OutputLoss:
                 f"the model returns several {kind}, {', '.join(map(repr, found))}, and each may be its loss; say which is with "
                 "loss= on build: a key, a position, or a function, e.g. loss=lambda output: output[0]"
             )
-        others = tensors_of(_opened(output))
-        what = _listed(others) if others else f"a {type(output).__name__}"
+        others = tensors_of(_object_attributes(output))
+        what = _describe(others) if others else f"a {type(output).__name__}"
         raise BuildError(f"the model returns no loss but {what}; give the model labels, or build with loss_fn= or loss=")
 
     def _is_open(self, output: Any) -> bool:
@@ -111,7 +111,7 @@ class OutputLoss:
         found = _distinct({path: each for path, each in found.items() if path not in new})
         if len(found) == 1:
             self._places |= found.keys()
-        has_gradients = any(each.requires_grad for each in tensors_of(_opened(output)).values())
+        has_gradients = any(each.requires_grad for each in tensors_of(_object_attributes(output)).values())
         return found if has_gradients else _distinct(numbers)
 
     def _possible(self, output: Any) -> dict[Path, torch.Tensor]:
@@ -121,7 +121,7 @@ class OutputLoss:
         return known if len(known) == 1 else _distinct(found)
 
 
-def _chosen(choice: LossChoice, output: Any) -> torch.Tensor:
+def _loss_by_option(choice: LossChoice, output: Any) -> torch.Tensor:
     """Return the loss that the option names.
 
     Raises:
@@ -130,14 +130,14 @@ def _chosen(choice: LossChoice, output: Any) -> torch.Tensor:
     if callable(choice):
         loss, what = choice(output), "loss= gives"
     else:
-        loss, what = _named(output, choice), f"loss={choice!r} is"
+        loss, what = _part_of_output(output, choice), f"loss={choice!r} is"
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
         raise BuildError(f"{what} {shown} in the model's output; it has to be a tensor of one number")
     return loss
 
 
-def _named(output: Any, name: str | int) -> Any:
+def _part_of_output(output: Any, name: str | int) -> Any:
     """Return a part of an output by its key, position or field.
 
     Raises:
@@ -148,7 +148,7 @@ def _named(output: Any, name: str | int) -> Any:
             return output[name]
         return getattr(output, name) if isinstance(name, str) else output[name]
     except (AttributeError, IndexError, KeyError, TypeError) as err:
-        fields = fields_of(_opened(output))
+        fields = fields_of(_object_attributes(output))
         has = ", ".join(map(repr, fields)) if fields else f"is a {type(output).__name__}"
         raise BuildError(f"the model's output has no {name!r}, which loss= names; it has {has}") from err
 
@@ -158,7 +158,7 @@ def _has_loss(output: Any) -> bool:
     return hasattr(output, "loss") or (isinstance(output, Mapping) and "loss" in output)
 
 
-def _opened(output: Any) -> Any:
+def _object_attributes(output: Any) -> Any:
     """Return the attributes of an object of a class of the user's own; other outputs as they are."""
     if isinstance(output, torch.Tensor) or fields_of(output) is not None:
         return output
@@ -167,7 +167,7 @@ def _opened(output: Any) -> Any:
 
 def _numbers(output: Any) -> dict[Path, torch.Tensor]:
     """Return the floating-point tensors of one element."""
-    found = tensors_of(_opened(output))
+    found = tensors_of(_object_attributes(output))
     return {path: each for path, each in found.items() if each.numel() == 1 and each.is_floating_point()}
 
 
@@ -185,9 +185,9 @@ def _is_parameter(number: torch.Tensor) -> bool:
     return bool(leaves) and all(each.numel() == 1 for each in leaves)
 
 
-def _listed(tensors: Mapping[Path, torch.Tensor]) -> str:
+def _describe(tensors: Mapping[Path, torch.Tensor]) -> str:
     def shown(items: Iterable[tuple[Path, torch.Tensor]]) -> str:
         return ", ".join(f"{path!r} of shape {tuple(each.shape)}" for path, each in items)
 
     items = [*tensors.items()]
-    return shown(items[:_LISTED]) + (f" and {len(items) - _LISTED} others" if len(items) > _LISTED else "")
+    return shown(items[:_MAX_LISTED]) + (f" and {len(items) - _MAX_LISTED} others" if len(items) > _MAX_LISTED else "")

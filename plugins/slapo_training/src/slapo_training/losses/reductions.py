@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from slapo_core import BuildError
 from slapo_tracing.nodes import in_function_transform
 
-from ..distributed._torch_private import nll_mean_of, nll_means_behind
+from ..distributed._torch_private import nll_mean_of, nll_means_in_graph
 
 _LOSSES: tuple[Callable[..., Any], ...] = (F.cross_entropy, F.nll_loss)
 EQUAL_PARTS = (
@@ -34,7 +34,7 @@ UNKNOWN_REDUCTION = (
 _SIGNATURES = {loss: inspect.signature(loss) for loss in _LOSSES}
 
 
-class Counted(NamedTuple):
+class LabelMean(NamedTuple):
     """A loss that is a mean over labels.
 
     Args:
@@ -53,7 +53,7 @@ class CombinedMeans(NamedTuple):
         terms: The means, sorted.
     """
 
-    terms: tuple[Counted, ...]
+    terms: tuple[LabelMean, ...]
 
     @property
     def number(self) -> int:
@@ -61,11 +61,11 @@ class CombinedMeans(NamedTuple):
         return hash(self.terms) % 2**20
 
 
-LossReduction = Counted | CombinedMeans | None
+LossReduction = LabelMean | CombinedMeans | None
 """The reduction of a loss over labels: a mean, a combination of means, or None where it is unknown."""
 
 
-def terms_of(reduction: LossReduction) -> tuple[Counted, ...]:
+def terms_of(reduction: LossReduction) -> tuple[LabelMean, ...]:
     """Return the means that a loss is made of, as far as they are known."""
     if isinstance(reduction, CombinedMeans):
         return reduction.terms
@@ -74,16 +74,16 @@ def terms_of(reduction: LossReduction) -> tuple[Counted, ...]:
 
 def is_label_mean(mean: LossReduction) -> bool:
     """Return whether a loss is a plain mean over labels."""
-    return isinstance(mean, Counted)
+    return isinstance(mean, LabelMean)
 
 
-class CountedMeans(TorchFunctionMode):
+class ReductionTracker(TorchFunctionMode):
     """Records losses over labels, ``cross_entropy`` and ``nll_loss``, and tracks what is computed from them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._noted: list[tuple[Counted, bool]] = []
-        self._found: dict[int, _Trace] = {}
+        self._noted: list[tuple[LabelMean, bool]] = []
+        self._found: dict[int, _TrackedTensor] = {}
         self._zeros: dict[int, tuple[torch.Tensor, int]] = {}
 
     def __torch_function__(
@@ -95,7 +95,7 @@ class CountedMeans(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in _LOSSES:
             result = func(*args, **kwargs)
-            self._note(result, _given(func, args, kwargs))
+            self._note(result, _bound_arguments(func, args, kwargs))
             return result
         sources = [found for value in _flat(args, kwargs) if (found := self._trace(value)) is not None] if self._noted else []
         factor = self._factor(func, args, kwargs, sources) if sources else None
@@ -139,22 +139,22 @@ class CountedMeans(TorchFunctionMode):
         legacy = given["size_average"] is not None or given["reduce"] is not None
         if legacy and given["weight"] is None and given["reduction"] == "mean":
             return
-        counted = Counted(int((given["target"] != given["ignore_index"]).sum()), given["ignore_index"])
+        counted = LabelMean(int((given["target"] != given["ignore_index"]).sum()), given["ignore_index"])
         self._noted.append((counted, given["reduction"] == "mean" and given["weight"] is None))
         factor = 1.0 if result.numel() == 1 and given["reduction"] != "none" else None
-        self._found[id(result)] = _Trace(result, result._version, frozenset([len(self._noted) - 1]), factor)
+        self._found[id(result)] = _TrackedTensor(result, result._version, frozenset([len(self._noted) - 1]), factor)
 
     def _note_zero(self, result: Any) -> None:
         """Remember a number that is 0 by itself, to which losses may be added."""
         if isinstance(result, torch.Tensor) and result.numel() == 1 and not result.requires_grad and not result.is_meta:
             self._zeros[id(result)] = (result, result._version) if not result.any() else (result, -1)
 
-    def _trace(self, value: Any) -> _Trace | None:
+    def _trace(self, value: Any) -> _TrackedTensor | None:
         """Return the record of a tensor, or None if the tensor was written since."""
         found = self._found.get(id(value))
         return found if found is not None and found.version == value._version else None
 
-    def _alias_of(self, value: torch.Tensor) -> _Trace | None:
+    def _alias_of(self, value: torch.Tensor) -> _TrackedTensor | None:
         """Return the record of a tensor in the same memory: an ``autograd.Function`` may return its input."""
         for found in self._found.values():
             tensor = found.tensor
@@ -163,7 +163,7 @@ class CountedMeans(TorchFunctionMode):
         return None
 
     def _factor(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], sources: list[_Trace]
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], sources: list[_TrackedTensor]
     ) -> float | None:
         """Return the factor of the loss in a function's result; None where the result is no multiple of one loss."""
         source, before = sources[0], sources[0].factor
@@ -190,16 +190,16 @@ class CountedMeans(TorchFunctionMode):
             return float("nan")
         return {"*": float(other), "/": 1 / other if other else 0.0}.get(sign, 1.0)
 
-    def _follow(self, result: Any, sources: list[_Trace], factor: float | None) -> None:
+    def _follow(self, result: Any, sources: list[_TrackedTensor], factor: float | None) -> None:
         noted = frozenset().union(*(source.noted for source in sources))
         for each in _flat((result,), {}):
-            if isinstance(each, torch.Tensor) and each.numel() <= _FOLLOWED:
-                self._found[id(each)] = _Trace(
+            if isinstance(each, torch.Tensor) and each.numel() <= _MAX_TRACKED_NUMEL:
+                self._found[id(each)] = _TrackedTensor(
                     each, each._version, noted, factor if each.numel() == 1 and factor == factor else None
                 )
 
 
-class _Trace(NamedTuple):
+class _TrackedTensor(NamedTuple):
     """A tensor that was made of losses.
 
     Args:
@@ -215,7 +215,7 @@ class _Trace(NamedTuple):
     factor: float | None
 
 
-_FOLLOWED = 2**20
+_MAX_TRACKED_NUMEL = 2**20
 """Elements of the largest tensor that is followed: losses are few numbers, at most one for each token."""
 
 
@@ -249,12 +249,12 @@ def reduction_in_graph(loss: torch.Tensor, looks_behind: bool = False) -> LossRe
         looks_behind: Whether to find losses that it was computed from, too; else it has to be one itself.
     """
     if (mean := nll_mean_of(loss)) is not None:
-        return Counted(*mean)
-    terms = [Counted(*each) for each in nll_means_behind(loss)] if looks_behind else []
+        return LabelMean(*mean)
+    terms = [LabelMean(*each) for each in nll_means_in_graph(loss)] if looks_behind else []
     return CombinedMeans(tuple(sorted(terms))) if terms else None
 
 
-def _given(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _bound_arguments(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a loss by name, defaults included."""
     given = _SIGNATURES[func].bind(*args, **kwargs)
     given.apply_defaults()

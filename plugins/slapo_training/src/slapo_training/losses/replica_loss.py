@@ -167,7 +167,7 @@ class ReplicaLoss:
             raise ReplicaFailedError("another replica failed before its outputs could be gathered")
         if high != -low:
             raise BuildError(
-                f"the outputs of replicas differ in their shapes or types: here {_listed(tensors)}; loss_over='replicas' takes "
+                f"the outputs of replicas differ in their shapes or types: here {_describe(tensors)}; loss_over='replicas' takes "
                 "the same from each"
             )
 
@@ -182,7 +182,7 @@ class ReplicaLoss:
             )
             if not bool(close.all()):
                 raise BuildError(
-                    f"{_named(path)} has shape {tuple(own[0][path].shape)}, no row for each of the micro-batch's, and differs "
+                    f"{_output_name(path)} has shape {tuple(own[0][path].shape)}, no row for each of the micro-batch's, and differs "
                     "between micro-batches or replicas; return it row by row, with the batch in dimension 0, or leave it out"
                 )
 
@@ -296,19 +296,19 @@ def _is_real(tensor: torch.Tensor) -> bool:
 def _mismatch(own: list[dict[str, torch.Tensor]]) -> BuildError | None:
     """Return the error where outputs of micro-batches differ in their shapes or types, or have no tensor; else None."""
     for each in own[1:]:
-        if _listed(each) != _listed(own[0]):
+        if _describe(each) != _describe(own[0]):
             return BuildError(
-                f"the outputs of micro-batches differ: {_listed(own[0])} and {_listed(each)}; loss_over='replicas' takes the "
+                f"the outputs of micro-batches differ: {_describe(own[0])} and {_describe(each)}; loss_over='replicas' takes the "
                 "same from each"
             )
     return None if own[0] else BuildError("the model returns no tensor, and loss_over='replicas' gathers its outputs")
 
 
-def _listed(tensors: dict[str, torch.Tensor]) -> str:
+def _describe(tensors: dict[str, torch.Tensor]) -> str:
     return ", ".join(
-        f"{_named(path)} {tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}" for path, each in tensors.items()
+        f"{_output_name(path)} {tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}" for path, each in tensors.items()
     )
 
 
-def _named(path: str) -> str:
+def _output_name(path: str) -> str:
     return f"output {path!r}" if path else "the output"

@@ -20,7 +20,7 @@ from ..batches.microbatches import Batch
 from ..batches.nested_tensors import fields_of, tensors_of
 from .microbatch_loss import LossFn, MicroBatchLoss, one_number
 from .output_loss import OutputLoss
-from .reductions import CountedMeans
+from .reductions import ReductionTracker
 
 Count = str | Callable[..., Any]
 """Count of a term: the name of an argument of the batch, or a function of some of them."""
@@ -85,7 +85,7 @@ class LossTerms:
         numbers = torch.stack([each.to(counts[0].device) for each in counts]).tolist()
         for name, number in zip(self.names * len(parts), numbers, strict=True):
             if not 0 <= number < float("inf"):
-                raise BuildError(f"{_called(name)} counts {number}; a count is a number from 0 on")
+                raise BuildError(f"{_option_name(name)} counts {number}; a count is a number from 0 on")
         self._own = [numbers[start : start + len(self.names)] for start in range(0, len(numbers), len(self.names))]
 
     def losses(self, labels: Sequence[Any], training: bool) -> list[MicroBatchLoss]:
@@ -107,7 +107,7 @@ class LossTerms:
             for counts in self._own
         ]
         return [
-            _WeighedLoss(self, own, self._by_name(counts), self._by_name(weights), not self.is_checked(training))
+            _WeightedLoss(self, own, self._by_name(counts), self._by_name(weights), not self.is_checked(training))
             for own, counts, weights in zip(labels, self._own, weighed, strict=True)
         ]
 
@@ -132,23 +132,23 @@ class LossTerms:
             return
         noted, self._noted = [each for own in gather_objects(self._noted, self._program.mesh) for each in own], []
         for name in self.names:
-            _check_counts_of(name, [(count, labels) for each, count, labels in noted if each == name and (count or labels)])
+            _check_proportional(name, [(count, labels) for each, count, labels in noted if each == name and (count or labels)])
         self._checked.add(training)
 
     def _number(self, name: str, count: Count, part: Batch) -> torch.Tensor:
-        found = self._of_argument(name, count, part) if isinstance(count, str) else _called_with(name, count, part)
+        found = self._of_argument(name, count, part) if isinstance(count, str) else _call_count(name, count, part)
         if isinstance(found, torch.Tensor) and found.numel() == 1:
             return found.detach().reshape(()).to(torch.float64)
         if isinstance(found, (int, float)):
             return torch.tensor(float(found), dtype=torch.float64)
         what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)
-        raise BuildError(f"the function of {_called(name)} gives {what}; it has to give one number")
+        raise BuildError(f"the function of {_option_name(name)} gives {what}; it has to give one number")
 
     def _of_argument(self, name: str, argument: str, part: Batch) -> torch.Tensor:
         value = tensors_of(part).get(argument)
         if value is None:
             raise BuildError(
-                f"{_called(name)} is {argument!r}, which is no tensor of the batch; it has "
+                f"{_option_name(name)} is {argument!r}, which is no tensor of the batch; it has "
                 f"{', '.join(tensors_of(part)) or 'none'}"
             )
         if value.is_floating_point() or value.dtype is torch.bool:
@@ -160,7 +160,7 @@ class LossTerms:
             return value.sum()
         if argument not in self._seen and bool(((value == 0) | (value == 1)).all()):
             raise BuildError(
-                f"{_called(name)} is {argument!r}, whose integers are all 0 or 1: a mask, or labels of two classes; make "
+                f"{_option_name(name)} is {argument!r}, whose integers are all 0 or 1: a mask, or labels of two classes; make "
                 f"a mask bool, or give a function, e.g. lambda {argument.split('.')[0]}: ..."
             )
         self._seen.add(argument)
@@ -195,14 +195,14 @@ class LossTerms:
         return found
 
 
-class _WeighedLoss(MicroBatchLoss):
+class _WeightedLoss(MicroBatchLoss):
     """Weighted sum of the terms of one micro-batch's loss."""
 
     def __init__(
         self, terms: LossTerms, labels: Any, counts: dict[str, float], weights: dict[str, float], is_watched: bool
     ) -> None:
         self._terms, self._labels, self._counts, self._weights = terms, labels, counts, weights
-        self._means = CountedMeans() if is_watched else None
+        self._means = ReductionTracker() if is_watched else None
 
     def run(self, stage: Callable[[], Any], index: int = 0) -> Any:
         """Run a stage; its losses are recorded until the counts of the terms were checked."""
@@ -225,11 +225,11 @@ class _WeighedLoss(MicroBatchLoss):
         return nullcontext() if self._means is None else self._means
 
 
-def _called(name: str) -> str:
+def _option_name(name: str) -> str:
     return f"loss_weights[{name!r}]" if name else "loss_weights"
 
 
-def _called_with(name: str, count: Callable[..., Any], part: Batch) -> Any:
+def _call_count(name: str, count: Callable[..., Any], part: Batch) -> Any:
     """Call a function with the arguments of a micro-batch that it names."""
     parameters = inspect.signature(count).parameters.values()
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
@@ -237,7 +237,7 @@ def _called_with(name: str, count: Callable[..., Any], part: Batch) -> Any:
     taken = [each for each in parameters if each.kind is not each.VAR_POSITIONAL]
     if missing := [each.name for each in taken if each.name not in part and each.default is each.empty]:
         raise BuildError(
-            f"the function of {_called(name)} takes {missing[0]!r}, which the batch does not have; it has {', '.join(part)}"
+            f"the function of {_option_name(name)} takes {missing[0]!r}, which the batch does not have; it has {', '.join(part)}"
         )
     found = {each.name: part[each.name] for each in taken if each.name in part}
     by_position = [found.pop(each.name) for each in taken if each.kind is each.POSITIONAL_ONLY and each.name in found]
@@ -262,12 +262,12 @@ def _check_sum(loss: Any, terms: Mapping[str, torch.Tensor]) -> None:
         )
 
 
-def _check_counts_of(name: str, found: Sequence[tuple[float, int]]) -> None:
+def _check_proportional(name: str, found: Sequence[tuple[float, int]]) -> None:
     """Raise ``BuildError`` where the counts of a term are not proportional to the labels that it is a mean over."""
     for count, labels in found:
         if count * found[0][1] != labels * found[0][0]:
             raise BuildError(
-                f"{_called(name)} counts {found[0][0]:g} and {count:g} in two micro-batches, but the "
+                f"{_option_name(name)} counts {found[0][0]:g} and {count:g} in two micro-batches, but the "
                 f"{'term' if name else 'loss'} is a mean over {found[0][1]} and {labels} labels there; give a function of the "
                 "batch that counts these, of a next-token loss lambda labels: (labels[:, 1:] != -100).sum()"
             )
@@ -278,7 +278,7 @@ def _zero_term(term: torch.Tensor) -> torch.Tensor:
     nodes = [term.grad_fn]
     for node in nodes:
         if node is not None:
-            node.register_hook(_zero_of_zero)
+            node.register_hook(_zero_gradients)
             if len(nodes) < _MAX_NODES:
                 nodes += [before for before, _ in node.next_functions if before is not None and before not in nodes]
     return term.nan_to_num() * 0.0
@@ -288,7 +288,7 @@ _MAX_NODES = 50
 """Number of operations behind a term among which the division by its count is found."""
 
 
-def _zero_of_zero(given: Sequence[Any], received: Sequence[Any]) -> tuple[Any, ...] | None:
+def _zero_gradients(given: Sequence[Any], received: Sequence[Any]) -> tuple[Any, ...] | None:
     """Return zeros as the gradients of an operation that received zeros: it may have divided these by zero."""
     if any(each is not None and bool(each.any()) for each in received):
         return None

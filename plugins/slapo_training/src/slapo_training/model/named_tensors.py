@@ -27,7 +27,7 @@ def buffers(module: nn.Module) -> Tensors:
     return _by_first_name(held.values())
 
 
-def unfold(tensor: torch.Tensor) -> None:
+def make_dense(tensor: torch.Tensor) -> None:
     """Give a tensor that was expanded memory for all of its elements, so that they can be written."""
     if tensor.layout is torch.strided and any(
         size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
@@ -36,9 +36,9 @@ def unfold(tensor: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def write(tensor: torch.Tensor, values: torch.Tensor) -> None:
+def copy_into(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Put values into a tensor."""
-    unfold(tensor)
+    make_dense(tensor)
     tensor.copy_(values)
 
 
@@ -47,6 +47,6 @@ def _by_first_name(named: Iterable[tuple[str, torch.Tensor]]) -> Tensors:
     return {keys[0]: tensors[name] for name, keys in original_keys(tensors.items()).items()}
 
 
-def is_wrapper(tensor: torch.Tensor | None) -> bool:
+def is_wrapper_subclass(tensor: torch.Tensor | None) -> bool:
     """Return whether a tensor is of a subclass that wraps others, as a quantised weight does its scales; DTensors apart."""
     return hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, "placements")

@@ -60,9 +60,9 @@ class Span(NamedTuple):
             return None
         local = chunk.local[self.dim] + low - chunk.offset[self.dim]
         return Chunk(
-            replaced(chunk.local, self.dim, local),
-            replaced(chunk.offset, self.dim, self.start + low - self.at),
-            replaced(chunk.sizes, self.dim, high - low),
+            with_dim(chunk.local, self.dim, local),
+            with_dim(chunk.offset, self.dim, self.start + low - self.at),
+            with_dim(chunk.sizes, self.dim, high - low),
         )
 
 
@@ -75,7 +75,7 @@ def chunks_of(chunks: Iterable[Chunk], spans: Sequence[Span] | None) -> Iterator
             yield from (part for span in spans if (part := span.of(chunk)) is not None)
 
 
-def replaced(numbers: Sequence[int], dim: int, number: int) -> tuple[int, ...]:
+def with_dim(numbers: Sequence[int], dim: int, number: int) -> tuple[int, ...]:
     """Return a shape or an offset with another number along one dimension."""
     return (*numbers[:dim], number, *numbers[dim + 1 :])
 
@@ -141,7 +141,7 @@ def piece_of(
     return Piece(local.detach(), full_shape, tuple(ranges))
 
 
-def whole(pieces: Iterable[Piece]) -> torch.Tensor:
+def assemble(pieces: Iterable[Piece]) -> torch.Tensor:
     """The whole tensor from what all ranks hold of it, which lies on one device.
 
     Raises:

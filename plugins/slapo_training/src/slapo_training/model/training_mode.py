@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 
-class Modes:
+class TrainingMode:
     """Switches a model between its modes; what a user froze by ``.eval()`` on a part stays frozen in training.
 
     A model given in evaluation mode, as ``from_pretrained`` gives it, trains as a whole.

@@ -8,20 +8,20 @@ the whole ones (``pieces``); what leaves is an optimizer of the same local param
 """
 
 from . import whole_tensor_checkpoint
-from .construction import OptimizerMaking, made_on_all
+from .construction import OptimizerConstruction, make_on_all_ranks
 from .named_optimizers import NamedOptimizer, named_optimizers
-from .rank_optimizer import adopted, rate_kind
-from .whole_tensor_construction import Layout
+from .rank_optimizer import adopt_optimizer, lr_scheduler_class
+from .whole_tensor_construction import ParameterLayout
 from .whole_tensor_optimizer import WholeTensorOptimizer
 
 __all__ = [
-    "Layout",
+    "ParameterLayout",
     "NamedOptimizer",
-    "OptimizerMaking",
+    "OptimizerConstruction",
     "WholeTensorOptimizer",
-    "adopted",
-    "made_on_all",
+    "adopt_optimizer",
+    "make_on_all_ranks",
     "named_optimizers",
-    "rate_kind",
+    "lr_scheduler_class",
     "whole_tensor_checkpoint",
 ]

@@ -11,16 +11,16 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from slapo_core import BuildError
 
-from ..distributed.ranks import on_all
+from ..distributed.ranks import run_on_all_ranks
 from ..options.common_options import CommonOptions
 from .introspection.nested_optimizers import groups_in, optimizers_in
-from .probe.update_probe import Finding
-from .rank_optimizer import keep_types, made, scheduled_rate
-from .whole_tensor_construction import Layout, WholeSteps, examined
+from .probe.update_probe import UpdateDependence
+from .rank_optimizer import keep_state_dtypes, make_lr_scheduler, make_optimizer
+from .whole_tensor_construction import ParameterLayout, WholeTensorConstruction, probe_optimizer
 from .whole_tensor_optimizer import WholeTensorOptimizer
 
 
-class OptimizerMaking:
+class OptimizerConstruction:
     """Makes one rank's optimizer: ``begin``, ``step_whole``, ``finish`` and ``discard_unstepped``, in this order on all ranks.
 
     Args:
@@ -36,13 +36,18 @@ class OptimizerMaking:
     """
 
     def __init__(
-        self, given: Any, layout: Layout, module: nn.Module, trainable: Sequence[nn.Parameter], is_adopted: bool = False
+        self,
+        given: Any,
+        layout: ParameterLayout,
+        module: nn.Module,
+        trainable: Sequence[nn.Parameter],
+        is_adopted: bool = False,
     ) -> None:
         self._given, self._layout, self._module, self._trainable = given, layout, module, list(trainable)
         self._is_object = isinstance(given, torch.optim.Optimizer)
         self._is_adopted = is_adopted and self._is_object
-        self._finding: Finding | None = None
-        self._whole: WholeSteps | None = None
+        self._finding: UpdateDependence | None = None
+        self._whole: WholeTensorConstruction | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.rate: Any = None
 
@@ -50,8 +55,8 @@ class OptimizerMaking:
         """Make an optimizer of the rank's parameters, and probe its updates; touches no other rank."""
         if self._trainable:
             program, given = self._layout.program, self._given
-            self.optimizer = given if self._is_adopted else made(given, self._trainable, program.module, self._module)
-            self._finding = examined(self.optimizer, self._layout)
+            self.optimizer = given if self._is_adopted else make_optimizer(given, self._trainable, program.module, self._module)
+            self._finding = probe_optimizer(self.optimizer, self._layout)
 
     def step_whole(self) -> None:
         """Prepare whole tensors where the optimizer needs them. Collective.
@@ -59,7 +64,7 @@ class OptimizerMaking:
         Raises:
             BuildError: on every rank: its updates cannot be right on this layout.
         """
-        self._whole = WholeSteps(self.optimizer, self._finding, self._layout)
+        self._whole = WholeTensorConstruction(self.optimizer, self._finding, self._layout)
 
     def finish(self, rate: Any, fits: Callable[[torch.optim.Optimizer], None] | None = None) -> None:
         """Make the optimizer of whole tensors, if it is one, and the schedule of its rate; touches no other rank.
@@ -75,9 +80,9 @@ class OptimizerMaking:
             self.optimizer = self._whole.optimizer(self.optimizer, make, self._trainable)
         if fits is not None:
             fits(self.optimizer)
-        keep_types(self.optimizer.inner if isinstance(self.optimizer, WholeTensorOptimizer) else self.optimizer)
+        keep_state_dtypes(self.optimizer.inner if isinstance(self.optimizer, WholeTensorOptimizer) else self.optimizer)
         if rate is not None:
-            self.rate = scheduled_rate(rate, self.optimizer)
+            self.rate = make_lr_scheduler(rate, self.optimizer)
 
     def discard_unstepped(self) -> None:
         """Discard whole tensors that the optimizer does not step. Collective."""
@@ -86,8 +91,8 @@ class OptimizerMaking:
             self._whole.discard_unstepped(self.optimizer)
 
 
-def made_on_all(
-    options: CommonOptions, layout: Layout, mine: nn.Module, fits: Callable[[torch.optim.Optimizer], None]
+def make_on_all_ranks(
+    options: CommonOptions, layout: ParameterLayout, mine: nn.Module, fits: Callable[[torch.optim.Optimizer], None]
 ) -> tuple[torch.optim.Optimizer | None, Any]:
     """Return this rank's optimizer and the schedule of its learning rate, each None where none is given. Collective.
 
@@ -103,18 +108,18 @@ def made_on_all(
     if options.optimizer is None:
         return None, None
     trainable = [parameter for parameter in mine.parameters() if parameter.requires_grad]
-    making = OptimizerMaking(options.optimizer, layout.with_blocks(options.optimizer_blocks), mine, trainable)
+    making = OptimizerConstruction(options.optimizer, layout.with_blocks(options.optimizer_blocks), mine, trainable)
 
     def finish() -> None:
         making.finish(options.lr_scheduler, fits)
         if isinstance(making.rate, ReduceLROnPlateau):
             raise BuildError("lr_scheduler= gave a ReduceLROnPlateau, which is stepped without the loss here; give another")
 
-    before = _Groups(options.optimizer) if isinstance(options.optimizer, torch.optim.Optimizer) else None
+    before = _GroupSnapshot(options.optimizer) if isinstance(options.optimizer, torch.optim.Optimizer) else None
     try:
-        on_all(making.begin, layout.program)
+        run_on_all_ranks(making.begin, layout.program)
         making.step_whole()
-        on_all(finish, layout.program)
+        run_on_all_ranks(finish, layout.program)
         making.discard_unstepped()
     except Exception:
         if before is not None:
@@ -123,7 +128,7 @@ def made_on_all(
     return making.optimizer, making.rate
 
 
-class _Groups:
+class _GroupSnapshot:
     """Snapshot of the parameter groups of an optimizer and of those inside it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

@@ -12,12 +12,12 @@ from torch import nn
 
 from slapo_core import BuildError, parameter_facts
 
-from ..options.common_options import is_rate
+from ..options.common_options import is_lr_scheduler
 from .introspection.nested_optimizers import groups_in, optimizers_in
 from .introspection.parameter_tables import has_state, replace_parameters
 
 
-def made(given: Any, trainable: Sequence[nn.Parameter], model: nn.Module, mine: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(given: Any, trainable: Sequence[nn.Parameter], model: nn.Module, mine: nn.Module) -> torch.optim.Optimizer:
     """Make this rank's optimizer.
 
     Args:
@@ -34,9 +34,9 @@ def made(given: Any, trainable: Sequence[nn.Parameter], model: nn.Module, mine: 
     if not isinstance(result, torch.optim.Optimizer):
         raise BuildError(f"optimizer= gave a {type(result).__name__}; it must return a torch.optim.Optimizer")
     if result is given:
-        return adopted(result, model, mine)
+        return adopt_optimizer(result, model, mine)
     _check_steps_once(result)
-    _complete(result)
+    _add_hook_tables(result)
     known = {id(each) for each in (*trainable, *mine.parameters())}
     if any(id(each) not in known for group in result.param_groups for each in group["params"]):
         raise BuildError("optimizer= gave an optimizer of other parameters than it was given; make it of these")
@@ -48,7 +48,7 @@ def _check_steps_once(optimizer: torch.optim.Optimizer) -> None:
         raise BuildError("LBFGS computes the loss several times in a step, which no engine does; give another optimizer")
 
 
-def _complete(optimizer: torch.optim.Optimizer) -> None:
+def _add_hook_tables(optimizer: torch.optim.Optimizer) -> None:
     """Give a wrapper that does not call its base's ``__init__`` the tables of hooks that this would have made."""
     tables = [
         name for name in vars(torch.optim.SGD([torch.zeros(())])) if name.startswith("_optimizer_") and name.endswith("hooks")
@@ -59,7 +59,7 @@ def _complete(optimizer: torch.optim.Optimizer) -> None:
                 setattr(each, name, OrderedDict())
 
 
-def adopted(optimizer: torch.optim.Optimizer, model: nn.Module, mine: nn.Module) -> torch.optim.Optimizer:
+def adopt_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, mine: nn.Module) -> torch.optim.Optimizer:
     """Give an optimizer of the unmodified model's parameters those that took their places on this rank.
 
     Args:
@@ -71,7 +71,7 @@ def adopted(optimizer: torch.optim.Optimizer, model: nn.Module, mine: nn.Module)
         BuildError: it has stepped already, or has parameters that are not the model's; it is unchanged then.
     """
     _check_steps_once(optimizer)
-    _complete(optimizer)
+    _add_hook_tables(optimizer)
     if has_state(optimizer):
         raise BuildError(
             "the optimizer has stepped already, or made its state at once, for parameters as they were; give a factory, "
@@ -96,12 +96,12 @@ def adopted(optimizer: torch.optim.Optimizer, model: nn.Module, mine: nn.Module)
     return optimizer
 
 
-def keep_types(optimizer: torch.optim.Optimizer) -> None:
+def keep_state_dtypes(optimizer: torch.optim.Optimizer) -> None:
     """Let ``load_state_dict`` give back an optimizer's state in the types it had, where torch casts it to the parameters'.
 
     A momentum in fp32 of weights in bf16, say. ``step`` is left to torch, which keeps it as the optimizer counts.
     """
-    _complete(optimizer)
+    _add_hook_tables(optimizer)
     given: list[Mapping[str, Any]] = []
 
     def before(_: torch.optim.Optimizer, packed: dict[str, Any]) -> None:
@@ -132,20 +132,20 @@ def _pairs(optimizer: torch.optim.Optimizer, packed: Mapping[str, Any]) -> Itera
             yield optimizer.state[parameter], packed["state"][number]
 
 
-def rate_kind(schedule: Any) -> str:
+def lr_scheduler_class(schedule: Any) -> str:
     """Return the name of a schedule's class, with those of the schedules that it is made of."""
     inner = getattr(schedule, "_schedulers", ())
-    return type(schedule).__name__ + (f"({', '.join(map(rate_kind, inner))})" if inner else "")
+    return type(schedule).__name__ + (f"({', '.join(map(lr_scheduler_class, inner))})" if inner else "")
 
 
-def scheduled_rate(given: Any, optimizer: torch.optim.Optimizer) -> Any:
+def make_lr_scheduler(given: Any, optimizer: torch.optim.Optimizer) -> Any:
     """Make the learning rate's schedule, from an object or a factory ``optimizer -> schedule``.
 
     Raises:
         BuildError: it is none, or that of another optimizer.
     """
-    result = given if is_rate(given) else given(optimizer)
-    if not is_rate(result):
+    result = given if is_lr_scheduler(given) else given(optimizer)
+    if not is_lr_scheduler(result):
         raise BuildError(f"lr_scheduler= gave a {type(result).__name__}; it must return one of torch.optim.lr_scheduler")
     if result.optimizer not in (optimizer, getattr(optimizer, "inner", None)):
         raise BuildError("lr_scheduler is that of another optimizer; give a factory, lambda optimizer: ...")

@@ -106,10 +106,10 @@ def _state_of(named: NamedOptimizer) -> dict[str, Any]:
 
 def _shard(named: NamedOptimizer, name: str, state: Mapping[Any, Any]) -> tuple[int, int, list[Any]]:
     """Return the dimension and the beginning of a shard, and the names of the state that is sharded like it."""
-    from .dtensors.optimizer_state import share  # noqa: PLC0415  torch.distributed.tensor takes a second
+    from .dtensors.optimizer_state import shard_of  # noqa: PLC0415  torch.distributed.tensor takes a second
 
     parameter: Any = named.known[name]
-    dim, start, _ = share(parameter)
+    dim, start, _ = shard_of(parameter)
     return dim, start, [key for key, value in state.items() if getattr(value, "shape", None) == parameter.shape]
 
 

@@ -17,25 +17,25 @@ from torch import nn
 from slapo_core import BuildError, Program, all_reduce, is_sharded, parameter_facts, shard_spec
 
 from ..distributed.ranks import stage_group
-from ..distributed.synchronized_rng import equal_random_numbers
+from ..distributed.synchronized_rng import synchronized_rng
 from ..model.named_tensors import parameters
 from ..model.pieces import Piece, piece_of
-from ..options.optimizer_blocks import Blocks, blocks_of
-from .introspection.nested_optimizers import Optimizer, held_in
+from ..options.optimizer_blocks import OptimizerBlocks, blocks_of
+from .introspection.nested_optimizers import Optimizer, referenced_parameters
 from .introspection.parameter_tables import has_state, replace_parameters
-from .probe.update_probe import Finding, probe
+from .probe.update_probe import UpdateDependence, probe
 from .whole_tensor_optimizer import WholeTensorOptimizer
-from .whole_tensors.owner_exchange import Holding
+from .whole_tensors.owner_exchange import LocalBox
 from .whole_tensors.stand_ins import StandIns
-from .whole_tensors.whole_tensor import Whole, is_fused, wholes_of
+from .whole_tensors.whole_tensor import WholeTensor, is_fused, whole_tensors_of
 
 if TYPE_CHECKING:
-    from .dtensors.stand_ins import PartStandIns
+    from .dtensors.stand_ins import DTensorStandIns
 
 Group = dist.ProcessGroup | None
 Make = Callable[[list[nn.Parameter]], Any]
 
-LEAST = 2**18
+MIN_SHARDED_NUMEL = 2**18
 """Elements of the smallest parameter of which an optimizer steps shards.
 
 Over two gloo ranks a step in place took of the time of owners: LAMB 1.52 at 147,456 elements, 1.01 at 262,144, 0.67 at 589,824,
@@ -44,7 +44,7 @@ LARS 0.96, 0.69 and 0.49: DTensor's own work for each operation outweighs the me
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParameterLayout:
     """Layout of the trained parameters on a rank.
 
     Args:
@@ -64,13 +64,13 @@ class Layout:
     group: Callable[[nn.Parameter], Group]
     dtype: torch.dtype | None = None
     is_flat: bool = False
-    blocks: Mapping[str, Blocks] = field(default_factory=dict)
+    blocks: Mapping[str, OptimizerBlocks] = field(default_factory=dict)
     refusal: str = ""
 
     @classmethod
     def of_engine(
         cls, program: Program, module: nn.Module, dtype: torch.dtype | None, is_flat: bool, refusal: str = ""
-    ) -> Layout:
+    ) -> ParameterLayout:
         """Return that of an engine which leaves tensor-parallel parts as they are, or flattens them for its optimizer.
 
         Args:
@@ -95,7 +95,7 @@ class Layout:
         # by how it is cut, which all ranks see alike: one of them may hold all rows, where others hold none
         return self.is_flat or name in self.blocks or is_fused(parameter) or is_sharded(parameter)
 
-    def with_blocks(self, given: Mapping[str, tuple[int, int | Sequence[int]]] | None) -> Layout:
+    def with_blocks(self, given: Mapping[str, tuple[int, int | Sequence[int]]] | None) -> ParameterLayout:
         """Return the same layout with what the user wants to have stepped block by block.
 
         Raises:
@@ -123,14 +123,14 @@ class Layout:
         return any(self.is_part(name, parameter) for name, parameter in self.trained().items())
 
 
-def examined(optimizer: Optimizer, layout: Layout) -> Finding | None:
+def probe_optimizer(optimizer: Optimizer, layout: ParameterLayout) -> UpdateDependence | None:
     """Probe the updates of an optimizer; None where the rank has all that an update could depend on."""
     if not layout.has_parts and layout.program.axis_size("pp") == 1:
         return None
     return probe(optimizer)
 
 
-class WholeSteps:
+class WholeTensorConstruction:
     """Makes an optimizer of whole tensors out of one of the rank's parameters. Collective.
 
     Args:
@@ -145,9 +145,9 @@ class WholeSteps:
         BuildError: on every rank: there is no layout of this kind on which it is right.
     """
 
-    def __init__(self, optimizer: Optimizer | None, finding: Finding | None, layout: Layout) -> None:
+    def __init__(self, optimizer: Optimizer | None, finding: UpdateDependence | None, layout: ParameterLayout) -> None:
         self._layout = layout
-        own = finding or Finding()
+        own = finding or UpdateDependence()
         depends = own.flat if layout.is_flat else own.shape
         is_alone = layout.is_flat or layout.program.axis_size("pp") > 1  # there it is refused where a step is of all
         joins = own.coupled or (bool(own.why_unknown) and not is_alone)
@@ -161,7 +161,7 @@ class WholeSteps:
         self._check(optimizer, coupled and not self._draws, communicates)
         self._everywhere = joins
         self._optimizer, self._steps_shards = optimizer, dict[tuple[int, ...], bool]()
-        self._stand_ins: list[StandIns | PartStandIns] = []
+        self._stand_ins: list[StandIns | DTensorStandIns] = []
         self._is_made = False
         self._by_source: dict[int, list[nn.Parameter]] = {}
         self._sources: dict[int, nn.Parameter] = {}
@@ -180,36 +180,38 @@ class WholeSteps:
             )
 
     def _make(self, named: Mapping[str, nn.Parameter]) -> None:
-        groups: dict[tuple[int, ...], tuple[Group, list[Whole]]] = {}
+        groups: dict[tuple[int, ...], tuple[Group, list[WholeTensor]]] = {}
         for name, parameter in named.items():
             if self._layout.is_part(name, parameter):
                 group = self._layout.group(parameter)
                 ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
                 piece, blocks = self._layout.piece(parameter), self._layout.blocks.get(name)
                 dtype = self._layout.dtype or parameter.dtype
-                groups.setdefault(ranks, (group, []))[1].extend(wholes_of(name, parameter, piece.full_shape, dtype, blocks))
+                groups.setdefault(ranks, (group, []))[1].extend(
+                    whole_tensors_of(name, parameter, piece.full_shape, dtype, blocks)
+                )
         for group, wholes in groups.values():
             for made in self._stand_ins_of(wholes, group):
                 self._add(made)
 
-    def _stand_ins_of(self, wholes: Sequence[Whole], group: Group) -> Iterator[StandIns | PartStandIns]:
+    def _stand_ins_of(self, wholes: Sequence[WholeTensor], group: Group) -> Iterator[StandIns | DTensorStandIns]:
         """Make stand-ins for parameters of a group of ranks, sharded ones where the optimizer steps these right. Collective."""
         dims = self._even_dims(wholes, group)
         parts = [whole for whole, dim in zip(wholes, dims, strict=True) if dim is not None]
         if parts:
-            from .dtensors.stand_ins import PartStandIns  # noqa: PLC0415  torch.distributed.tensor takes a second
+            from .dtensors.stand_ins import DTensorStandIns  # noqa: PLC0415  torch.distributed.tensor takes a second
 
             assert group is not None
-            yield PartStandIns(parts, [dim for dim in dims if dim is not None], group)
+            yield DTensorStandIns(parts, [dim for dim in dims if dim is not None], group)
         if others := [whole for whole, dim in zip(wholes, dims, strict=True) if dim is None]:
             yield StandIns(others, group, self._everywhere)
 
-    def _even_dims(self, wholes: Sequence[Whole], group: Group) -> list[int | None]:
+    def _even_dims(self, wholes: Sequence[WholeTensor], group: Group) -> list[int | None]:
         """Return for each parameter the dimension of its shards where it is stepped as a sharded one. Collective."""
         none: list[int | None] = [None] * len(wholes)
         if group is None or group.size() == 1 or self._everywhere or self._draws or self._layout.is_flat:
             return none
-        large = [math.prod(whole.shape) >= LEAST for whole in wholes]
+        large = [math.prod(whole.shape) >= MIN_SHARDED_NUMEL for whole in wholes]
         if not any(large):
             return none
         from .dtensors.shard_probe import steps_shards  # noqa: PLC0415  torch.distributed.tensor takes a second
@@ -227,8 +229,8 @@ class WholeSteps:
             self._steps_shards[ranks] = is_new and steps_shards(self._optimizer, mesh_over(group, device))
         return [dim if flag and self._steps_shards[ranks] else None for dim, flag in zip(found, flags.tolist(), strict=True)]
 
-    def _add(self, made: StandIns | PartStandIns) -> None:
-        made.bind(*local_places(made.wholes, self._layout))
+    def _add(self, made: StandIns | DTensorStandIns) -> None:
+        made.bind(*local_boxes(made.wholes, self._layout))
         made.make()
         self._stand_ins.append(made)
         for whole, parameter in zip(made.wholes, made.parameters, strict=True):
@@ -255,7 +257,7 @@ class WholeSteps:
                 )
             # what was given, and what a factory takes from elsewhere, has the rank's own parameters
             replace_parameters(inner, lambda parameter: self._by_source.get(id(parameter), [parameter]))
-            randomness = (lambda: equal_draws(self._layout.program)) if self._draws else nullcontext
+            randomness = (lambda: synchronized_rng_of_stage(self._layout.program)) if self._draws else nullcontext
             return WholeTensorOptimizer(inner, self._stand_ins, self._sources, self._extended, randomness)
         finally:
             for each in self._stand_ins:
@@ -263,15 +265,15 @@ class WholeSteps:
 
     def discard_unstepped(self, optimizer: WholeTensorOptimizer) -> None:
         """Discard whole tensors that the optimizer does not step. Collective."""
-        known = {id(parameter) for parameter in held_in(optimizer.inner)}
+        known = {id(parameter) for parameter in referenced_parameters(optimizer.inner)}
         for each in self._stand_ins:
             if each.keep(known) and each.wholes:
-                each.bind(*local_places(each.wholes, self._layout))
+                each.bind(*local_boxes(each.wholes, self._layout))
         self._is_made = True
         self._stand_ins[:] = [each for each in self._stand_ins if each.wholes]
         optimizer.stand_ins[:] = self._stand_ins
 
-    def _extended(self, added: Sequence[nn.Parameter]) -> tuple[list[nn.Parameter], Sequence[StandIns | PartStandIns]]:
+    def _extended(self, added: Sequence[nn.Parameter]) -> tuple[list[nn.Parameter], Sequence[StandIns | DTensorStandIns]]:
         """Make stand-ins for parameters that are added later. Collective."""
         known = {id(parameter) for parameter in added}
         named = {name: each for name, each in self._layout.named.items() if id(each) in known}
@@ -281,20 +283,22 @@ class WholeSteps:
         return self.stepped(added), made
 
 
-def local_places(wholes: Sequence[Whole], layout: Layout) -> tuple[Callable[[], list[nn.Parameter]], list[Holding]]:
+def local_boxes(
+    wholes: Sequence[WholeTensor], layout: ParameterLayout
+) -> tuple[Callable[[], list[nn.Parameter]], list[LocalBox]]:
     """Return this rank's parameters that have something of whole tensors, and the boxes in them."""
     sources = list({id(whole.source): whole.source for whole in wholes}.values())
     places = {id(source): place for place, source in enumerate(sources)}
     holdings = []
     for number, whole in enumerate(wholes):
         for chunk in whole.chunks(layout.piece(whole.source).chunks()):
-            holdings.append(Holding(number, places[id(whole.source)], chunk))
+            holdings.append(LocalBox(number, places[id(whole.source)], chunk))
     return lambda: sources, holdings
 
 
-def equal_draws(program: Program) -> AbstractContextManager[None]:
+def synchronized_rng_of_stage(program: Program) -> AbstractContextManager[None]:
     """Let the ranks of a stage draw the same random numbers inside. Collective over them."""
     if (mesh := program.mesh) is None:
         return nullcontext()
     groups = [mesh.get_group(axis) for axis in ("dp", "tp") if program.axis_size(axis) > 1]
-    return equal_random_numbers(groups, mesh.device_type)
+    return synchronized_rng(groups, mesh.device_type)

@@ -14,9 +14,9 @@ from .introspection.nested_optimizers import Optimizer, groups_in, optimizers_in
 from .whole_tensors.stand_ins import StandIns
 
 if TYPE_CHECKING:
-    from .dtensors.stand_ins import PartStandIns
+    from .dtensors.stand_ins import DTensorStandIns
 
-Extension = Callable[[Sequence[nn.Parameter]], tuple[list[nn.Parameter], Sequence["StandIns | PartStandIns"]]]
+Extension = Callable[[Sequence[nn.Parameter]], tuple[list[nn.Parameter], Sequence["StandIns | DTensorStandIns"]]]
 
 
 class WholeTensorOptimizer(torch.optim.Optimizer):
@@ -41,13 +41,13 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         inner: Optimizer,
-        stand_ins: Sequence[StandIns | PartStandIns],
+        stand_ins: Sequence[StandIns | DTensorStandIns],
         sources: Mapping[int, nn.Parameter],
         extend: Extension,
         randomness: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.inner = inner
-        self.stand_ins: list[StandIns | PartStandIns] = list(stand_ins)
+        self.stand_ins: list[StandIns | DTensorStandIns] = list(stand_ins)
         self._sources, self._extend, self._randomness = dict(sources), extend, randomness
         self._is_built, self._is_hidden, self.flats = False, False, list[torch.Tensor]()
         super().__init__(self._local_groups() or [{"params": []}], dict(inner.defaults))
@@ -106,9 +106,9 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     def _settle(self) -> None:
         if any(each.is_in_place for each in self.stand_ins):
-            from .dtensors.optimizer_state import settle  # noqa: PLC0415  torch.distributed.tensor takes a second
+            from .dtensors.optimizer_state import normalize_state  # noqa: PLC0415  torch.distributed.tensor takes a second
 
-            settle(self.inner)
+            normalize_state(self.inner)
 
     def _present(self) -> set[int] | None:
         """Return the numbers of the flat tensors that are stepped now; None for all. An engine may step some after others."""

@@ -5,6 +5,6 @@ value and a value that works. The environment variable ``SLAPO_DISABLE_CHECKS`` 
 have a module each. It may import ``slapo_core``, ``batches`` and ``losses``, whose options it validates.
 """
 
-from .common_options import CommonOptions, is_rate
+from .common_options import CommonOptions, is_lr_scheduler
 
-__all__ = ["CommonOptions", "is_rate"]
+__all__ = ["CommonOptions", "is_lr_scheduler"]

@@ -198,7 +198,7 @@ class CommonOptions:
         check_blocks(self.optimizer_blocks)
         check_dims(self.batch_dims)
         self._check_rate()
-        if self.loss_fn is not None and not _takes_two(self.loss_fn):
+        if self.loss_fn is not None and not _accepts_two_arguments(self.loss_fn):
             raise BuildError("loss_fn does not take (outputs, labels)")
         check_choice(self.loss)
         if self.loss is not None and self.loss_fn is not None:
@@ -227,19 +227,19 @@ class CommonOptions:
 
     def _check_rate(self) -> None:
         rate = self.lr_scheduler
-        if rate is not None and not (self.optimizer is not None and (is_rate(rate) or callable(rate))):
+        if rate is not None and not (self.optimizer is not None and (is_lr_scheduler(rate) or callable(rate))):
             what = (
                 "lr_scheduler= is of optimizer=, which is not given" if self.optimizer is None else f"lr_scheduler is {rate!r}"
             )
             raise BuildError(f"{what}; give optimizer=, and lr_scheduler= as one of torch.optim.lr_scheduler or a factory")
 
 
-def is_rate(value: Any) -> bool:
+def is_lr_scheduler(value: Any) -> bool:
     """Return whether a value is a schedule of the learning rate."""
     return isinstance(value, (LRScheduler, ReduceLROnPlateau))
 
 
-def _takes_two(function: Callable[..., Any]) -> bool:
+def _accepts_two_arguments(function: Callable[..., Any]) -> bool:
     try:
         inspect.signature(function).bind(None, None)
     except TypeError:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from slapo_core import BuildError
 
 
-class Blocks(NamedTuple):
+class OptimizerBlocks(NamedTuple):
     """Blocks of a fused parameter.
 
     Args:
@@ -43,7 +43,7 @@ def check_blocks(given: Any) -> None:
 
 def blocks_of(
     given: Mapping[str, tuple[int, int | Sequence[int]]] | None, shapes: Mapping[str, Sequence[int]]
-) -> dict[str, Blocks]:
+) -> dict[str, OptimizerBlocks]:
     """Return the blocks of each parameter that was named.
 
     Args:
@@ -53,7 +53,7 @@ def blocks_of(
     Raises:
         BuildError: a parameter cannot be cut like this.
     """
-    found: dict[str, Blocks] = {}
+    found: dict[str, OptimizerBlocks] = {}
     for pattern, (dim, number) in (given or {}).items():
         for name, shape in shapes.items():
             if not fnmatchcase(name, pattern):
@@ -66,5 +66,5 @@ def blocks_of(
                     f"optimizer_blocks[{pattern!r}] is {(dim, number)}, and {name!r} of shape {tuple(shape)} cannot be cut so; "
                     "give a dimension and the number of equal blocks along it, or sizes that add up"
                 )
-            found[name] = Blocks(dim % len(shape), sizes)
+            found[name] = OptimizerBlocks(dim % len(shape), sizes)
     return found

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from ..introspection.nested_optimizers import Optimizer, optimizers_in
 
 
-def settle(optimizer: Optimizer) -> None:
+def normalize_state(optimizer: Optimizer) -> None:
     """Give the state of sharded parameters its form, after a step. Collective where the step left another form."""
     for each in optimizers_in(optimizer):
         for parameter, state in each.state.items():
@@ -32,7 +32,7 @@ def _settled(value: DTensor, parameter: DTensor) -> torch.Tensor:
     return value if value.placements == form else value.redistribute(placements=form)
 
 
-def check_settled(optimizer: Optimizer) -> None:
+def check_normalized(optimizer: Optimizer) -> None:
     """Refuse state that a checkpoint would not give back.
 
     Raises:
@@ -82,7 +82,7 @@ def loaded(parameter: torch.Tensor, elements: Mapping[Any, torch.Tensor], rest: 
     return {**parts, **more}
 
 
-def share(parameter: DTensor) -> tuple[int, int, int]:
+def shard_of(parameter: DTensor) -> tuple[int, int, int]:
     """Return the dimension along which a stand-in is sharded, where this rank's shard begins, and its size."""
     dim = parameter.placements[0].dim  # type: ignore[attr-defined]
     size = parameter.to_local().shape[dim]
@@ -93,5 +93,5 @@ def shares_of(parameter: DTensor, state: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return the state of a stand-in of that of the whole parameter."""
     elements = {key: each for key, each in state.items() if isinstance(each, torch.Tensor) and each.shape == parameter.shape}
     rest = {key: each for key, each in state.items() if key not in elements}
-    place = share(parameter)
+    place = shard_of(parameter)
     return loaded(parameter, {key: each.narrow(*place).clone() for key, each in elements.items()}, rest)

@@ -16,7 +16,7 @@ from ..introspection.nested_optimizers import Optimizer, optimizers_in
 from ..probe.probe_runs import Cut, ProbeRuns, Size, is_close, isolation
 from ..probe.update_probe import sizes_of
 from ..whole_tensors.whole_tensor import local_of
-from .optimizer_state import check_settled, loaded, settle
+from .optimizer_state import check_normalized, loaded, normalize_state
 
 _STATISTIC = 2**10
 """Elements of the largest message of a trial; for DTensor it may be as cheap to gather a smaller parameter as to reduce one."""
@@ -55,8 +55,8 @@ def _is_right(runs: ProbeRuns, mesh: DeviceMesh) -> bool:
             return False
         number = len(runs.shapes)
         ways = [
-            _cuts(mesh, [0] * number),
-            *(_cuts(mesh, [1 if at % 2 == odd else None for at in range(number)]) for odd in (0, 1)),
+            _shard_functions(mesh, [0] * number),
+            *(_shard_functions(mesh, [1 if at % 2 == odd else None for at in range(number)]) for odd in (0, 1)),
         ]
         found = True
         for cuts in ways:
@@ -70,8 +70,8 @@ def _is_right(runs: ProbeRuns, mesh: DeviceMesh) -> bool:
 
 
 def _after_step(optimizer: Optimizer, is_last: bool) -> None:
-    settle(optimizer)
-    check_settled(optimizer)
+    normalize_state(optimizer)
+    check_normalized(optimizer)
     if is_last:
         for each in optimizers_in(optimizer):
             for parameter, state in each.state.items():
@@ -92,7 +92,7 @@ def _divisible(size: Size, ranks: int) -> Size:
     return Size(shapes, size.steps)
 
 
-def _cuts(mesh: DeviceMesh, dims: Sequence[int | None]) -> list[Cut]:
+def _shard_functions(mesh: DeviceMesh, dims: Sequence[int | None]) -> list[Cut]:
     """Return for each parameter what makes a shard of it, along a dimension; those of None stay whole."""
 
     def sharded(tensor: torch.Tensor, dim: int) -> torch.Tensor:

@@ -11,15 +11,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ...distributed._torch_private import set_local
-from ...gradient_hooks.sharded_attributes import matches
+from ...gradient_hooks.sharded_attributes import is_shaped_like
 from ...model.pieces import Piece
-from ..whole_tensors.owner_exchange import Holding
-from ..whole_tensors.whole_tensor import Whole, local_of, stand_in
+from ..whole_tensors.owner_exchange import LocalBox
+from ..whole_tensors.whole_tensor import WholeTensor, local_of, stand_in
 
 Tensors = Callable[[], Sequence[torch.Tensor]]
 
 
-class PartStandIns:
+class DTensorStandIns:
     """Sharded parameters that an optimizer steps in the places of the rank's shards, and which share memory with these.
 
     It has the interface of ``StandIns``. Every rank steps all parameters, and DTensor reduces the statistics of each.
@@ -38,11 +38,11 @@ class PartStandIns:
 
     is_everywhere, is_in_place = False, True
 
-    def __init__(self, wholes: Sequence[Whole], dims: Sequence[int], group: dist.ProcessGroup) -> None:
+    def __init__(self, wholes: Sequence[WholeTensor], dims: Sequence[int], group: dist.ProcessGroup) -> None:
         self.wholes, self._dims, self._group = list(wholes), list(dims), group
         self.mesh = mesh_over(group, self.wholes[0].source.device)
         self._tensors: Tensors | None = None
-        self._holdings: list[Holding] = []
+        self._holdings: list[LocalBox] = []
         self._labels: Sequence[int] = ()
         self.parameters: list[nn.Parameter] = []
 
@@ -59,7 +59,7 @@ class PartStandIns:
         self.parameters = [self.parameters[number] for number in kept]
         return True
 
-    def bind(self, tensors: Tensors, holdings: Sequence[Holding], labels: Sequence[int] | None = None) -> None:
+    def bind(self, tensors: Tensors, holdings: Sequence[LocalBox], labels: Sequence[int] | None = None) -> None:
         """Set the tensors in which this rank has values and gradients from now on.
 
         Args:
@@ -147,7 +147,7 @@ def mesh_over(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
     return DeviceMesh.from_group(group, device.type, mesh_dim_names=(f"shards_{group.group_name}",))
 
 
-def even_dim(whole: Whole, piece: Piece, group: dist.ProcessGroup) -> int | None:
+def even_dim(whole: WholeTensor, piece: Piece, group: dist.ProcessGroup) -> int | None:
     """Return the dimension along which this rank's part is the equal share of its rank; None where it is anything else.
 
     Args:
@@ -156,7 +156,9 @@ def even_dim(whole: Whole, piece: Piece, group: dist.ProcessGroup) -> int | None
         group: The ranks that hold it.
     """
     own = vars(whole.source).values()
-    if whole.spans is not None or any(matches(each, shape) for each in own for shape in (whole.shape, whole.source.shape)):
+    if whole.spans is not None or any(
+        is_shaped_like(each, shape) for each in own for shape in (whole.shape, whole.source.shape)
+    ):
         return None
     cut = [dim for dim, ranges in enumerate(piece.ranges) if ranges != ((0, whole.shape[dim]),)]
     if len(cut) != 1 or whole.shape[cut[0]] % group.size():

@@ -54,7 +54,7 @@ def parameters_in(optimizer: Optimizer) -> list[nn.Parameter]:
     return list({id(parameter): parameter for parameter in held}.values())
 
 
-def held_in(optimizer: Optimizer) -> list[nn.Parameter]:
+def referenced_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     """Return what an optimizer and all that it holds have in groups, or in lists that are attributes, each once."""
     lists = (value for each in optimizers_in(optimizer) for value in vars(each).values() if isinstance(value, list))
     others = (item for value in lists for item in value if isinstance(item, nn.Parameter))

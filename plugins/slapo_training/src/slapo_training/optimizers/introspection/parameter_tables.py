@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from .nested_optimizers import Optimizer, groups_in, held_in, optimizers_in
+from .nested_optimizers import Optimizer, groups_in, optimizers_in, referenced_parameters
 
 _PLAIN = (bool, int, float, str)
 Successors = Callable[[nn.Parameter], Sequence[nn.Parameter]]
 _Keys = Callable[[Any], list[Any]]
 
 
-def marks_at(optimizer: Optimizer, parameter: nn.Parameter) -> tuple[Any, ...]:
+def plain_values_of(optimizer: Optimizer, parameter: nn.Parameter) -> tuple[Any, ...]:
     """Return the plain values that an optimizer and those inside it keep for a parameter, beside the tensors of its state."""
     found: list[Any] = []
     for each in optimizers_in(optimizer):
@@ -36,7 +36,7 @@ def has_positions(optimizer: Optimizer) -> bool:
         numbers = [len(group["params"]) for group in each.param_groups]
         tables = [table.items() for table in (vars(each), *each.param_groups)]
         lists = [value for table in tables for name, value in table if name not in _NO_POSITIONS]
-        if any(number > _FEW and _is_by_place(value, number) for number in {*numbers, sum(numbers)} for value in lists):
+        if any(number > _FEW and _is_positional(value, number) for number in {*numbers, sum(numbers)} for value in lists):
             return True
     return False
 
@@ -86,7 +86,7 @@ _NO_POSITIONS = ("params", "param_names", "param_groups")
 _FEW = 2
 
 
-def _is_by_place(value: Any, number: int) -> bool:
+def _is_positional(value: Any, number: int) -> bool:
     return isinstance(value, list) and len(value) == number and not any(isinstance(item, nn.Parameter) for item in value)
 
 
@@ -105,7 +105,7 @@ def _has(table: Any, key: Any) -> bool:
 
 def _known(optimizer: Optimizer) -> list[nn.Parameter]:
     states = (key for each in optimizers_in(optimizer) for key in each.state if isinstance(key, nn.Parameter))
-    return [*held_in(optimizer), *states]
+    return [*referenced_parameters(optimizer), *states]
 
 
 def _new_keys(known: Mapping[int, nn.Parameter], successors: Successors) -> _Keys:

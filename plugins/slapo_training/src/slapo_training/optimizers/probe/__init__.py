@@ -5,6 +5,6 @@ Copies of the optimizer step a few small parameters, whole and in parts, togethe
 ``introspection``, ``gradient_hooks`` and the private torch names in ``distributed``.
 """
 
-from .update_probe import is_same_in_turns
+from .update_probe import is_step_divisible
 
-__all__ = ["is_same_in_turns"]
+__all__ = ["is_step_divisible"]

@@ -11,16 +11,16 @@ from torch import nn
 
 from slapo_core import shard_spec
 
-from ...gradient_hooks.sharded_attributes import matches
+from ...gradient_hooks.sharded_attributes import is_shaped_like
 from ..introspection.nested_optimizers import Optimizer, groups_in, optimizers_in
-from ..introspection.parameter_tables import marks_at
+from ..introspection.parameter_tables import plain_values_of
 
 _REPRESENTATIVES = 2
 _NUMBERS = ("_fsdp_orig_uid",)
 """Attributes by which a library numbers parameters: each would be of a kind of its own."""
 
 
-def copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+def copy_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     """Copy an optimizer and those that it holds; ``copy.deepcopy`` would lose all attributes but state and groups."""
     found = optimizers_in(optimizer)
     for each in found:
@@ -75,7 +75,7 @@ def representatives(optimizer: Optimizer, merges: bool) -> list[nn.Parameter]:
                 parameter.dim(),
                 parameter.dtype,
                 tuple(marks),
-                marks_at(optimizer, parameter),
+                plain_values_of(optimizer, parameter),
             )
             if parameter.requires_grad and seen.setdefault(kind, 0) < _REPRESENTATIVES:
                 seen[kind] += 1
@@ -88,7 +88,7 @@ def _options(group: dict[str, Any]) -> tuple[tuple[str, str], ...]:
     return tuple((key, repr(value != 0 if isinstance(value, float) else value)) for key, value in given)
 
 
-def substitute(old: nn.Parameter, value: torch.Tensor, is_bare: bool = False) -> nn.Parameter:
+def probe_parameter(old: nn.Parameter, value: torch.Tensor, is_bare: bool = False) -> nn.Parameter:
     """Return a parameter with this value and the attributes of another; a bare one, as a flat range is, has none."""
     new = nn.Parameter(value.detach().to(old.dtype).clone())
     if is_bare:
@@ -96,7 +96,7 @@ def substitute(old: nn.Parameter, value: torch.Tensor, is_bare: bool = False) ->
     spec = shard_spec(old)
     shapes = [tuple(old.shape), *([] if spec is None else [tuple(spec.full_shape)])]
     for name, each in vars(old).items():
-        vars(new)[name] = _shaped_like(each, new) if any(matches(each, shape) for shape in shapes) else each
+        vars(new)[name] = _shaped_like(each, new) if any(is_shaped_like(each, shape) for shape in shapes) else each
     return new
 
 

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ...distributed._torch_private import CollectiveFound
+from ...distributed._torch_private import CollectiveCalledError
 from ..introspection.nested_optimizers import Optimizer, groups_in, optimizers_in, parameters_in
 from ..introspection.parameter_tables import replace_in_tables
 from ..introspection.step_counters import OneStep, advance, counts
-from .optimizer_copies import copied, representatives, substitute, substituted_states
+from .optimizer_copies import copy_optimizer, probe_parameter, representatives, substituted_states
 
 Cut = Callable[[torch.Tensor], torch.Tensor]
 
@@ -67,8 +67,8 @@ class ProbeRuns:
         failure: Exception | None = None
         for self.is_sparse, self.goes_ahead in ((False, True), (False, False), (True, True), (True, False)):
             try:
-                found = self.run(uncut)
-            except CollectiveFound:
+                found = self.run(identity_cut)
+            except CollectiveCalledError:
                 raise
             except Exception as err:
                 failure = failure or err
@@ -97,7 +97,7 @@ class ProbeRuns:
         whole = [torch.randn(shape, generator=numbers) for shape in self.shapes]
         cuts = cut if isinstance(cut, Sequence) else [cut] * len(whole)
         substitutes = [
-            substitute(old, own(value.to(old.device)), is_bare=cut in FLAT)
+            probe_parameter(old, own(value.to(old.device)), is_bare=cut in FLAT)
             for old, value, own in zip(self._chosen, whole, cuts, strict=True)
         ]
         stepped = range(len(substitutes)) if places is None else places
@@ -138,7 +138,7 @@ class ProbeRuns:
         for cut in cuts:
             try:
                 found = self.run(cut)
-            except CollectiveFound:
+            except CollectiveCalledError:
                 raise
             except Exception:
                 return False
@@ -151,7 +151,7 @@ class ProbeRuns:
         for first in (0, 1):
             places = range(first, len(self._chosen), 2)
             if places:
-                found = self.run(uncut, places)
+                found = self.run(identity_cut, places)
                 pairs = [(found[at], whole[at]) for at in range(len(whole)) if at % len(self._chosen) in places]
                 if not all(is_close(own, full) for own, full in pairs):
                     return True
@@ -160,7 +160,7 @@ class ProbeRuns:
     def is_same_in_turns(self, whole: Sequence[torch.Tensor]) -> bool:
         """Return whether two calls of ``step``, each of half of the parameters, add what one call of all adds."""
         calls = [each for first in (0, 1) if (each := range(first, len(self._chosen), 2))]
-        return len(calls) < 2 or all(map(is_close, self.run(uncut, calls=calls), whole))
+        return len(calls) < 2 or all(map(is_close, self.run(identity_cut, calls=calls), whole))
 
     def _shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
         return self._size.shapes.get(parameter.dim(), (2,) * parameter.dim())
@@ -172,14 +172,14 @@ class ProbeRuns:
             place = self._places.get(id(parameter))
             if place is None:
                 if parameter.dim() not in dummies:
-                    dummies[parameter.dim()] = substitute(
+                    dummies[parameter.dim()] = probe_parameter(
                         parameter, torch.zeros(self._shape(parameter), device=parameter.device)
                     )
                 memo[id(parameter)] = dummies[parameter.dim()]
             else:
                 memo[id(parameter)] = substitutes[place]
         memo |= substituted_states(self._optimizer, memo)
-        trial = copied(self._optimizer, memo)
+        trial = copy_optimizer(self._optimizer, memo)
         replace_in_tables(trial, self._all, lambda old: [memo[id(old)]])
         kept = {id(substitutes[place]) for place in places}
         for group in groups_in(trial):
@@ -256,7 +256,7 @@ def _seed() -> None:
     random.seed(0)
 
 
-def uncut(tensor: torch.Tensor) -> torch.Tensor:
+def identity_cut(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole parameter, as a ``Cut``."""
     return tensor
 

@@ -10,14 +10,14 @@ import torch
 
 from slapo_core import failure_reason, shard_spec
 
-from ...distributed._torch_private import CollectiveFound, CollectiveWatch
+from ...distributed._torch_private import CollectiveCalledError, CollectiveWatch
 from ..introspection.nested_optimizers import Optimizer, parameters_in
 from ..introspection.parameter_tables import has_positions
 from .optimizer_copies import representatives
-from .probe_runs import COLUMNS, CORNERS, FLAT, ROWS, SMALL, ProbeRuns, Size, isolation, uncut
+from .probe_runs import COLUMNS, CORNERS, FLAT, ROWS, SMALL, ProbeRuns, Size, identity_cut, isolation
 
 
-class Finding(NamedTuple):
+class UpdateDependence(NamedTuple):
     """Dependences of an optimizer's update.
 
     Args:
@@ -45,7 +45,7 @@ _MOST = 2**23
 """Elements of all that are tried at once: a model may have a group for each layer."""
 
 
-def probe(optimizer: Optimizer) -> Finding:
+def probe(optimizer: Optimizer) -> UpdateDependence:
     """Probe what the updates of an optimizer depend on.
 
     Neither the optimizer nor its parameters nor any random state are changed: copies of it step small parameters.
@@ -59,16 +59,16 @@ def probe(optimizer: Optimizer) -> Finding:
     with isolation():
         try:
             found = _probed(optimizer)
-        except CollectiveFound:
-            found = Finding(shape=True, flat=True, coupled=True, communicates=True)
+        except CollectiveCalledError:
+            found = UpdateDependence(shape=True, flat=True, coupled=True, communicates=True)
         except Exception as err:
-            found = Finding(shape=True, flat=True, coupled=has_positions(optimizer), why_unknown=failure_reason(err))
+            found = UpdateDependence(shape=True, flat=True, coupled=has_positions(optimizer), why_unknown=failure_reason(err))
     if kind is not None:
         _known[kind] = found
     return found
 
 
-_known: dict[object, Finding] = {}
+_known: dict[object, UpdateDependence] = {}
 """Findings by kind of optimizer: a process may build many engines."""
 
 
@@ -90,7 +90,7 @@ def _kind_of_torchs_own(optimizer: Optimizer) -> object:
     return kind, kind.step, repr((groups, sizes_of(optimizer)))
 
 
-def is_same_in_turns(optimizer: Optimizer) -> bool:
+def is_step_divisible(optimizer: Optimizer) -> bool:
     """Return whether calls of ``step`` of some parameters each, put together as ``OneStep`` does, are a step of all.
 
     Args:
@@ -108,7 +108,7 @@ def is_same_in_turns(optimizer: Optimizer) -> bool:
             return False
 
 
-def _probed(optimizer: Optimizer) -> Finding:
+def _probed(optimizer: Optimizer) -> UpdateDependence:
     runs = ProbeRuns(optimizer, SMALL)
     with CollectiveWatch():  # type: ignore[no-untyped-call]
         whole = runs.run_first()
@@ -117,12 +117,12 @@ def _probed(optimizer: Optimizer) -> Finding:
     flat = shape or not runs.is_same_in_parts(whole, FLAT)
     for size in (_LARGE, *_larger(optimizer)) if not shape else ():
         large = ProbeRuns(optimizer, size, runs.is_sparse, runs.goes_ahead)
-        whole = large.run(uncut)
+        whole = large.run(identity_cut)
         shape = large.keeps_factors or not all(large.is_same_in_parts(whole, cuts) for cuts in (ROWS, COLUMNS, CORNERS))
         flat = flat or shape or not large.is_same_in_parts(whole, FLAT)
         if shape:
             break
-    return Finding(shape, flat, coupled or has_positions(optimizer), runs.draws)
+    return UpdateDependence(shape, flat, coupled or has_positions(optimizer), runs.draws)
 
 
 def sizes_of(optimizer: Optimizer) -> list[Size]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from slapo_core import BuildError
 
 from ...model.pieces import Chunk
-from .whole_tensor import Whole
+from .whole_tensor import WholeTensor
 
 Box = tuple[int, tuple[int, ...], tuple[int, ...]]
 """Number of a whole tensor, where a box begins in it, and its shape."""
@@ -24,7 +24,7 @@ _IN_FLIGHT = 3
 """Buckets whose memory exists at the same time."""
 
 
-class Holding(NamedTuple):
+class LocalBox(NamedTuple):
     """Box of a whole tensor that this rank has in its memory.
 
     Args:
@@ -52,7 +52,7 @@ class Holding(NamedTuple):
         return self.whole, self.chunk.offset, self.chunk.sizes
 
 
-def owners(wholes: Sequence[Whole], size: int) -> list[int]:
+def assign_owners(wholes: Sequence[WholeTensor], size: int) -> list[int]:
     """Return the rank of the group that owns each tensor: all get about the same work. The same on every rank."""
     loads, found = [0] * size, [0] * len(wholes)
     for number in sorted(range(len(wholes)), key=lambda number: (-wholes[number].cost, number)):
@@ -70,7 +70,7 @@ class _Route(NamedTuple):
     incoming: list[list[Box]]
 
 
-class Exchange:
+class OwnerExchange:
     """Gathers whole tensors to their owners, and scatters them back. Collective over the group.
 
     Args:
@@ -82,18 +82,18 @@ class Exchange:
         owned: Numbers of those that this rank has whole.
     """
 
-    def __init__(self, wholes: Sequence[Whole], owner_of: Sequence[int] | None, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, wholes: Sequence[WholeTensor], owner_of: Sequence[int] | None, group: dist.ProcessGroup | None) -> None:
         self._wholes, self._group = wholes, group
         self._rank, self._size = (0, 1) if group is None else (group.rank(), group.size())
         everyone = tuple(range(self._size))
         self._owners = [everyone if owner_of is None else (owner_of[number],) for number in range(len(wholes))]
         self.owned = [number for number in range(len(wholes)) if self._rank in self._owners[number]]
-        self._holdings: Sequence[Holding] = ()
+        self._holdings: Sequence[LocalBox] = ()
         self._labels: Sequence[int] = ()
         self._there: list[_Route] = []
         self._back: list[_Route] = []
 
-    def bind(self, holdings: Sequence[Holding], labels: Sequence[int]) -> None:
+    def bind(self, holdings: Sequence[LocalBox], labels: Sequence[int]) -> None:
         """Plan the messages for what this rank holds. Collective.
 
         Args:

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ...gradient_hooks.sharded_attributes import attributes_cut_with
-from .owner_exchange import Exchange, Holding, owners
-from .whole_tensor import Whole, stand_in
+from .owner_exchange import LocalBox, OwnerExchange, assign_owners
+from .whole_tensor import WholeTensor, stand_in
 
 Tensors = Callable[[], Sequence[torch.Tensor]]
 
@@ -32,11 +32,11 @@ class StandIns:
 
     is_in_place = False
 
-    def __init__(self, wholes: Sequence[Whole], group: dist.ProcessGroup | None, everywhere: bool) -> None:
+    def __init__(self, wholes: Sequence[WholeTensor], group: dist.ProcessGroup | None, everywhere: bool) -> None:
         size = 1 if group is None else group.size()
         self.wholes, self._group, self.is_everywhere = list(wholes), group, everywhere
-        self._owners = None if everywhere else owners(wholes, size)
-        self._exchange = Exchange(self.wholes, self._owners, group)
+        self._owners = None if everywhere else assign_owners(wholes, size)
+        self._exchange = OwnerExchange(self.wholes, self._owners, group)
         self._owned = set(self._exchange.owned)
         self._tensors: Tensors | None = None
         self._labels: Sequence[int] = ()
@@ -57,11 +57,11 @@ class StandIns:
         self.wholes = [self.wholes[number] for number in kept]
         self.parameters = [self.parameters[number] for number in kept]
         self._owners = None if self._owners is None else [self._owners[number] for number in kept]
-        self._exchange = Exchange(self.wholes, self._owners, self._group)
+        self._exchange = OwnerExchange(self.wholes, self._owners, self._group)
         self._owned = set(self._exchange.owned)
         return True
 
-    def bind(self, tensors: Tensors, holdings: Sequence[Holding], labels: Sequence[int] | None = None) -> None:
+    def bind(self, tensors: Tensors, holdings: Sequence[LocalBox], labels: Sequence[int] | None = None) -> None:
         """Set the tensors in which this rank has values and gradients from now on. Collective.
 
         Args:
@@ -137,7 +137,7 @@ class StandIns:
             whole = self.wholes[number]
             self.parameters[number].data = torch.empty(whole.shape, dtype=whole.dtype, device=self._device)
 
-    def _nothing(self, whole: Whole) -> torch.Tensor:
+    def _nothing(self, whole: WholeTensor) -> torch.Tensor:
         """Return a tensor of a shape with the memory of one element."""
         return torch.zeros((), dtype=whole.dtype, device=self._device).expand(whole.shape)
 

@@ -12,14 +12,14 @@ from torch import nn
 from slapo_core import parameter_facts, successor
 
 from ...gradient_hooks.hook_tables import TABLES
-from ...model.pieces import Chunk, Span, chunks_of, replaced
-from ...options.optimizer_blocks import Blocks
+from ...model.pieces import Chunk, Span, chunks_of, with_dim
+from ...options.optimizer_blocks import OptimizerBlocks
 
 MADE_OF = "slapo_made_of"
 """Attribute that a fusing step sets on the new parameter, see ``slapo_weights.made_of``."""
 
 
-class Whole(NamedTuple):
+class WholeTensor(NamedTuple):
     """Tensor that the optimizer of the unmodified model would step.
 
     Args:
@@ -46,9 +46,9 @@ class Whole(NamedTuple):
         return math.prod(self.shape) * (min(self.shape) if len(self.shape) > 1 else 1) + 1
 
 
-def wholes_of(
-    name: str, parameter: nn.Parameter, shape: Sequence[int], dtype: torch.dtype, blocks: Blocks | None = None
-) -> list[Whole]:
+def whole_tensors_of(
+    name: str, parameter: nn.Parameter, shape: Sequence[int], dtype: torch.dtype, blocks: OptimizerBlocks | None = None
+) -> list[WholeTensor]:
     """Return the whole tensors that a parameter belongs to: several where a step fused them, or where blocks are asked for.
 
     Args:
@@ -62,15 +62,15 @@ def wholes_of(
     made = getattr(parameter, MADE_OF, None)
     if made is not None and not parameter_facts(parameter).names and (spans := _spans(made)) is not None:
         return [
-            Whole(part, replaced(full, made[0], sum(span.size for span in own)), parameter, dtype, own)
+            WholeTensor(part, with_dim(full, made[0], sum(span.size for span in own)), parameter, dtype, own)
             for part, own in spans.items()
         ]
     if blocks is None:
-        return [Whole(name, full, parameter, dtype)]
+        return [WholeTensor(name, full, parameter, dtype)]
     found, at = [], 0
     for number, size in enumerate(blocks.sizes):
         own = (Span(blocks.dim, at, 0, size),)
-        found.append(Whole(f"{name}[{number}]", replaced(full, blocks.dim, size), parameter, dtype, own))
+        found.append(WholeTensor(f"{name}[{number}]", with_dim(full, blocks.dim, size), parameter, dtype, own))
         at += size
     return found
 
@@ -81,7 +81,7 @@ def is_fused(parameter: nn.Parameter) -> bool:
     return made is not None and not parameter_facts(parameter).names and _spans(made) is not None
 
 
-def stand_in(whole: Whole, value: torch.Tensor, masks: Mapping[str, torch.Tensor]) -> nn.Parameter:
+def stand_in(whole: WholeTensor, value: torch.Tensor, masks: Mapping[str, torch.Tensor]) -> nn.Parameter:
     """Return a whole parameter for the optimizer with all that was set on the rank's.
 
     Args:
