@@ -68,7 +68,7 @@ class DeepSpeedEngine(BatchEngine):
         self._options = options
         self._device_type = program.mesh.device_type if program.mesh is not None else "cpu"
         self._saver = Saver(program)
-        compare_across_ranks(options.agreed(), program.mesh)
+        compare_across_ranks(options.rank_invariants(), program.mesh)
         self._deepspeed = imported(self._device_type)
         stale_engines.abandon_stale()
         self._world, self._linear = start(self._deepspeed), TorchLinear()
@@ -173,7 +173,7 @@ class DeepSpeedEngine(BatchEngine):
 
     def _check_trained(self, part: Batch) -> None:
         self._used.check_new()
-        size, rows = self._options.configured_rows(self.program.axis_size("dp")), self._options.batch_rows.number(part)
+        size, rows = self._options.configured_rows(self.program.axis_size("dp")), self._options.batch_rows.count(part)
         if size is not None and rows is not None and rows != size[1]:
             raise BuildError(
                 f"a micro-batch has {rows} rows, but by {size[0]} in DeepSpeed's config it has {size[1]}; leave it out of the "
@@ -241,7 +241,7 @@ class DeepSpeedEngine(BatchEngine):
         """
         self._check_open()
         self.averages.check_idle("load")
-        self._saver.settle()
+        self._saver.finish_last_save()
         given = self.model, self.module, path, self.program, self._options.zero_stage
         found = save_load.checked(*given, self.averages)
         with self._reading():
@@ -268,7 +268,7 @@ class DeepSpeedEngine(BatchEngine):
         shares.begin()
         shares.put_back()
 
-    def why_not_averaged(self) -> str:
+    def averaging_problem(self) -> str:
         """Return what of this engine cannot be averaged."""
         return why_not(self.model, self.module) or ("an engine without an optimizer" if stepping(self.model) is None else "")
 
@@ -330,7 +330,7 @@ class DeepSpeedEngine(BatchEngine):
                 loss = torch.as_tensor(self.model.eval_batch(steps(len(batch.parts)))).detach().float().reshape(())
             return loss, self._stage.counted
         self.model.train(training)
-        self._modes.freeze()
+        self._modes.restore_frozen()
         with self._reads.watched(training) if self._reads is not None else nullcontext():
             return self._mean([self._part(index, batch) for index in range(len(batch.parts))]), self._counted
 
@@ -354,7 +354,7 @@ class DeepSpeedEngine(BatchEngine):
             self._used.check()
         else:
             self.model.train()
-            self._modes.freeze()
+            self._modes.restore_frozen()
             with self._unused.watched(), self._reads.watched(True) if self._reads is not None else nullcontext():
                 losses = [self._train_part(index, batch) for index in range(len(batch.parts))]
             loss = self._mean(losses)

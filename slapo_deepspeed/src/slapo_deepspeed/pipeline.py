@@ -98,7 +98,7 @@ def in_pipeline(program: Program, stage: RunningStage, modes: TrainingMode) -> A
 
         def train(self, mode: bool = True) -> Any:
             super().train(mode or self.stays_in_training)
-            modes.freeze()
+            modes.restore_frozen()
             return self
 
         def _index_tied_modules(self) -> dict[str, Any]:

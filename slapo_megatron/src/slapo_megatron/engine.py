@@ -70,7 +70,7 @@ class MegatronEngine(BatchEngine):
         self._device_type = device_of(program)
         self.has_stepped = False
         self._saver, self.files = Saver(program), MegatronFiles()
-        compare_across_ranks(options.agreed(), program.mesh)
+        compare_across_ranks(options.rank_invariants(), program.mesh)
         own = [s.index for s in program.stages if program.rank_of(s.index) == program.axis_rank("pp")]
         stale_engines.abandon_stale()
         self._state = ParallelState(program, len(own), options.timeout_minutes)
@@ -218,7 +218,7 @@ class MegatronEngine(BatchEngine):
         """
         self._check_open()
         self.averages.check_idle("load")
-        self._saver.settle()
+        self._saver.finish_last_save()
         with self._mode(), without_warnings():
             self.steps, extra = save_load.load(self, path, self._reading)
         return extra
@@ -250,7 +250,7 @@ class MegatronEngine(BatchEngine):
                 for chunk in self.model:
                     chunk.start_param_sync(force_sync=True)
 
-    def why_not_averaged(self) -> str:
+    def averaging_problem(self) -> str:
         """Return what of this engine cannot be averaged."""
         return "an engine without an optimizer" if self.optimizer is None else ""
 
@@ -288,7 +288,7 @@ class MegatronEngine(BatchEngine):
         for chunk in self.model:
             chunk.train()
             chunk.zero_grad_buffer()
-        self._modes.freeze()
+        self._modes.restore_frozen()
         with self._mode():
             with without_warnings():
                 self.optimizer.zero_grad()
@@ -306,7 +306,7 @@ class MegatronEngine(BatchEngine):
         self._begin(batch, training)
         for chunk in self.model:
             chunk.train(training)
-        self._modes.freeze()
+        self._modes.restore_frozen()
         with self._mode():
             loss = self._scheduled(batch, training=False)
         return loss, self._stages[-1].counted

@@ -66,12 +66,12 @@ def test_only_the_first_rank_removes_what_broke_off_and_never_what_is_in_place(t
     (writing.data / "file").write_text("content")
 
     def breaks_off(place: int) -> bool:
-        with pytest.raises(KeyboardInterrupt), writing.by(Ranks(place, 2)):
+        with pytest.raises(KeyboardInterrupt), writing.cleanup_on_error(Ranks(place, 2)):
             raise KeyboardInterrupt
         return writing.data.exists()
 
     assert breaks_off(place=1)
-    writing.seal({}, Ranks())
+    writing.commit({}, Ranks())
     assert breaks_off(place=0)
     (tmp_path / "slapo.json").unlink()
     assert not breaks_off(place=0)
@@ -120,7 +120,7 @@ def test_a_folder_takes_one_save_at_a_time(tmp_path: Path) -> None:
         engine.load(tmp_path)
         assert engine.module.numbers() == {1.0}
         saving = other.save(tmp_path, wait=False)
-        with pytest.raises(KeyboardInterrupt), writing.by(Ranks()):
+        with pytest.raises(KeyboardInterrupt), writing.cleanup_on_error(Ranks()):
             raise KeyboardInterrupt
         gate.set()
         saving.wait()
@@ -185,7 +185,7 @@ def test_an_optimizers_state_comes_back_in_its_own_type(tmp_path: Path) -> None:
 
 def limits(rank: int) -> list[float]:
     """Seconds that the job's groups wait, and one for a save in the background."""
-    apart = Ranks(rank, 2, mesh_of(dp=2)).apart().group
+    apart = Ranks(rank, 2, mesh_of(dp=2)).in_new_group().group
     assert apart is not None
     of_apart = apart._get_backend(torch.device("cpu")).options._timeout
     dist.destroy_process_group(apart)

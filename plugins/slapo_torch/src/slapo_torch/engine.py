@@ -116,7 +116,7 @@ class TorchEngine(AveragedEngine):
         autocast = partial(autocast_context, options, self._device.type)
         self._losses = StepLosses(program, options, self._device, self._on_all_ranks, autocast)
         try:
-            compare_across_ranks(options.agreed(), program.mesh)
+            compare_across_ranks(options.rank_invariants(), program.mesh)
             self._parameters.check_equal_weights()
             if options.data_parallel == "fsdp" and program.axis_size("dp") > 1:
                 self._on_all_ranks(self._prepare_shards)
@@ -193,7 +193,7 @@ class TorchEngine(AveragedEngine):
             BuildError: no complete checkpoint, a damaged one, or one of another model or optimizer; nothing has changed.
         """
         self.averages.check_idle("load")
-        self._saver.settle()
+        self._saver.finish_last_save()
         with torch.inference_mode(False):  # tensors made in inference mode cannot be trained
             self.steps, extra = load_checkpoint(path, self._checkpoint_state())
         return extra
@@ -286,11 +286,13 @@ class TorchEngine(AveragedEngine):
         batch = arguments_of(module, step.args, step.kwargs, options)
         step.content = content_fingerprint(batch) if self.program.axis_size("pp") * self.program.axis_size("tp") > 1 else 0
         rows = options.batch_rows
-        step.schedule = schedule_for_batch(options.pipeline_schedule, self.program, options.microbatches, rows.number(batch))
+        step.schedule = schedule_for_batch(options.pipeline_schedule, self.program, options.microbatches, rows.count(batch))
         step.parts = parts = split(batch, step.schedule[1], several=variadic_argument(module), rows=rows)
         is_compared = not self._labels.value or len(parts) > 1 or not self._is_single_rank  # counting waits for the device
         low, high = label_count_range(parts, self._ignored) if is_compared else ((0, 0), (0, 0))
-        shape = fingerprint([step.training, step.schedule, *(signature(rows.alike(part)) for part in parts[:1])])
+        shape = fingerprint(
+            [step.training, step.schedule, *(signature(rows.without_variable_sizes(part)) for part in parts[:1])]
+        )
         marks = self._first.marks(parts, step.training)
         step.facts = BatchFacts([shape, *low, min(marks)], [shape, *high, max(marks)])
         check_labels(batch, module, options.loss_fn, options.loss_over is None)

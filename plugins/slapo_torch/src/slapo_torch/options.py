@@ -41,7 +41,7 @@ class Options(CommonOptions):
     fsdp_units: Sequence[str] | None = None
     record_timeline: bool = False
 
-    def agreed(self) -> list[str]:
+    def rank_invariants(self) -> list[str]:
         """Return the options that must be equal on all ranks, beside those that ``build`` compares."""
         schedule = f"pipeline_schedule={self.pipeline_schedule!r}"
         if is_file(self.pipeline_schedule):  # its path may differ between ranks
@@ -50,7 +50,7 @@ class Options(CommonOptions):
             f"data_parallel={self.data_parallel!r} with fsdp_units={self.fsdp_units}",
             schedule,
             f"loss_scale={float(self.loss_scale)}",
-            *super().agreed(),
+            *super().rank_invariants(),
         ]
 
     def validate(self) -> None:

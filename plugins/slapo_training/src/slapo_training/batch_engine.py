@@ -147,7 +147,7 @@ class BatchEngine(AveragedEngine):
         cut = cut._replace(labels=self._losses_of().train(cut.parts, cut.labels, self.module, forward))
         self._is_broken = True
         try:
-            with GradientScale(parameter for parameter, _ in self._trained.values()).dividing(scale):
+            with GradientScale(parameter for parameter, _ in self._trained.values()).divided_by(scale):
                 loss, reductions = self._train(cut)
             self._compare(reductions, cut, training=True)
         except Exception as err:
@@ -211,7 +211,10 @@ class BatchEngine(AveragedEngine):
             return own
 
         parts, weights, self._first.is_uneven = cut_together(self.program, self.device, cut)
-        has_loss_fn, given_parts = self._common.loss_fn is not None, [self._common.batch_rows.alike(part) for part in parts]
+        has_loss_fn, given_parts = (
+            self._common.loss_fn is not None,
+            [self._common.batch_rows.without_variable_sizes(part) for part in parts],
+        )
         labels = [part.pop("labels", None) if has_loss_fn else None for part in parts]
         parts = [self._in_precision(part) for part in parts]
         if self._losses_of().are_whole:
@@ -240,7 +243,7 @@ class BatchEngine(AveragedEngine):
             self._check_trained(parts[0])
         check_labels(batch, self.program.module, self._common.loss_fn, self._common.loss_over is None)
         self._losses_of().count(parts)
-        alike = [rows.alike(part) for part in parts]
+        alike = [rows.without_variable_sizes(part) for part in parts]
         keys, counts = label_counts(alike, self._ignored, self._is_told)
         shape, marks = fingerprint([training, signature(alike[0])]), self._first.marks(parts, training)
         return keys, Cut(parts, counts, self._known(keys), shape, content_fingerprint(batch), marks)

@@ -80,7 +80,7 @@ class StepLosses:
             return self._weighed(self._terms, labels, module, forward, training=True)
         if self._replica_loss is None:
             return labels
-        loss, rows = self._replica_loss, self._rows.number(parts[0])
+        loss, rows = self._replica_loss, self._rows.count(parts[0])
         loss.scale = scale
         if len(parts) == 1:
             return [loss.single_pass(labels[0], rows)]
@@ -113,7 +113,7 @@ class StepLosses:
         loss = self._replica_loss
         passes = loss.first_passes(len(parts))
         forward([*passes])
-        return loss.on_all_ranks(self._on_all_ranks(lambda: loss.evaluate(passes, labels, self._rows.number(parts[0]))))
+        return loss.on_all_ranks(self._on_all_ranks(lambda: loss.evaluate(passes, labels, self._rows.count(parts[0]))))
 
     def end(self, training: bool) -> None:
         """End a step that went well on all ranks. Collective.

@@ -79,16 +79,16 @@ def prepared(
         raise BuildError("DeepSpeed does not save an engine that only evaluates in bf16 or fp16; save the one that trains")
     about = {**_layout(program, zero_stage), "parameters": _parameters(program), **_steps(model, program)}
     places: list[Places] = []
-    ranks.on_all(lambda: places.append(Places(model, module, program)))
+    ranks.run_on_all(lambda: places.append(Places(model, module, program)))
 
     def collect(folder: Path, ranks: Ranks) -> Callable[[Ranks], None]:
         files, beside = Files(folder, places[0], copies), dict[str, bytes]()
 
         def gather() -> None:
             files.take(model)
-            beside.update(places[0].files(ranks.place))
+            beside.update(places[0].files(ranks.index))
             if (states := whole_tensor_checkpoint.packed(stepping(model), parameters(module))) is not None:
-                beside[whole_tensor_checkpoint.file_of(ranks.place)] = states
+                beside[whole_tensor_checkpoint.file_of(ranks.index)] = states
 
         def put() -> None:
             files.write()
@@ -96,9 +96,9 @@ def prepared(
                 (folder / name).write_bytes(content)
 
         def write(meeting: Ranks) -> None:
-            meeting.on_all(put)
+            meeting.run_on_all(put)
 
-        ranks.on_all(gather)
+        ranks.run_on_all(gather)
         return write
 
     given = path, TARGET, program, about, position, collect, ranks, buffers(module)
@@ -132,7 +132,7 @@ def checked(
         _check_steps(saved, own)
         whole_tensor_checkpoint.check_kind(saved["whole"], stepping(model))
 
-    ranks.on_all(check)
+    ranks.run_on_all(check)
     with checkpoint_folder.reading(complete):
         checkpoint_folder.verify(complete, ranks)
         found = Checkpoint(complete.data, checkpoint_files.read_beside(complete, program, buffers(module)))
@@ -141,7 +141,7 @@ def checked(
             found.taken = _taken(complete, model, module, program)
         if saved["whole"] and stepping(model) is not None:
             number = saved["pp"] * saved["dp"] * saved["tp"]
-            ranks.on_all(lambda: found.states.extend(whole_tensor_checkpoint.read(complete.data, number)))
+            ranks.run_on_all(lambda: found.states.extend(whole_tensor_checkpoint.read(complete.data, number)))
     return found
 
 
@@ -157,7 +157,7 @@ def _is_same(complete: checkpoint_folder.Checkpoint, model: Any, module: nn.Modu
         about = torch.load(complete.data / name_of(place), weights_only=True)
         return bool(about["why_not"] or why_not(model, module)) or Shares(model, module, program).are_like(about)
 
-    return all(Ranks.of(program).on_all(look))
+    return all(Ranks.of(program).run_on_all(look))
 
 
 def _taken(complete: checkpoint_folder.Checkpoint, model: Any, module: nn.Module, program: Program) -> Taken:

@@ -190,9 +190,9 @@ class DeepSpeedOptions(CommonOptions):
         config["pipeline"] = {**self.section("pipeline"), "pipe_partitioned": False, "grad_partitioned": False}
         return config
 
-    def agreed(self) -> list[str]:
+    def rank_invariants(self) -> list[str]:
         """Return the options that have to be the same on all ranks."""
-        return [f"DeepSpeed's config {json.dumps(self.settled(), sort_keys=True, default=repr)}", *super().agreed()]
+        return [f"DeepSpeed's config {json.dumps(self.settled(), sort_keys=True, default=repr)}", *super().rank_invariants()]
 
     def _one(self, name: str, ours: Number, default: Number, key: str, kind: type[Number]) -> Number:
         if key not in self.given:

@@ -63,7 +63,7 @@ class MegatronFiles:
             own = [*nested_values(found["sharded"])]
             tensors.update({(each.key, each.global_offset): each.data for each in own if is_main_replica(each.replica_id)})
             found["facts"] = [(each.key, each.global_offset, each.local_shape, each.dtype, each.replica_id) for each in own]
-            if ranks.place == 0:
+            if ranks.index == 0:
                 files[COMMON_STATE_FNAME] = bytes_of(found["common"])
             return bool(found["facts"] == self._facts)
 
@@ -72,28 +72,28 @@ class MegatronFiles:
                 drop_other_buffers(tensors.keys(), copies)
                 tensors.update({key: copy_to_cpu(tensor.detach(), key, copies) for key, tensor in tensors.items()})
 
-        if not all(ranks.on_all(look)):
+        if not all(ranks.run_on_all(look)):
             self._facts = None
             self._make_plan(found["sharded"], found["common"], ranks)
             self._facts = found["facts"]
-        ranks.on_all(copy)
+        ranks.run_on_all(copy)
         plan, metadata = self._plan, self._metadata
         writer, strategy = FileSystemWriter(folder, thread_count=_FILES_OF_A_RANK), get_default_save_sharded_strategy()
 
         def put() -> list[Any]:
             for name, content in files.items():
                 (folder / name).write_bytes(content)
-            writer.set_up_storage_writer(ranks.place == 0)
+            writer.set_up_storage_writer(ranks.index == 0)
             return writer.write_data(plan, _Planner(tensors)).value()
 
         def write(meeting: Ranks) -> None:
-            everyone = meeting.on_all(put)
+            everyone = meeting.run_on_all(put)
 
             def finish() -> None:
                 writer.finish(metadata, everyone)
                 save_config(CheckpointingConfig(strategy.backend, strategy.version), str(folder))
 
-            meeting.first(finish)
+            meeting.run_on_first(finish)
 
         return write
 
@@ -108,13 +108,13 @@ class MegatronFiles:
             everyone = validation.determine_global_metadata(sharded)[1]
             validation.validate_sharding_integrity(everyone, common_state_dict=common)
             own, *_ = megatron._replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
-            planner.set_up_planner(megatron.mcore_to_pyt_state_dict(own), is_coordinator=ranks.place == 0)
+            planner.set_up_planner(megatron.mcore_to_pyt_state_dict(own), is_coordinator=ranks.index == 0)
             found: SavePlan = planner.create_local_plan()
             return found
 
-        plans = FileSystemWriter(".").prepare_global_plan(ranks.on_all(plan))
-        self._plan = plans[ranks.place]
-        self._metadata = ranks.first(lambda: planner.create_global_plan(plans)[1])
+        plans = FileSystemWriter(".").prepare_global_plan(ranks.run_on_all(plan))
+        self._plan = plans[ranks.index]
+        self._metadata = ranks.run_on_first(lambda: planner.create_global_plan(plans)[1])
 
 
 class _Planner(DefaultSavePlanner):

@@ -55,17 +55,17 @@ def prepared(
             state["optimizer"], _ = OptimizerState(engine, held).sharded(engine.has_stepped, is_loading=False)
         write = engine.files.prepared(state, folder, ranks, copies)
         found: list[bytes | None] = []
-        ranks.on_all(lambda: found.append(whole_tensor_checkpoint.packed(_inner(engine), _stepped(held))))
+        ranks.run_on_all(lambda: found.append(whole_tensor_checkpoint.packed(_inner(engine), _stepped(held))))
 
         def put(meeting: Ranks) -> None:
             if (states := found[0]) is not None:
-                (folder / whole_tensor_checkpoint.file_of(meeting.place)).write_bytes(states)
+                (folder / whole_tensor_checkpoint.file_of(meeting.index)).write_bytes(states)
             write(meeting)
 
         return put
 
     compare_across_ranks([f"what Megatron's checkpoint has once for all ranks, {_common(engine)!r}"], program.mesh)
-    ranks.on_all(check)
+    ranks.run_on_all(check)
     if engine.optimizer is not None:
         kept = OptimizerState(engine, held)
         kept.check_alike()
@@ -137,7 +137,7 @@ def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[]
             loading.load(lr_scheduler_class(rate), rate.load_state_dict, saved, lambda: copy.deepcopy(rate.state_dict()))
 
     own, loading = _about(engine, held), StateLoading()
-    ranks.on_all(lambda: _check(complete.about, own))
+    ranks.run_on_all(lambda: _check(complete.about, own))
     with checkpoint_folder.reading(complete):
         checkpoint_folder.verify(complete, ranks)
         beside = checkpoint_files.read_beside(complete, program, held.buffers())
@@ -145,15 +145,15 @@ def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[]
         inner = _inner(engine)
         is_new = inner is not None and not inner.state
         try:
-            ranks.on_all(read)  # which makes the optimizer's state
-            ranks.on_all(hand)
+            ranks.run_on_all(read)  # which makes the optimizer's state
+            ranks.run_on_all(hand)
         except Exception:
             loading.roll_back()
             if inner is not None and is_new:
                 inner.state.clear()
             raise
     with reading():
-        ranks.on_all(put)
+        ranks.run_on_all(put)
     engine.averages.put(averages)
     return beside.position
 

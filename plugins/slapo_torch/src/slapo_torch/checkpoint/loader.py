@@ -36,7 +36,7 @@ def load_checkpoint(path: str | os.PathLike[str], state: CheckpointState) -> Pos
         BuildError: on every rank: no complete checkpoint, a damaged one, other parameters or another optimizer.
     """
     ranks = Ranks.of(state.program)
-    groups = ranks.on_all(
+    groups = ranks.run_on_all(
         lambda: {
             path: optimizer_state.groups(each)
             for path, each in named_optimizers(named_tensors.parameters(state.module), state.optimizer).items()
@@ -46,18 +46,18 @@ def load_checkpoint(path: str | os.PathLike[str], state: CheckpointState) -> Pos
     reading = _CheckpointLoad(state, ranks, checkpoint)
     with folder.reading(checkpoint):
         folder.verify(checkpoint, ranks)
-        ranks.on_all(reading.open)
+        ranks.run_on_all(reading.open)
         reading.check_names()
-        ranks.on_all(lambda: reading.check(groups))
-        ranks.on_all(reading.fetch)
+        ranks.run_on_all(lambda: reading.check(groups))
+        ranks.run_on_all(reading.fetch)
         averages = state.averages.read(checkpoint, ranks)
     loading = StateLoading()
     try:
-        ranks.on_all(lambda: reading.restore_foreign_state(loading))
+        ranks.run_on_all(lambda: reading.restore_foreign_state(loading))
     except Exception:
         loading.roll_back()
         raise
-    ranks.on_all(reading.restore_tensors)
+    ranks.run_on_all(reading.restore_tensors)
     state.averages.put(averages)
     return Position(**reading.common["position"])
 

@@ -116,7 +116,7 @@ class TorchSaver(Saver):
                 self._files is not None and self._files.fits(pieces),
             )
 
-        everyone: list[_Announcement] = ranks.on_all(collect)
+        everyone: list[_Announcement] = ranks.run_on_all(collect)
         stages = [each.stage for each in everyone if each.stage is not None]
         writing = CheckpointWriter.agreed([each.writing for each in everyone], TARGET)
         position.check_same(each.position for each in everyone)
@@ -125,7 +125,7 @@ class TorchSaver(Saver):
         if {each.optimizer for each in everyone}.difference(map(digest, digests)):  # otherwise one digest per rank is enough
             digests = ranks.gather(_digests(place["optimizer"]))
         files = {rank_file(ranks): bytes_of(place)}
-        if ranks.place == 0:
+        if ranks.index == 0:
             files[COMMON] = bytes_of(
                 {
                     "optimizer": _merge_optimizer_states([own["optimizer"] for own in stages], owners, digests),
@@ -149,12 +149,12 @@ class TorchSaver(Saver):
                 for name, content in files.items():
                     (writing.data / name).write_bytes(content)
 
-            with writing.by(meeting) as meeting:
+            with writing.cleanup_on_error(meeting) as meeting:
                 writing.begin(meeting)
-                meeting.on_all(put)
+                meeting.run_on_all(put)
                 tensors.write(writing.data, meeting)
                 put_averages(writing.data, meeting)
-                writing.seal(about, meeting)
+                writing.commit(about, meeting)
 
         return write
 
@@ -210,4 +210,4 @@ def layout_of(program: Program) -> dict[str, int]:
 
 def rank_file(ranks: Ranks) -> str:
     """Return the name of the file of this rank's own state."""
-    return f"place-{ranks.place}.pt"
+    return f"place-{ranks.index}.pt"

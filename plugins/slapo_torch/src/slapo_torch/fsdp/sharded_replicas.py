@@ -170,7 +170,7 @@ class FSDPReplicas:
             reason, remedy, _ = str(err).partition(f"; {REMEDY}")
             if state is None or not isinstance(err, BuildError) or not remedy:
                 raise
-            state.put_back()
+            state.restore()
             self._gather_for_step(reason)
             return self.run(work, training)
         if self.unit_runtime is None or not self.unit_runtime.gathers_all:

@@ -100,7 +100,7 @@ class MicroBatchWeight(NamedTuple):
 def reduction_sums(reductions: Sequence[LossReduction]) -> list[float]:
     """Return one rank's reductions as numbers; ``total_labels`` reads their sums over ranks."""
     counts = [each.labels for each in reductions if isinstance(each, LabelMean)]
-    combined = [each.number for each in reductions if isinstance(each, CombinedMeans)]
+    combined = [each.fingerprint for each in reductions if isinstance(each, CombinedMeans)]
     return [sum(counts), len(counts), len(reductions), len(combined), sum(combined), sum(each**2 for each in combined)]
 
 

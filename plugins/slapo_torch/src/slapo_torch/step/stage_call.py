@@ -73,7 +73,7 @@ class StageCall(nn.Module):
 
     def _weighted_loss(self, batch: Mapping[str, Any], labels: Any, *received: torch.Tensor) -> torch.Tensor:
         if self.weight.is_single and not isinstance(labels, MicroBatchLoss):  # its reduction does not matter
-            return self.weight.weighted(self._loss_of.uncounted(lambda: self._run(received, batch), labels), None)
+            return self.weight.weighted(self._loss_of.loss_only(lambda: self._run(received, batch), labels), None)
         kind = frozenset(name for name, value in batch.items() if value is not None)
         loss, reduction = self._loss_of(lambda: self._run(received, batch), labels, self._index, kind)
         self.counted.append(reduction)

@@ -138,7 +138,7 @@ class RowDims:
             return known
         if (ends := self._token_ends(path, tensor)) is not None:
             return ends
-        is_first, is_second = shape[0] == self._rows, self._begins_like_others(path, shape)
+        is_first, is_second = shape[0] == self._rows, self._matches_other_arguments_from_dim_1(path, shape)
         if known is not None:
             what = f"had its rows in dimension {known} before, and now has the shape {shape} in a batch of {self._rows} rows"
         elif is_first and is_second and _is_integer(tensor):  # activations have the rows first
@@ -157,7 +157,7 @@ class RowDims:
             "it goes whole to each micro-batch, or use microbatches=1"
         )
 
-    def _begins_like_others(self, path: Path, shape: tuple[int, ...]) -> bool:
+    def _matches_other_arguments_from_dim_1(self, path: Path, shape: tuple[int, ...]) -> bool:
         """Return whether an argument, from dimension 1 on, begins with rows as another one does from dimension 0 on."""
         others = (tuple(other.shape[:2]) for name, other in self._tensors.items() if name != path and other.dim() > 1)
         return len(shape) > 2 and shape[1] == self._rows and shape[1:3] in others

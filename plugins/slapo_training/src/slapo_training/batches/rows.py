@@ -64,7 +64,7 @@ class BatchRows:
         """Return whether the option has an argument."""
         return option_name_of(path, self._given) is not None
 
-    def number(self, batch: Mapping[str, Any]) -> int | None:
+    def count(self, batch: Mapping[str, Any]) -> int | None:
         """Return the number of rows; None where no tensor has any.
 
         Raises:
@@ -94,7 +94,7 @@ class BatchRows:
             BuildError: it has no rows; or, for more than one part, their number is not divisible, or where they are in an
                 argument is not certain.
         """
-        rows = self.number(batch)
+        rows = self.count(batch)
         if rows == 0:
             raise BuildError("the batch has no rows; leave it out")
         if parts == 1 or rows is None:
@@ -106,7 +106,7 @@ class BatchRows:
             )
         return self._cut(batch, places, [rows // parts] * parts)
 
-    def problem(self, part: Mapping[str, Any]) -> str | None:
+    def division_problem(self, part: Mapping[str, Any]) -> str | None:
         """Return why a part of a batch cannot be cut between any two of its rows; None where it can."""
         try:
             places = self._places(part, is_part=True)
@@ -141,7 +141,7 @@ class BatchRows:
                 whole[name] = type(given[name])(each for part in parts for each in part[name])
         return whole
 
-    def alike(self, batch: Mapping[str, Any]) -> Batch:
+    def without_variable_sizes(self, batch: Mapping[str, Any]) -> Batch:
         """Return a batch without the arguments that may have another number of entries on each replica."""
         counted = {name for name, dim in self._given.items() if isinstance(dim, str) or callable(dim)}
         counted |= set(OF_IMAGES) if self._tokens else set()
@@ -153,7 +153,7 @@ class BatchRows:
 
     def _places(self, batch: Mapping[str, Any], is_part: bool) -> dict[Path, Place]:
         """Return the places of rows, and note them."""
-        places = RowDims(batch, self.number(batch) or 0, self._given, self._tokens, self._known, is_part).find()
+        places = RowDims(batch, self.count(batch) or 0, self._given, self._tokens, self._known, is_part).find()
         for path, place in places.items():
             if isinstance(place, list):
                 self._counted.add(path)

@@ -90,12 +90,12 @@ class Saver:
                 folder has the checkpoint it had.
             Exception: what kept the checkpoint before from being written, if nobody has waited for it.
         """
-        ranks = self.settle()
-        if len(set(ranks.on_all(lambda: _checked(waits)))) > 1:
+        ranks = self.finish_last_save()
+        if len(set(ranks.run_on_all(lambda: _checked(waits)))) > 1:
             raise BuildError("some ranks save with wait=True and others with wait=False; give all of them the same")
         meeting = ranks
         if not waits:
-            meeting = self._apart = self._apart or ranks.apart()
+            meeting = self._apart = self._apart or ranks.in_new_group()
         put = prepare(ranks, None if waits else self._copies)
         self._last = SaveHandle(lambda: put(meeting), waits)
         return self._last
@@ -106,14 +106,14 @@ class Saver:
         if last is not None:
             last.wait()
 
-    def settle(self) -> Ranks:
+    def finish_last_save(self) -> Ranks:
         """Go on when the last checkpoint is written, and give the ranks. Collective.
 
         Raises:
             Exception: on every rank: what kept it from being written, unless all ranks have heard of it.
         """
         ranks = self._ranks = self._ranks or Ranks.of(self._program)
-        ranks.on_all(self.wait)
+        ranks.run_on_all(self.wait)
         return ranks
 
     def close(self) -> None:

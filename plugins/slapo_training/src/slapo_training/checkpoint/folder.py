@@ -95,9 +95,9 @@ class CheckpointWriter:
                 _remove_orphans(self.folder, kept)
             self.data.mkdir()
 
-        ranks.first(make)
+        ranks.run_on_first(make)
 
-    def seal(self, about: Mapping[str, Any], ranks: Ranks) -> None:
+    def commit(self, about: Mapping[str, Any], ranks: Ranks) -> None:
         """Sum up the files that all ranks have written, and let the checkpoint take its place. Collective.
 
         Args:
@@ -131,26 +131,26 @@ class CheckpointWriter:
             _remove_orphans(self.folder, self.data.name)
             self._unlock()
 
-        sizes: dict[str, int] = ranks.first(look)
-        everyone: list[dict[str, str]] = ranks.on_all(sum_up)
-        ranks.first(put)
+        sizes: dict[str, int] = ranks.run_on_first(look)
+        everyone: list[dict[str, str]] = ranks.run_on_all(sum_up)
+        ranks.run_on_first(put)
 
     @contextmanager
-    def by(self, ranks: Ranks) -> Iterator[Ranks]:
+    def cleanup_on_error(self, ranks: Ranks) -> Iterator[Ranks]:
         """The ranks that write it: what one cannot do is one sentence on all, and what was written is removed then.
 
         The first rank removes it, which also puts it into its place: another one may give up waiting while that is done.
         """
         try:
-            yield ranks.telling(self._told)
+            yield ranks.with_error_wrapper(self._as_build_error)
         except BaseException:
-            if ranks.place == 0:
+            if ranks.index == 0:
                 if data_of(self.folder) != self.data.name:
                     shutil.rmtree(self.data, ignore_errors=True)
                 self._unlock()
             raise
 
-    def _told(self, error: Exception) -> Exception:
+    def _as_build_error(self, error: Exception) -> Exception:
         if isinstance(error, SlapoError):
             return error
         why = error.strerror if isinstance(error, OSError) and error.strerror else failure_reason(error)
@@ -185,8 +185,8 @@ def open_checkpoint(path: str | PathLike[str], target: str, ranks: Ranks) -> Che
     Raises:
         BuildError: on every rank: there is none, it is another target's, or the ranks have different ones.
     """
-    everyone = ranks.on_all(lambda: read(folder_of(path), target))
-    about: dict[str, Any] = everyone[ranks.place]
+    everyone = ranks.run_on_all(lambda: read(folder_of(path), target))
+    about: dict[str, Any] = everyone[ranks.index]
     if len({each["number"] for each in everyone}) > 1:
         raise BuildError("the ranks load different checkpoints; give every rank the same one")
     return Checkpoint(Path(path), Path(path) / about["data"], about)
@@ -261,7 +261,7 @@ def _own_share(sizes: Mapping[str, int], ranks: Ranks) -> Iterable[str]:
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         place = loads.index(min(loads))
         loads[place] += sizes[name] + 1
-        if place == ranks.place:
+        if place == ranks.index:
             yield name
 
 

@@ -53,7 +53,7 @@ class TensorFiles:
         self._planner = _SavePlanner(pieces, self._edges)
         plans, self._metadata = self._planner.create_global_plan(ranks.gather(self._planner.create_local_plan()))
         self._writer = FileSystemWriter(".", overwrite=False)
-        self._plan = self._writer.prepare_global_plan(plans)[ranks.place]
+        self._plan = self._writer.prepare_global_plan(plans)[ranks.index]
         self._copy(ranks, copies)
 
     def fits(self, pieces: Pieces) -> bool:
@@ -67,21 +67,21 @@ class TensorFiles:
 
     def _copy(self, ranks: Ranks, copies: Buffers | None) -> None:
         if copies is not None:
-            ranks.on_all(lambda: self._planner.copy(self._plan, copies))
+            ranks.run_on_all(lambda: self._planner.copy(self._plan, copies))
 
     def write(self, folder: Path, ranks: Ranks) -> None:
         """Write the files. Collective."""
 
         def put() -> list[Any]:
             self._writer.reset(folder)
-            self._writer.set_up_storage_writer(ranks.place == 0)
+            self._writer.set_up_storage_writer(ranks.index == 0)
             return self._writer.write_data(self._plan, self._planner).value()
 
         try:
-            everyone = ranks.on_all(put)
+            everyone = ranks.run_on_all(put)
         finally:
             self._planner.forget()
-        ranks.first(lambda: self._writer.finish(self._metadata, everyone))
+        ranks.run_on_first(lambda: self._writer.finish(self._metadata, everyone))
 
 
 class SavedTensors:

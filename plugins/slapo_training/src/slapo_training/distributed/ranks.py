@@ -53,11 +53,11 @@ class Ranks:
         told: What is raised for an error of an action, by which all ranks hear of it.
     """
 
-    place: int = 0
+    index: int = 0
     size: int = 1
     mesh: DeviceMesh | None = None
     group: dist.ProcessGroup | None = None
-    told: Callable[[Exception], Exception] = _identity
+    wrap_error: Callable[[Exception], Exception] = _identity
 
     @classmethod
     def of(cls, program: Program) -> Ranks:
@@ -66,25 +66,25 @@ class Ranks:
         everyone = gather_objects(own, program.mesh)
         return cls(everyone.index(own), len(everyone), program.mesh)
 
-    def apart(self) -> Ranks:
+    def in_new_group(self) -> Ranks:
         """The same ranks in a new group, for a thread. Collective.
 
         Raises:
             BuildError: torch cannot make one of them.
         """
         if self.size == 1 or self.mesh is None:
-            return Ranks(self.place, self.size)
-        return Ranks(self.place, self.size, None, new_group([self.mesh.mesh.flatten().tolist()], self.mesh, "gloo"))
+            return Ranks(self.index, self.size)
+        return Ranks(self.index, self.size, None, new_group([self.mesh.mesh.flatten().tolist()], self.mesh, "gloo"))
 
-    def telling(self, told: Callable[[Exception], Exception]) -> Ranks:
+    def with_error_wrapper(self, wrap_error: Callable[[Exception], Exception]) -> Ranks:
         """The same ranks, with other words for what an action raises."""
-        return replace(self, told=told)
+        return replace(self, wrap_error=wrap_error)
 
     def gather(self, value: Any) -> list[Any]:
         """One value of every rank, by place. Collective."""
         return gather_objects(value, self.mesh, self.group)
 
-    def on_all(self, action: Callable[[], Any]) -> list[Any]:
+    def run_on_all(self, action: Callable[[], Any]) -> list[Any]:
         """Do what one rank can do alone, and go on only if all could. Collective.
 
         Returns:
@@ -98,15 +98,15 @@ class Ranks:
         try:
             value = action()
         except Exception as err:
-            error = self.told(err)
+            error = self.wrap_error(err)
         found = self.gather((error is None, value))
         if not all(is_done for is_done, _ in found):
             raise_on_all_ranks(error, self.mesh, self.group)
         return [each for _, each in found]
 
-    def first(self, action: Callable[[], Any]) -> Any:
+    def run_on_first(self, action: Callable[[], Any]) -> Any:
         """Return the result of an action of the first rank alone. Collective; it raises as ``run_on_all_ranks`` does."""
-        return self.on_all(action if self.place == 0 else lambda: None)[0]
+        return self.run_on_all(action if self.index == 0 else lambda: None)[0]
 
 
 def new_group(rows: Sequence[list[int]], mesh: DeviceMesh, backend: str | None = None) -> dist.ProcessGroup:

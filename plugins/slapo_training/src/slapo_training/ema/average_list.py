@@ -88,7 +88,7 @@ class AverageList:
         files = TensorFiles(self._pieces(), ranks, self._copies if is_copied else None)
 
         def write(folder: Path, meeting: Ranks) -> None:
-            meeting.first(lambda: (folder / KEY).mkdir())
+            meeting.run_on_first(lambda: (folder / KEY).mkdir())
             files.write(folder / KEY, meeting)
 
         return write
@@ -105,15 +105,15 @@ class AverageList:
             BuildError: on every rank: the checkpoint has averages of other tensors.
         """
         saved: list[Mapping[str, Any]] = checkpoint.about.get(KEY, [])
-        if len(saved) > len(self.items) and ranks.place == 0:
+        if len(saved) > len(self.items) and ranks.index == 0:
             told = "moving averages of weights: the checkpoint has %d, and the engine takes %d; call slapo.ema before load"
             get_logger().warning(told, len(saved), len(self.items))
         taken: Taken = [None] * len(self.items)
         for number, (each, facts) in enumerate(zip(self.items, saved, strict=False)):
             values: list[torch.Tensor] = []
-            ranks.on_all(lambda: values.extend(self._values(each, number, checkpoint.data / KEY)))  # noqa: B023  called at once
+            ranks.run_on_all(lambda: values.extend(self._values(each, number, checkpoint.data / KEY)))  # noqa: B023  called at once
             taken[number] = facts["num_updates"], values
-        if len(saved) < len(self.items) and ranks.place == 0:
+        if len(saved) < len(self.items) and ranks.index == 0:
             get_logger().warning("the checkpoint has no moving average of weights; it begins anew with the weights loaded")
         return taken
 

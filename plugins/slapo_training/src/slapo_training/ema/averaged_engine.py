@@ -35,7 +35,7 @@ class AveragedEngine(Engine):
     def use_masters(self) -> None:
         """Let the model run with values that were written into those of ``masters``. Collective."""
 
-    def why_not_averaged(self) -> str:
+    def averaging_problem(self) -> str:
         """Return the reason for which this engine's weights cannot be averaged; nothing where they can."""
         return ""
 

@@ -41,13 +41,13 @@ def ema(engine: Engine, decay: float = 0.999, *, use_buffers: bool = False) -> W
     def make() -> tuple[float, bool]:
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay <= 1:
             raise BuildError(f"ema: decay is {decay!r}; give a number from 0 to 1, 0.999 say")
-        if reason := engine.why_not_averaged():
+        if reason := engine.averaging_problem():
             raise BuildError(f"ema: {reason} cannot be averaged; build without it")
         engine.averages.check_idle("ema")
         made.append(WeightAverage(engine, decay, use_buffers))
         return decay, use_buffers
 
-    if len(set(ranks.on_all(make))) > 1:
+    if len(set(ranks.run_on_all(make))) > 1:
         raise BuildError("ema: the ranks were given different arguments; give all of them the same")
     engine.averages.items.append(made[0])
     return made[0]

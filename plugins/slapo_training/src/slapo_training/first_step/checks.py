@@ -23,7 +23,7 @@ from .rows_check import RowsCheck
 from .stage_runs import Around, RunFailedError, StageRuns, has_loss_of_its_own
 
 
-def _nothing_around(has_backward: bool) -> AbstractContextManager[Any]:
+def _no_context(has_backward: bool) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
@@ -75,7 +75,7 @@ class FirstStep:
         """
         if not training or "rows" in self._off or not self._is_cut(len(parts)) or has_loss_of_its_own(self._options):
             return [0]
-        return self._marks.fingerprints([self._options.batch_rows.alike(part) for part in parts])
+        return self._marks.fingerprints([self._options.batch_rows.without_variable_sizes(part) for part in parts])
 
     def is_due(self, num_parts: int) -> bool:
         """Return whether the next step has to be checked; the same on all ranks."""
@@ -91,7 +91,7 @@ class FirstStep:
         parts: Sequence[Batch],
         labels: Sequence[Any],
         device: torch.device,
-        around: Around = _nothing_around,
+        around: Around = _no_context,
         labels_differ: bool = False,
         accumulates: bool = False,
         failed: Callable[[Exception], None] | None = None,
@@ -119,12 +119,12 @@ class FirstStep:
         if len(self._off) < len(CHECKS) and rows[0].number:
             self._modes.set(True)
             runs = StageRuns(self._program, self._options, device, around, accumulates, failed)
-            problem = next(filter(None, (self._options.batch_rows.problem(each.given()) for each in rows)), None)
+            problem = next(filter(None, (self._options.batch_rows.division_problem(each.given()) for each in rows)), None)
             try:
-                if runs.anywhere(problem is not None):
+                if runs.any_rank(problem is not None):
                     get_logger().warning("first-step checks were left out: %s", problem or "another rank cannot cut its batch")
                 else:
-                    self._look(rows, runs, labels_differ)
+                    self._run_checks(rows, runs, labels_differ)
             except RunFailedError as err:  # the step is going to say more
                 get_logger().debug("first-step checks were left out: %s", err)
                 return
@@ -132,7 +132,7 @@ class FirstStep:
             self._marks.end()
         self._is_done = True
 
-    def _look(self, parts: list[Rows], runs: StageRuns, labels_differ: bool) -> None:
+    def _run_checks(self, parts: list[Rows], runs: StageRuns, labels_differ: bool) -> None:
         ignored = self._options.ignored_label
         others = other_replicas(parts[0], self._program, runs.device, ignored) if self.is_uneven else []
         halves = dissimilar_halves([*parts, *others], ignored)
@@ -140,10 +140,10 @@ class FirstStep:
         cut = Partition(len(parts), self._program.axis_size("dp"))
         looks_at_rows = "rows" not in self._off and self._is_cut(len(parts))
         if "injected" not in self._off and not self._is_done:
-            found = InjectedCheck(self._program, self._options, runs).make(whole, halves, cut if looks_at_rows else None)
+            found = InjectedCheck(self._program, self._options, runs).run(whole, halves, cut if looks_at_rows else None)
             if found is not None:
                 known, self.injects = found
             if known is not None and self.injects:
                 self._labels = LabelCounts(self._program, ignored, whole.rows, known.whole.counted, runs.device)
         if looks_at_rows:
-            RowsCheck(self._program, self._options, runs, parts, labels_differ, self._warned).make(halves, known)
+            RowsCheck(self._program, self._options, runs, parts, labels_differ, self._warned).run(halves, known)

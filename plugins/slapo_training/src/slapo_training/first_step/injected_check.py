@@ -15,7 +15,7 @@ from .diagnostics import IN_FP16, INNER_BACKWARD, Partition, injected_is_no_mean
 from .injected_gradients import InjectionProbe, is_mean_over_rows
 from .row_mixing import tolerance_of
 from .row_subsets import Rows, dissimilar_quarters, join_rows
-from .stage_runs import Behind, Planned, Run, RunCache, RunFailedError, StageRuns, runs_alone
+from .stage_runs import AfterStage, Planned, Run, RunCache, RunFailedError, StageRuns, runs_alone
 
 
 class Part(NamedTuple):
@@ -48,9 +48,9 @@ class InjectedCheck:
 
     def __init__(self, program: Program, options: CommonOptions, runs: StageRuns) -> None:
         self._program, self._options, self._runs = program, options, runs
-        self._is_unseen = False
+        self._is_hidden = False
 
-    def make(self, whole: Planned, halves: Sequence[Rows], cut: Partition | None) -> tuple[RunCache, bool] | None:
+    def run(self, whole: Planned, halves: Sequence[Rows], cut: Partition | None) -> tuple[RunCache, bool] | None:
         """Return runs of the rows, and whether gradients are injected; None where the micro-batch does not run.
 
         Args:
@@ -68,50 +68,50 @@ class InjectedCheck:
         except RunFailedError as err:
             get_logger().debug("whether the model injects gradients was not seen: %s", err)
             return None
-        known = RunCache(base, [None] * len(halves), self._runs.anywhere(draws))
+        known = RunCache(base, [None] * len(halves), self._runs.any_rank(draws))
         if in_parts:
-            found = self._part_of(whole, halves, known)
+            found = self._find_part(whole, halves, known)
         else:
-            self._is_unseen = injected.is_unseen
+            self._is_hidden = injected.is_hidden
             found = Part(whole, halves, injected=None if known.draws else injected) if base.found else None
-        if self._runs.anywhere(self._is_unseen):
+        if self._runs.any_rank(self._is_hidden):
             get_logger().info("%s", INNER_BACKWARD)
         if found is not None and self._options.precision == "fp16":
             raise BuildError(IN_FP16)
         if found is not None and cut is not None:
             self._compare(found, whole, cut, known)
-            self._complete(halves, known)
+            self._run_remaining_halves(halves, known)
         return known, found is not None
 
-    def _part_of(self, whole: Planned, halves: Sequence[Rows], known: RunCache) -> Part | None:
+    def _find_part(self, whole: Planned, halves: Sequence[Rows], known: RunCache) -> Part | None:
         """Return rows of a micro-batch that gradients are injected for, or None."""
         try:
-            found = self._part_of_halves(halves, known)
+            found = self._find_part_of_halves(halves, known)
             return Part(whole, halves) if found is not None and not found.parts else found
         except RunFailedError as err:
             get_logger().debug("the model does not run some rows of a micro-batch: %s", err)
         try:
-            return self._injecting(Part(whole, halves), known)
+            return self._find_injection(Part(whole, halves), known)
         except RunFailedError as err:
             get_logger().debug("whether the model injects gradients was not seen: %s", err)
             return None
 
-    def _part_of_halves(self, halves: Sequence[Rows], known: RunCache) -> Part | None:
+    def _find_part_of_halves(self, halves: Sequence[Rows], known: RunCache) -> Part | None:
         quarters, is_half = dissimilar_quarters(halves, self._options.ignored_label)
-        half = None if self._runs.anywhere(not is_half) else 0
+        half = None if self._runs.any_rank(not is_half) else 0
         rows = join_rows(quarters) if half is None else halves[0]
-        found = self._injecting(Part(self._runs.planned(rows), quarters, half), known)
+        found = self._find_injection(Part(self._runs.planned(rows), quarters, half), known)
         if found is not None or not known.whole.found:
             return found
         for index, each in enumerate(halves):
             if index != half:
                 parts = dissimilar_quarters([each], self._options.ignored_label)[0] if each.number > 1 else []
-                found = self._injecting(Part(self._runs.planned(each), parts, index), known, fixed=known.draws)
+                found = self._find_injection(Part(self._runs.planned(each), parts, index), known, fixed=known.draws)
                 if found is not None:
                     return found
         return None
 
-    def _injecting(self, part: Part, known: RunCache, fixed: bool = False) -> Part | None:
+    def _find_injection(self, part: Part, known: RunCache, fixed: bool = False) -> Part | None:
         """Run rows backward from zero. Return them where gradients are injected."""
         found, injected = self._backward(part, known, fixed)
         return part._replace(injected=injected if fixed == known.draws else None) if found else None
@@ -120,7 +120,7 @@ class InjectedCheck:
         """Run rows backward from zero. Return whether gradients are injected on any rank, and those of this one."""
         injected = self._injected(part.planned)
         run, _ = self._run(part.planned, injected, fixed)
-        self._is_unseen = self._is_unseen or injected.is_unseen
+        self._is_hidden = self._is_hidden or injected.is_hidden
         if part.half is not None and fixed == known.draws:
             known.parts[part.half] = run
         return run.found, injected
@@ -142,10 +142,10 @@ class InjectedCheck:
             return
         weights = [each.number / number for each in found.parts]
         tolerance = 10 * tolerance_of(self._runs.own_modules(whole), self._options.precision).values
-        if self._runs.anywhere(not is_mean_over_rows(one, others, weights, tolerance)):
+        if self._runs.any_rank(not is_mean_over_rows(one, others, weights, tolerance)):
             warn_or_refuse(injected_is_no_mean(cut), self._program, self._options.strict)
 
-    def _complete(self, halves: Sequence[Rows], known: RunCache) -> None:
+    def _run_remaining_halves(self, halves: Sequence[Rows], known: RunCache) -> None:
         """Run the halves that have not run, also with a graph: it may be what tells the reduction of the loss."""
         if known.draws:
             return
@@ -156,11 +156,11 @@ class InjectedCheck:
         except RunFailedError as err:
             get_logger().debug("the model does not run some rows of a micro-batch: %s", err)
 
-    def _run(self, planned: Planned, behind: Behind, fixed: bool = False) -> tuple[Run, bool]:
+    def _run(self, planned: Planned, after_stage: AfterStage, fixed: bool = False) -> tuple[Run, bool]:
         """Run rows. Return the run, and whether this rank drew random numbers."""
         with runs_alone(self._program, [planned]) as state:
-            run = self._runs(planned, state, behind=behind, fixed=fixed)
-            return run, run.position != state.start
+            run = self._runs(planned, state, after_stage=after_stage, fixed=fixed)
+            return run, run.rng_fingerprint != state.start
 
     def _injected(self, planned: Planned) -> InjectionProbe:
         parameters = [parameter for module in self._runs.own_modules(planned) for parameter in module.parameters()]

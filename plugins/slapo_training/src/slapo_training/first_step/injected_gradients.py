@@ -27,13 +27,13 @@ class InjectionProbe:
 
     Attributes:
         probes: For each tensor that got a gradient, by id, a number that is linear in it, and its norm.
-        is_unseen: Whether a backward could not be run, and would accumulate gradients.
+        is_hidden: Whether a backward could not be run, and would accumulate gradients.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], accumulates: bool) -> None:
         self._parameters, self._accumulates = list(parameters), accumulates
         self.probes: dict[int, torch.Tensor] = {}
-        self.is_unseen = False
+        self.is_hidden = False
 
     def __call__(self, received: tuple[torch.Tensor, ...], given: tuple[torch.Tensor, ...]) -> bool:
         """Return whether anything is injected.
@@ -51,12 +51,12 @@ class InjectionProbe:
             gradients = self._gradients(ends, leaves)
         elif self._accumulates:
             leaves = [*self._parameters, *inputs]
-            gradients = self._accumulated(ends, leaves)
+            gradients = self._accumulated_gradients(ends, leaves)
         else:
-            self.is_unseen = True
+            self.is_hidden = True
             return False
         found = [(leaf, gradient) for leaf, gradient in zip(leaves, gradients, strict=True) if gradient is not None]
-        flags = [_is_something(gradient).to(ends[0].device) for _, gradient in found]
+        flags = [_is_nonzero(gradient).to(ends[0].device) for _, gradient in found]
         if not flags or not bool(torch.stack(flags).any()):
             return False
         self.probes.update({id(leaf): _probe(gradient) for leaf, gradient in found if isinstance(leaf, nn.Parameter)})
@@ -68,7 +68,7 @@ class InjectionProbe:
         with without_hooks(leaves):
             return torch.autograd.grad(ends, leaves, [torch.zeros_like(each) for each in ends], allow_unused=True)
 
-    def _accumulated(self, ends: list[torch.Tensor], leaves: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    def _accumulated_gradients(self, ends: list[torch.Tensor], leaves: list[torch.Tensor]) -> list[torch.Tensor | None]:
         for leaf in leaves:
             leaf.grad = None
         with without_hooks(leaves):
@@ -105,7 +105,7 @@ def _probe(gradient: torch.Tensor) -> torch.Tensor:
     return torch.stack([values.sum() + values[::3].sum(), values.norm()]).nan_to_num()
 
 
-def _is_something(gradient: torch.Tensor) -> torch.Tensor:
+def _is_nonzero(gradient: torch.Tensor) -> torch.Tensor:
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     return (values.isfinite() & (values != 0)).any()  # zero times infinity is no gradient of anybody's
 
@@ -142,7 +142,7 @@ class GradientScale:
         self._parameters = list(parameters)
 
     @contextmanager
-    def dividing(self, number: float) -> Iterator[None]:
+    def divided_by(self, number: float) -> Iterator[None]:
         """Divide those of the backwards inside by ``number``."""
         if number == 1.0:
             yield

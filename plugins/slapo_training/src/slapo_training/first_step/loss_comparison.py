@@ -119,7 +119,7 @@ class LossComparison:
         self._counted = [each.counted for each in parts]
         pair = None
         # a model that draws other numbers for other rows gives no losses to compare
-        is_known = all(each.position == whole.position for each in parts)
+        is_known = all(each.rng_fingerprint == whole.rng_fingerprint for each in parts)
         is_known = is_known and not (self._labels_differ and any(not isinstance(each.counted, LabelMean) for each in parts))
         losses = [each.loss for each in parts if each.loss is not None]
         if is_known and whole.loss is not None and len(losses) == len(parts):

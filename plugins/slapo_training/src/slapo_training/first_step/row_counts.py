@@ -29,7 +29,7 @@ def row_counts(given: Any, ignored: int, without: Collection[str] = ()) -> Marks
         ignored: Label value that the loss leaves out.
         without: Names that are left out.
     """
-    rows, names, numbers = BatchRows().number(given) or 0, [], []
+    rows, names, numbers = BatchRows().count(given) or 0, [], []
     for index, leaf in enumerate(tree_leaves(given)):
         if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != rows or not _is_plain(leaf):
             continue

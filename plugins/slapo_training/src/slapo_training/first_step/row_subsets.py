@@ -33,7 +33,7 @@ class Rows(NamedTuple):
     @property
     def number(self) -> int:
         """Number of rows; 0 where no tensor has any."""
-        return self.places.number(self.given()) or 0
+        return self.places.count(self.given()) or 0
 
     def cut(self, sizes: Sequence[int]) -> list[Rows]:
         """Cut the rows into parts of these sizes, in order."""

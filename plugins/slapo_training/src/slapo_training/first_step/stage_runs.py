@@ -27,8 +27,8 @@ from .row_subsets import Rows
 Around = Callable[[bool], AbstractContextManager[Any]]
 """Makes the context that an engine puts around a run, such as autocast; gets whether the run has a backward."""
 Tensors = tuple[torch.Tensor, ...]
-Behind = Callable[[Tensors, Tensors], bool]
-"""Called behind a stage with the tensors it received and returned, or its loss; the flags of all stages are combined."""
+AfterStage = Callable[[Tensors, Tensors], bool]
+"""Called after_stage a stage with the tensors it received and returned, or its loss; the flags of all stages are combined."""
 
 
 class RunFailedError(Exception):
@@ -54,8 +54,8 @@ class Run(NamedTuple):
         loss: On ranks with the last stage; None on others.
         counted: Its reduction, where it is a known mean over labels.
         output: The model's output there, without its graph.
-        position: Where this rank's random numbers are behind the run.
-        found: Whether ``behind`` said so on any rank.
+        rng_fingerprint: Where this rank's random numbers are after_stage the run.
+        found: Whether ``after_stage`` said so on any rank.
         written: Floating-point buffers that the run has written, see ``written_buffers``.
         rounding: Relative spacing of numbers of the loss's type; 0 on ranks without one.
     """
@@ -63,7 +63,7 @@ class Run(NamedTuple):
     loss: float | None
     counted: LabelMean | None
     output: Any
-    position: int
+    rng_fingerprint: int
     found: bool
     written: dict[str, torch.Tensor]
     rounding: float
@@ -121,55 +121,57 @@ class StageRuns:
         program, replan = self._program, self._program.replan
         if replan is None or len(program.stages) == 1:
             return Planned(program, rows)
-        with self.failing_together(), torch.enable_grad(), self._around(True):
+        with self.failing_on_all_ranks(), torch.enable_grad(), self._around(True):
             program = replan(True, rows.batch)
         if not has_backward and any(asks_for_gradients(stage.module) for stage in program.stages):
-            with self.failing_together(), torch.no_grad(), self._around(False):
+            with self.failing_on_all_ranks(), torch.no_grad(), self._around(False):
                 program = replan(True, rows.batch)
         return Planned(program, rows)
 
-    def __call__(self, planned: Planned, state: StateSnapshot, behind: Behind | None = None, fixed: bool = False) -> Run:
-        """Run rows through all stages, with gradients where ``behind`` wants them.
+    def __call__(
+        self, planned: Planned, state: StateSnapshot, after_stage: AfterStage | None = None, fixed: bool = False
+    ) -> Run:
+        """Run rows through all stages, with gradients where ``after_stage`` wants them.
 
         Args:
             planned: The rows.
             state: State that the run starts from.
-            behind: Called behind each stage.
+            after_stage: Called after_stage each stage.
             fixed: Whether dropout is off, and other draws give fixed numbers.
 
         Raises:
             RunFailedError: the run broke off on a rank; raised on all.
         """
-        state.put_back()
+        state.restore()
         loss_of = None if has_loss_of_its_own(self._options) else CountedLoss(self._options.loss_fn, self._options.output_loss)
-        one = _OneRun(planned, loss_of, behind)
+        one = _StageRun(planned, loss_of, after_stage)
         own = self._program.axis_rank("pp")
         values: Tensors = ()
-        stages, has_backward = planned.program.stages, behind is not None
+        stages, has_backward = planned.program.stages, after_stage is not None
         for stage in stages:
             draws = DeterministicRandom() if fixed else nullcontext()
-            with self.failing_together(), torch.set_grad_enabled(has_backward), self._around(has_backward), draws:
+            with self.failing_on_all_ranks(), torch.set_grad_enabled(has_backward), self._around(has_backward), draws:
                 if self._program.rank_of(stage.index) == own:
                     values = one.stage(stage, values)
             if stage.index + 1 < len(stages):
-                values = self._sent(values, stages[stage.index + 1].inputs, stage.index)
-        found = self.anywhere(one.found) if has_backward else False
+                values = self._send(values, stages[stage.index + 1].inputs, stage.index)
+        found = self.any_rank(one.found) if has_backward else False
         self._has_run = True
         output, written = _detached(one.output), written_buffers(self._program.module, state)
-        return Run(one.loss, one.counted, output, state.position(), found, written, one.rounding)
+        return Run(one.loss, one.counted, output, state.rng_fingerprint(), found, written, one.rounding)
 
     def own_modules(self, planned: Planned) -> list[nn.Module]:
         """Return the modules of this rank's stages."""
         own = self._program.axis_rank("pp")
         return [stage.module for stage in planned.program.stages if self._program.rank_of(stage.index) == own]
 
-    def anywhere(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:
         """Return whether a flag is set on any rank."""
         found = torch.tensor([int(flag)], device=self.device)
         return bool(all_reduce(found, self._program.mesh, dist.ReduceOp.MAX).item())
 
     @contextmanager
-    def failing_together(self) -> Iterator[None]:
+    def failing_on_all_ranks(self) -> Iterator[None]:
         """Raise ``RunFailedError`` on all ranks where one of them raises an error inside.
 
         Raises:
@@ -184,13 +186,13 @@ class StageRuns:
                 self._failed(err)
             elif not self._has_run and self._program.axis_size("tp") > 1:
                 raise
-        if self.anywhere(error is not None):
-            if not self._has_run and self.anywhere(isinstance(error, SlapoError)):
+        if self.any_rank(error is not None):
+            if not self._has_run and self.any_rank(isinstance(error, SlapoError)):
                 raise_on_all_ranks(error if isinstance(error, SlapoError) else None, self._program.mesh)
             self._has_run = True
             raise RunFailedError(str(error) if error is not None else "it failed on another rank") from error
 
-    def _sent(self, values: Tensors, boundaries: tuple[Boundary, ...], source: int) -> Tensors:
+    def _send(self, values: Tensors, boundaries: tuple[Boundary, ...], source: int) -> Tensors:
         """Bring what one stage gave to the rank of the next."""
         ranks, own = [self._program.rank_of(source), self._program.rank_of(source + 1)], self._program.axis_rank("pp")
         if ranks[0] == ranks[1] or own not in ranks:
@@ -208,11 +210,11 @@ class StageRuns:
         return tuple(received)
 
 
-class _OneRun:
+class _StageRun:
     """One run of some rows through the stages of this rank."""
 
-    def __init__(self, planned: Planned, loss_of: CountedLoss | None, behind: Behind | None) -> None:
-        self._stages, self._rows, self._loss_of, self._behind = planned.program.stages, planned.rows, loss_of, behind
+    def __init__(self, planned: Planned, loss_of: CountedLoss | None, after_stage: AfterStage | None) -> None:
+        self._stages, self._rows, self._loss_of, self._behind = planned.program.stages, planned.rows, loss_of, after_stage
         self.loss: float | None = None
         self.rounding = 0.0
         self.counted: LabelMean | None = None

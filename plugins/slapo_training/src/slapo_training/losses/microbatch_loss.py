@@ -93,13 +93,13 @@ class CountedLoss:
             output = model()
             with means:
                 loss = loss_of(output, self._loss_fn, labels)
-            return loss, means.behind(loss) or reduction_in_graph(loss)
+            return loss, means.reduction_of(loss) or reduction_in_graph(loss)
         training = torch.is_grad_enabled()
         watched = not training or self._lacks_gradients or kind not in self._told_by_graph
         with means if watched else nullcontext():
             loss = self._own(model)
-        by_graph = reduction_in_graph(loss, looks_behind=watched or self._by_graph is not None)
-        counted = (means.behind(loss) or by_graph) if watched else by_graph
+        by_graph = reduction_in_graph(loss, is_searched=watched or self._by_graph is not None)
+        counted = (means.reduction_of(loss) or by_graph) if watched else by_graph
         if training:
             if watched and by_graph == counted:
                 self._told_by_graph.add(kind)
@@ -109,7 +109,7 @@ class CountedLoss:
             self._by_graph = by_graph
         return loss, counted
 
-    def uncounted(self, model: Callable[[], Any], labels: Any) -> torch.Tensor:
+    def loss_only(self, model: Callable[[], Any], labels: Any) -> torch.Tensor:
         """Return the loss alone; see ``__call__``."""
         return self._own(model) if self._loss_fn is None else loss_of(model(), self._loss_fn, labels)
 

@@ -53,8 +53,8 @@ class OutputLoss:
             BuildError: see ``of``.
         """
         output = model()
-        if not torch.is_grad_enabled() and self._is_open(output):
-            self._look(model)
+        if not torch.is_grad_enabled() and self._is_ambiguous(output):
+            self._search(model)
         return self.of(output)
 
     def of(self, output: Any) -> torch.Tensor:
@@ -82,13 +82,13 @@ class OutputLoss:
         what = _describe(others) if others else f"a {type(output).__name__}"
         raise BuildError(f"the model returns no loss but {what}; give the model labels, or build with loss_fn= or loss=")
 
-    def _is_open(self, output: Any) -> bool:
+    def _is_ambiguous(self, output: Any) -> bool:
         """Return whether an output without gradients does not show which number is the loss."""
         if self._choice is not None or isinstance(output, torch.Tensor) or _has_loss(output):
             return False
         return len(_numbers(output)) > 0 and len(_numbers(output).keys() & self._places) != 1
 
-    def _look(self, model: Callable[[], Any]) -> None:
+    def _search(self, model: Callable[[], Any]) -> None:
         """Find the loss by a forward with gradients, which leaves random numbers as they are.
 
         Engines may refuse a second forward, as units of sharded parameters do, which are gathered once: the loss is not found.

@@ -56,7 +56,7 @@ class CombinedMeans(NamedTuple):
     terms: tuple[LabelMean, ...]
 
     @property
-    def number(self) -> int:
+    def fingerprint(self) -> int:
         """Number that differs where the terms do, but for one case in a million; its squares can be summed in float64."""
         return hash(self.terms) % 2**20
 
@@ -82,8 +82,8 @@ class ReductionTracker(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._noted: list[tuple[LabelMean, bool]] = []
-        self._found: dict[int, _TrackedTensor] = {}
+        self._losses: list[tuple[LabelMean, bool]] = []
+        self._tracked: dict[int, _TrackedTensor] = {}
         self._zeros: dict[int, tuple[torch.Tensor, int]] = {}
 
     def __torch_function__(
@@ -95,18 +95,18 @@ class ReductionTracker(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in _LOSSES:
             result = func(*args, **kwargs)
-            self._note(result, _bound_arguments(func, args, kwargs))
+            self._record(result, _bound_arguments(func, args, kwargs))
             return result
-        sources = [found for value in _flat(args, kwargs) if (found := self._trace(value)) is not None] if self._noted else []
+        sources = [found for value in _flat(args, kwargs) if (found := self._trace(value)) is not None] if self._losses else []
         factor = self._factor(func, args, kwargs, sources) if sources else None
         result = func(*args, **kwargs)
         if sources:
-            self._follow(result, sources, factor)
+            self._track(result, sources, factor)
         elif func in _FACTORIES:
-            self._note_zero(result)
+            self._record_zero(result)
         return result
 
-    def behind(self, loss: torch.Tensor) -> LossReduction:
+    def reduction_of(self, loss: torch.Tensor) -> LossReduction:
         """Return the reduction of a loss that was computed inside.
 
         Raises:
@@ -114,10 +114,10 @@ class ReductionTracker(TorchFunctionMode):
         """
         if (trace := self._trace(loss) or self._alias_of(loss)) is None:
             return None
-        noted = [self._noted[index] for index in sorted(trace.noted)]
+        losses = [self._losses[index] for index in sorted(trace.losses)]
         if trace.factor != 1.0:
-            return CombinedMeans(tuple(sorted(counted for counted, _ in noted)))
-        ((counted, is_mean),) = noted
+            return CombinedMeans(tuple(sorted(counted for counted, _ in losses)))
+        ((counted, is_mean),) = losses
         if not is_mean:
             raise BuildError(
                 "the loss sums over its labels, or weights their classes, so the mean of several parts is another number; take "
@@ -130,33 +130,33 @@ class ReductionTracker(TorchFunctionMode):
         trace = self._trace(term) or self._alias_of(term)
         if trace is None or trace.factor is None:
             return None
-        ((counted, is_mean),) = (self._noted[index] for index in trace.noted)
+        ((counted, is_mean),) = (self._losses[index] for index in trace.losses)
         return counted.labels if is_mean else None
 
-    def _note(self, result: torch.Tensor, given: dict[str, Any]) -> None:
+    def _record(self, result: torch.Tensor, given: dict[str, Any]) -> None:
         if given["target"].is_floating_point():
             return
         legacy = given["size_average"] is not None or given["reduce"] is not None
         if legacy and given["weight"] is None and given["reduction"] == "mean":
             return
         counted = LabelMean(int((given["target"] != given["ignore_index"]).sum()), given["ignore_index"])
-        self._noted.append((counted, given["reduction"] == "mean" and given["weight"] is None))
+        self._losses.append((counted, given["reduction"] == "mean" and given["weight"] is None))
         factor = 1.0 if result.numel() == 1 and given["reduction"] != "none" else None
-        self._found[id(result)] = _TrackedTensor(result, result._version, frozenset([len(self._noted) - 1]), factor)
+        self._tracked[id(result)] = _TrackedTensor(result, result._version, frozenset([len(self._losses) - 1]), factor)
 
-    def _note_zero(self, result: Any) -> None:
+    def _record_zero(self, result: Any) -> None:
         """Remember a number that is 0 by itself, to which losses may be added."""
         if isinstance(result, torch.Tensor) and result.numel() == 1 and not result.requires_grad and not result.is_meta:
             self._zeros[id(result)] = (result, result._version) if not result.any() else (result, -1)
 
     def _trace(self, value: Any) -> _TrackedTensor | None:
         """Return the record of a tensor, or None if the tensor was written since."""
-        found = self._found.get(id(value))
+        found = self._tracked.get(id(value))
         return found if found is not None and found.version == value._version else None
 
     def _alias_of(self, value: torch.Tensor) -> _TrackedTensor | None:
         """Return the record of a tensor in the same memory: an ``autograd.Function`` may return its input."""
-        for found in self._found.values():
+        for found in self._tracked.values():
             tensor = found.tensor
             if tensor.numel() == 1 == value.numel() and (tensor.data_ptr(), tensor.dtype) == (value.data_ptr(), value.dtype):
                 return found if found.version == tensor._version == value._version else None
@@ -178,10 +178,10 @@ class ReductionTracker(TorchFunctionMode):
             return None
         first, second = args
         if first is not source.tensor:
-            return before * self._changed(_ARITHMETIC[func], first) if _ARITHMETIC[func] in "+*" else None
-        return before * self._changed(_ARITHMETIC[func], second)
+            return before * self._scale_of_operation(_ARITHMETIC[func], first) if _ARITHMETIC[func] in "+*" else None
+        return before * self._scale_of_operation(_ARITHMETIC[func], second)
 
-    def _changed(self, sign: str, other: Any) -> float:
+    def _scale_of_operation(self, sign: str, other: Any) -> float:
         """Return the factor by which an operation with another number scales its operand; NaN where it is no scaling."""
         if isinstance(other, torch.Tensor):
             zero = self._zeros.get(id(other))
@@ -190,12 +190,12 @@ class ReductionTracker(TorchFunctionMode):
             return float("nan")
         return {"*": float(other), "/": 1 / other if other else 0.0}.get(sign, 1.0)
 
-    def _follow(self, result: Any, sources: list[_TrackedTensor], factor: float | None) -> None:
-        noted = frozenset().union(*(source.noted for source in sources))
+    def _track(self, result: Any, sources: list[_TrackedTensor], factor: float | None) -> None:
+        losses = frozenset().union(*(source.losses for source in sources))
         for each in _flat((result,), {}):
             if isinstance(each, torch.Tensor) and each.numel() <= _MAX_TRACKED_NUMEL:
-                self._found[id(each)] = _TrackedTensor(
-                    each, each._version, noted, factor if each.numel() == 1 and factor == factor else None
+                self._tracked[id(each)] = _TrackedTensor(
+                    each, each._version, losses, factor if each.numel() == 1 and factor == factor else None
                 )
 
 
@@ -205,13 +205,13 @@ class _TrackedTensor(NamedTuple):
     Args:
         tensor: The tensor; kept, as its id must not become another's.
         version: Number of in-place writes that it had seen.
-        noted: Numbers of the losses that it was made of.
+        losses: Numbers of the losses that it was made of.
         factor: Factor of the only loss; None where it is no multiple of one.
     """
 
     tensor: torch.Tensor
     version: int
-    noted: frozenset[int]
+    losses: frozenset[int]
     factor: float | None
 
 
@@ -241,16 +241,16 @@ _ARITHMETIC: dict[Callable[..., Any], str] = {
 _FACTORIES = _functions("zeros tensor zeros_like new_zeros new_tensor full scalar_tensor new_full as_tensor")
 
 
-def reduction_in_graph(loss: torch.Tensor, looks_behind: bool = False) -> LossReduction:
+def reduction_in_graph(loss: torch.Tensor, is_searched: bool = False) -> LossReduction:
     """Return the reduction of a loss in training by its autograd graph; None where it shows none.
 
     Args:
         loss: Requires a gradient.
-        looks_behind: Whether to find losses that it was computed from, too; else it has to be one itself.
+        is_searched: Whether to find losses that it was computed from, too; else it has to be one itself.
     """
     if (mean := nll_mean_of(loss)) is not None:
         return LabelMean(*mean)
-    terms = [LabelMean(*each) for each in nll_means_in_graph(loss)] if looks_behind else []
+    terms = [LabelMean(*each) for each in nll_means_in_graph(loss)] if is_searched else []
     return CombinedMeans(tuple(sorted(terms))) if terms else None
 
 

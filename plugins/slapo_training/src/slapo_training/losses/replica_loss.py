@@ -115,7 +115,7 @@ class ReplicaLoss:
         own = [{path: each.detach() for path, each in tensors_of(output).items()} for output in outputs]
         has_rows = {path: each.dim() > 0 and each.shape[0] == rows for path, each in own[0].items()}
         self._check_kinds(_mismatch(own), own[0])
-        whole = {path: self._gathered([each[path] for each in own], has_rows[path]) for path in own[0]}
+        whole = {path: self._gather_outputs([each[path] for each in own], has_rows[path]) for path in own[0]}
         self._check_same({path: each for path, each in whole.items() if not has_rows[path]}, own)
         for path, each in whole.items():
             whole[path] = (each if has_rows[path] else own[0][path].clone()).requires_grad_(training and _is_real(each))
@@ -137,7 +137,7 @@ class ReplicaLoss:
         place, parts = self._program.axis_rank("dp") * number + index, self._num_parts(number)
         return {path: each.chunk(parts)[place] if has_rows[path] else each / parts for path, each in gradients.items()}
 
-    def _gathered(self, own: list[torch.Tensor], has_rows: bool) -> torch.Tensor:
+    def _gather_outputs(self, own: list[torch.Tensor], has_rows: bool) -> torch.Tensor:
         """Concatenate the tensors of all micro-batches, replica by replica; those without rows are stacked."""
         mine = torch.cat(own) if has_rows else torch.stack(own)
         if self._group is None:
@@ -150,7 +150,9 @@ class ReplicaLoss:
         named = [tensors_of(each) for each in labels]
         return with_tensors(
             labels[0],
-            lambda path, each: self._gathered([own[path].to(self._device) for own in named], True) if each.dim() else each,
+            lambda path, each: (
+                self._gather_outputs([own[path].to(self._device) for own in named], True) if each.dim() else each
+            ),
         )
 
     def _check_kinds(self, error: Exception | None, tensors: dict[str, torch.Tensor]) -> None:

@@ -73,7 +73,7 @@ class LossTerms:
         self._seen: set[str] = set()
         self._own: list[list[float]] = []
         self._checked: set[bool] = set()
-        self._noted: list[tuple[str, float, int]] = []
+        self._recorded: list[tuple[str, float, int]] = []
 
     def count(self, parts: Sequence[Batch]) -> None:
         """Count what the terms of these micro-batches are means over; touches no other rank.
@@ -102,13 +102,13 @@ class LossTerms:
             totals = totals.to(self._device)
             dist.all_reduce(totals, group=self._program.mesh.get_group("dp"))
         parts = len(self._own) * dp
-        weighed = [
+        weighted = [
             [count * parts / total if total else 0.0 for count, total in zip(counts, totals.tolist(), strict=True)]
             for counts in self._own
         ]
         return [
             _WeightedLoss(self, own, self._by_name(counts), self._by_name(weights), not self.is_checked(training))
-            for own, counts, weights in zip(labels, self._own, weighed, strict=True)
+            for own, counts, weights in zip(labels, self._own, weighted, strict=True)
         ]
 
     def _by_name(self, numbers: Sequence[float]) -> dict[str, float]:
@@ -118,9 +118,9 @@ class LossTerms:
         """Return whether the counts of the terms were checked in this mode."""
         return training in self._checked
 
-    def note(self, name: str, count: float, labels: int) -> None:
+    def record(self, name: str, count: float, labels: int) -> None:
         """Record the count of a term, and the number of labels that it is found to be a mean over."""
-        self._noted.append((name, count, labels))
+        self._recorded.append((name, count, labels))
 
     def end(self, training: bool) -> None:
         """End a step that went well; collective where its terms were not checked.
@@ -130,7 +130,7 @@ class LossTerms:
         """
         if self.is_checked(training):
             return
-        noted, self._noted = [each for own in gather_objects(self._noted, self._program.mesh) for each in own], []
+        noted, self._recorded = [each for own in gather_objects(self._recorded, self._program.mesh) for each in own], []
         for name in self.names:
             _check_proportional(name, [(count, labels) for each, count, labels in noted if each == name and (count or labels)])
         self._checked.add(training)
@@ -166,7 +166,7 @@ class LossTerms:
         self._seen.add(argument)
         return (value != self._ignored).sum()
 
-    def terms_of(self, output: Any, labels: Any, is_watched: bool) -> dict[str, torch.Tensor]:
+    def terms_of(self, output: Any, labels: Any, is_tracked: bool) -> dict[str, torch.Tensor]:
         """Return the terms of a micro-batch's loss.
 
         Raises:
@@ -190,7 +190,7 @@ class LossTerms:
                 f"{whose} has the term {others[0]!r}, of which loss_weights says no count; add it there, or detach it"
             )
         found = {name: fields[name].reshape(()) for name in self.names}
-        if "loss" not in self.names and is_watched:
+        if "loss" not in self.names and is_tracked:
             _check_sum(fields.get("loss"), found)
         return found
 
@@ -199,29 +199,29 @@ class _WeightedLoss(MicroBatchLoss):
     """Weighted sum of the terms of one micro-batch's loss."""
 
     def __init__(
-        self, terms: LossTerms, labels: Any, counts: dict[str, float], weights: dict[str, float], is_watched: bool
+        self, terms: LossTerms, labels: Any, counts: dict[str, float], weights: dict[str, float], is_tracked: bool
     ) -> None:
         self._terms, self._labels, self._counts, self._weights = terms, labels, counts, weights
-        self._means = ReductionTracker() if is_watched else None
+        self._means = ReductionTracker() if is_tracked else None
 
     def run(self, stage: Callable[[], Any], index: int = 0) -> Any:
         """Run a stage; its losses are recorded until the counts of the terms were checked."""
-        with self._watching():
+        with self._tracking():
             return stage()
 
     def loss(self, output: Any) -> torch.Tensor:
         """Return the weighted sum; a term over nothing, which may be NaN, is 0."""
-        with self._watching():
+        with self._tracking():
             found = self._terms.terms_of(output, self._labels, self._means is not None)
         for name, term in found.items() if self._means is not None else ():
             if (labels := self._means.labels_of(term)) is not None:  # type: ignore[union-attr]
-                self._terms.note(name, self._counts[name], labels)
+                self._terms.record(name, self._counts[name], labels)
         total: Any = 0
         for name, term in found.items():
             total = total + (term * self._weights[name] if self._counts[name] else _zero_term(term))
         return total  # type: ignore[no-any-return]
 
-    def _watching(self) -> AbstractContextManager[Any]:
+    def _tracking(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._means is None else self._means
 
 

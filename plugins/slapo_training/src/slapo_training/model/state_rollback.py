@@ -33,7 +33,7 @@ class _Buffers:
         buffers = {id(each): each for _, table in self._tables for each in table.values() if each is not None}
         self.values = [(each, each.detach().clone()) for each in buffers.values()]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the buffers."""
         with torch.no_grad():
             for table, entries in self._tables:
@@ -51,13 +51,13 @@ class StateSnapshot:
         modules: Each with its own tables alone, not those of modules in it.
 
     Attributes:
-        start: The ``position`` of the random numbers.
+        start: The ``rng_fingerprint`` of the random numbers.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         found = list({id(module): module for module in modules}.values())
         self._torch, self._others = rng_state(), SeparateRandomNumbers()
-        self.start = self.position()
+        self.start = self.rng_fingerprint()
         self._buffers = _Buffers(found)
         self._attributes = [(module, _attributes(module)) for module in found if not isinstance(module, fx.GraphModule)]
         tables = [vars(module).get(name) for module in found for name in HOOK_TABLES]
@@ -65,7 +65,7 @@ class StateSnapshot:
         parameters = {id(each): each for module in found for each in module._parameters.values() if each is not None}
         self._gradients = [(each, each.grad) for each in parameters.values()]
 
-    def position(self) -> int:
+    def rng_fingerprint(self) -> int:
         """Return a number that is equal where the same random numbers come next."""
         now = rng_state()
         states = [*now.devices.items(), *(item for each in now.tracked.values() for item in each.items())]
@@ -79,14 +79,14 @@ class StateSnapshot:
         """Return whether a buffer is another tensor than at first, or other numbers."""
         return next((not torch.equal(each, value) for each, value in self._buffers.values if each is buffer), True)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the snapshot, without hooks that were put on modules since: what would put them there twice is undone too."""
         for hooks, known in self._hooks:
             for key in hooks.keys() - known:
                 del hooks[key]
         for module, before in self._attributes:
-            _put_back(module, before)
-        self._buffers.put_back()
+            _restore(module, before)
+        self._buffers.restore()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         set_rng_state(self._torch)
@@ -100,7 +100,7 @@ def buffer_rollback(modules: Iterable[nn.Module]) -> Iterator[None]:
     try:
         yield
     finally:
-        buffers.put_back()
+        buffers.restore()
 
 
 @contextmanager
@@ -111,7 +111,7 @@ def state_rollback(modules: Iterable[nn.Module]) -> Iterator[StateSnapshot]:
     """
     state = StateSnapshot(modules)
     with ExitStack() as stack:
-        stack.callback(state.put_back)
+        stack.callback(state.restore)
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield state
@@ -127,7 +127,7 @@ def _content(value: Any) -> Any:
     return value.copy() if type(value) in (list, dict, set, deque) else None
 
 
-def _put_back(module: nn.Module, before: dict[str, tuple[Any, Any]]) -> None:
+def _restore(module: nn.Module, before: dict[str, tuple[Any, Any]]) -> None:
     table = vars(module)
     for name in [name for name in table if name not in _TORCHS_OWN and name not in before]:
         del table[name]

@@ -19,9 +19,9 @@ class TrainingMode:
         """Switch, where the model is not in that mode already."""
         if self._root.training != training:
             self._root.train(training)
-            self.freeze()
+            self.restore_frozen()
 
-    def freeze(self) -> None:
+    def restore_frozen(self) -> None:
         """Put what is frozen back, after others have switched the whole model."""
         for module in self._frozen:
             module.training = False

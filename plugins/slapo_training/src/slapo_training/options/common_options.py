@@ -113,7 +113,7 @@ class CommonOptions:
         options.validate()
         return options
 
-    def agreed(self) -> list[str]:
+    def rank_invariants(self) -> list[str]:
         """Return the options that have to be the same on all ranks, beside what ``build`` compares already."""
         given = {"optimizer=": self.optimizer, "lr_scheduler=": self.lr_scheduler, "loss_fn=": self.loss_fn}
         return [
