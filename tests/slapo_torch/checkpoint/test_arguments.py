@@ -164,7 +164,7 @@ def in_part_of_the_world(rank: int) -> list[str]:
         if rank in members:
             dist.new_group(members, use_local_synchronization=True)
         if rank < 2:
-            messages.append(message_of(lambda: Ranks(rank, 2, mesh).in_new_group().on_all(lambda: None)))
+            messages.append(message_of(lambda: Ranks(rank, 2, mesh).in_new_group().run_on_all(lambda: None)))
     return messages
 
 
