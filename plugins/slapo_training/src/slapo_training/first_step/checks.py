@@ -28,17 +28,17 @@ def _no_context(has_backward: bool) -> AbstractContextManager[Any]:
 
 
 class FirstStep:
-    """Checks the micro-batches of the first step that cuts a batch, before they are trained on.
+    """Checks the micro-batches of the first step that splits a batch, before they are trained.
 
-    A later step is checked where labels, masks or padding differ for the first time: a hand-written mean over these shows then.
+    A later step is checked when labels, masks or padding differ for the first time, which shows hand-written means over these.
 
     Args:
         program: The program that runs.
         options: Options of the engine.
 
     Attributes:
-        injects: Whether the model injects gradients into its backward.
-        is_uneven: Whether fingerprints of marks differ in this step; the engine sets it, the same on all ranks.
+        injects: True if the model injects gradients into its backward.
+        is_uneven: True if fingerprints of ``marks`` differ in this step; the engine sets it, the same on all ranks.
     """
 
     def __init__(self, program: Program, options: CommonOptions) -> None:
@@ -52,33 +52,33 @@ class FirstStep:
         self._labels: LabelCounts | None = None
 
     def scale(self, num_parts: int) -> float:
-        """Return the factor of the gradients of losses in backwards, by which gradients of parameters are divided.
+        """Return the factor of losses' gradients, by which gradients of parameters are divided later.
 
         Args:
-            num_parts: Micro-batches of a replica.
+            num_parts: Number of micro-batches of a replica.
         """
         return float(num_parts) if self.injects else 1.0
 
     def mean_labels(self, parts: Sequence[Batch], labels: Sequence[Any], device: torch.device) -> float | None:
-        """Return the average number of labels of a micro-batch's loss over all replicas. Collective.
+        """Return the average number of labels of a micro-batch over all replicas. Collective.
 
-        None where the loss is no known mean over labels. Models that inject gradients need it, as their losses are weighted
-        before the batch runs.
+        Returns None if the loss is no known mean over labels. Models that inject gradients need the number, since their losses
+        are weighted before the batch runs.
         """
         rows = [Rows(*each, self._options.batch_rows) for each in zip(parts, labels, strict=True)]
         return None if self._labels is None else self._labels.mean(rows, device)
 
     def marks(self, parts: Sequence[Batch], training: bool = True) -> list[int]:
-        """Return a fingerprint of the marks of each micro-batch; where some differ the engine sets ``is_uneven``.
+        """Return a fingerprint of each micro-batch's row counts, with no message to other ranks.
 
-        It touches no other rank.
+        The engine compares the fingerprints of all ranks and sets ``is_uneven``.
         """
         if not training or "rows" in self._off or not self._is_cut(len(parts)) or has_loss_of_its_own(self._options):
             return [0]
         return self._marks.fingerprints([self._options.batch_rows.without_variable_sizes(part) for part in parts])
 
     def is_due(self, num_parts: int) -> bool:
-        """Return whether the next step has to be checked; the same on all ranks."""
+        """Return True if this step must be checked; the same on all ranks."""
         if self._is_done:
             return self.is_uneven
         return self._is_cut(num_parts) or self._options.precision == "fp16"
@@ -96,20 +96,20 @@ class FirstStep:
         accumulates: bool = False,
         failed: Callable[[Exception], None] | None = None,
     ) -> None:
-        """Make the checks where they are due. Collective over the mesh.
+        """Run the checks if they are due. Collective over the mesh.
 
         Args:
-            parts: The model's arguments for each micro-batch.
-            labels: The labels of each, for the loss function.
+            parts: Arguments of the model for each micro-batch.
+            labels: Labels of each micro-batch, for the loss function.
             device: Device of this rank.
-            around: Makes the context that the engine puts around a forward.
-            labels_differ: Whether the engine refuses losses of unknown reduction, as numbers of labels differ.
-            accumulates: Whether a backward may leave gradients with parameters, which the engine then does not take.
-            failed: Called with an error on the rank that has it, see ``StageRuns``.
+            around: Makes the engine's context of a forward.
+            labels_differ: True if the engine refuses losses of unknown reduction, since numbers of labels differ.
+            accumulates: True if a backward may accumulate gradients in parameters without an effect on the engine.
+            failed: Called with an error on its rank, see ``StageRuns``.
 
         Raises:
-            BuildError: a loss that is no mean over rows; injected gradients with fp16; with ``strict=True`` modules that mix
-                rows. The same on all ranks.
+            BuildError: on all ranks: a loss that is no mean over rows; injected gradients with fp16; or, with ``strict=True``,
+                modules that mix rows.
         """
         if not self.is_due(len(parts)):
             return
@@ -125,7 +125,7 @@ class FirstStep:
                     get_logger().warning("first-step checks were left out: %s", problem or "another rank cannot cut its batch")
                 else:
                     self._run_checks(rows, runs, labels_differ)
-            except RunFailedError as err:  # the step is going to say more
+            except RunFailedError as err:  # the step itself will fail with a better message
                 get_logger().debug("first-step checks were left out: %s", err)
                 return
         if self.is_uneven:

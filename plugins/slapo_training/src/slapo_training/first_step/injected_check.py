@@ -1,4 +1,4 @@
-"""The check ``injected``: finds gradients that a backward from zero gives, and checks that they are means over rows."""
+"""The check ``injected``: finds gradients of a backward from zero, and checks that they are means over rows."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Part(NamedTuple):
 
     Args:
         planned: The rows.
-        parts: Two parts of them, together all; none where there is one row.
-        half: Position of the rows among the halves of a micro-batch; None where they are no half on some rank.
-        injected: The gradients injected for them, from a run with fixed draws where the model draws random numbers.
+        parts: Two parts that together are the rows; empty for one row.
+        half: Index among the halves of the micro-batch; None if the rows are no half on some rank.
+        injected: Probe of the gradients injected for the rows; of a deterministic run if the model samples random numbers.
     """
 
     planned: Planned
@@ -37,13 +37,12 @@ class Part(NamedTuple):
 class InjectedCheck:
     """The check of one step. Every method is collective over the mesh.
 
-    All rows of a micro-batch run forward, and half as many run backward: a backward costs twice as much. Where these inject
-    nothing, but the model has functions of its own, the other rows run backward too: what is in rows may decide.
+    All rows of a micro-batch run forward, and half of them run backward, which costs twice as much. If none are injected but the model has custom autograd functions, the other half runs backward too: injection may depend on the rows.
 
     Args:
         program: The program that runs.
         options: Options of the engine.
-        runs: Runs the stages.
+        runs: Runs of the stages.
     """
 
     def __init__(self, program: Program, options: CommonOptions, runs: StageRuns) -> None:
@@ -51,15 +50,15 @@ class InjectedCheck:
         self._is_hidden = False
 
     def run(self, whole: Planned, halves: Sequence[Rows], cut: Partition | None) -> tuple[RunCache, bool] | None:
-        """Return runs of the rows, and whether gradients are injected; None where the micro-batch does not run.
+        """Return runs of the rows, and whether gradients are injected; None if the micro-batch does not run.
 
         Args:
             whole: A micro-batch.
-            halves: Its halves.
-            cut: Parts that the batch is cut into; None where a micro-batch is not to run in parts.
+            halves: Halves of the micro-batch.
+            cut: Parts that the batch is split into; None if the micro-batch must not run in parts.
 
         Raises:
-            BuildError: gradients are injected with fp16, or with ``strict=True`` are no mean over rows.
+            BuildError: gradients are injected with fp16; or, with ``strict=True``, they are no mean over rows.
         """
         in_parts = cut is not None and halves[0].number > 1
         injected = self._injected(whole)
@@ -84,7 +83,7 @@ class InjectedCheck:
         return known, found is not None
 
     def _find_part(self, whole: Planned, halves: Sequence[Rows], known: RunCache) -> Part | None:
-        """Return rows of a micro-batch that gradients are injected for, or None."""
+        """Return rows of a micro-batch for which gradients are injected, or None."""
         try:
             found = self._find_part_of_halves(halves, known)
             return Part(whole, halves) if found is not None and not found.parts else found
@@ -112,12 +111,12 @@ class InjectedCheck:
         return None
 
     def _find_injection(self, part: Part, known: RunCache, fixed: bool = False) -> Part | None:
-        """Run rows backward from zero. Return them where gradients are injected."""
+        """Run rows backward from zero; return them if gradients are injected."""
         found, injected = self._backward(part, known, fixed)
         return part._replace(injected=injected if fixed == known.draws else None) if found else None
 
     def _backward(self, part: Part, known: RunCache, fixed: bool) -> tuple[bool, InjectionProbe]:
-        """Run rows backward from zero. Return whether gradients are injected on any rank, and those of this one."""
+        """Run rows backward from zero; return whether gradients are injected on any rank, and this rank's probe."""
         injected = self._injected(part.planned)
         run, _ = self._run(part.planned, injected, fixed)
         self._is_hidden = self._is_hidden or injected.is_hidden
@@ -126,10 +125,10 @@ class InjectedCheck:
         return run.found, injected
 
     def _compare(self, found: Part, whole: Planned, cut: Partition, known: RunCache) -> None:
-        """Warn where the gradients injected for some rows are not the mean of those for their parts.
+        """Warn if the gradients injected for some rows are not the mean of those for their parts.
 
         Raises:
-            BuildError: so with ``strict=True``.
+            BuildError: instead of the warning, with ``strict=True``.
         """
         number, others = found.planned.rows.number, list[InjectionProbe]()
         try:
@@ -146,7 +145,7 @@ class InjectedCheck:
             warn_or_refuse(injected_is_no_mean(cut), self._program, self._options.strict)
 
     def _run_remaining_halves(self, halves: Sequence[Rows], known: RunCache) -> None:
-        """Run the halves that have not run, also with a graph: it may be what tells the reduction of the loss."""
+        """Run the halves that have not run, with a graph, which may show the reduction of the loss."""
         if known.draws:
             return
         try:
@@ -157,7 +156,7 @@ class InjectedCheck:
             get_logger().debug("the model does not run some rows of a micro-batch: %s", err)
 
     def _run(self, planned: Planned, after_stage: AfterStage, fixed: bool = False) -> tuple[Run, bool]:
-        """Run rows. Return the run, and whether this rank drew random numbers."""
+        """Run rows; return the run, and whether this rank used random numbers."""
         with runs_alone(self._program, [planned]) as state:
             run = self._runs(planned, state, after_stage=after_stage, fixed=fixed)
             return run, run.rng_fingerprint != state.start
@@ -168,5 +167,5 @@ class InjectedCheck:
 
 
 def _runs_functions(received: tuple[torch.Tensor, ...], given: tuple[torch.Tensor, ...]) -> bool:
-    """Return whether the backward of a stage runs functions that are not torch's own."""
+    """Return True if the backward of a stage has custom autograd functions."""
     return has_custom_functions(given)

@@ -1,9 +1,8 @@
-"""Gradients that a model injects into its backward beside those of its loss: detection and scaling.
+"""Detection and scaling of gradients that a model injects into its backward beside those of its loss.
 
-A router's balance loss, say, enters by an ``autograd.Function`` that hands on its input and adds a gradient of its own. The
-backward of a micro-batch from ``s`` times its loss then gives ``s * dL + I``. An engine that divides each loss by the number of
-micro-batches would take ``I`` as often as there are micro-batches. Where gradients are injected it runs each backward from the
-loss as the whole batch weighs it, not divided, and divides the gradients of parameters.
+For example, a router's balance loss may be an ``autograd.Function`` that returns its input and adds a gradient of its own. The
+backward of ``s`` times a micro-batch's loss then gives ``s * dL + I``. If an engine divided each loss by the number of
+micro-batches, ``I`` would count once per micro-batch. So the engine does not divide the loss, but the gradients of parameters.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from ..distributed._torch_private import has_inner_backward, leaves_of, register
 
 
 class InjectionProbe:
-    """Runs backwards of stages from gradients of zero; any other gradient was injected.
+    """Runs backwards of stages from zero gradients; each nonzero gradient was injected.
 
     Args:
-        parameters: The parameters of this rank's stages.
-        accumulates: Whether a backward may leave gradients with parameters, which an engine may wait for.
+        parameters: Parameters of this rank's stages.
+        accumulates: True if a backward may accumulate gradients in parameters; False if the engine waits for these.
 
     Attributes:
-        probes: For each tensor that got a gradient, by id, a number that is linear in it, and its norm.
-        is_hidden: Whether a backward could not be run, and would accumulate gradients.
+        probes: A linear probe and the norm of each injected gradient, by id of its tensor.
+        is_hidden: True if a backward was skipped because it would accumulate gradients.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], accumulates: bool) -> None:
@@ -36,11 +35,11 @@ class InjectionProbe:
         self.is_hidden = False
 
     def __call__(self, received: tuple[torch.Tensor, ...], given: tuple[torch.Tensor, ...]) -> bool:
-        """Return whether anything is injected.
+        """Return True if a stage's backward injects gradients.
 
         Args:
-            received: Tensors that a stage received; their gradients count too.
-            given: Tensors that it returned, with their graph.
+            received: Tensors that the stage received; their gradients count too.
+            given: Tensors that the stage returned, with their graph.
         """
         ends = [tensor for tensor in given if tensor.requires_grad]
         inputs = [tensor for tensor in received if tensor.requires_grad]
@@ -82,13 +81,13 @@ class InjectionProbe:
 def is_mean_over_rows(
     whole: InjectionProbe, parts: Sequence[InjectionProbe], weights: Sequence[float], tolerance: float
 ) -> bool:
-    """Return whether the gradients injected for all rows are the mean of those injected for their parts.
+    """Return True if the gradients injected for all rows are the mean of those injected for their parts.
 
     Args:
-        whole: Behind a run of all rows.
-        parts: Behind runs of the parts.
-        weights: Share of the rows that each part has.
-        tolerance: Relative difference that is none.
+        whole: Probe of the run of all rows.
+        parts: Probes of the runs of the parts.
+        weights: Fraction of the rows in each part.
+        tolerance: Largest relative difference that counts as equal.
     """
     for key, one in whole.probes.items():
         others = [each.probes.get(key, torch.zeros_like(one)) for each in parts]
@@ -107,16 +106,16 @@ def _probe(gradient: torch.Tensor) -> torch.Tensor:
 
 def _is_nonzero(gradient: torch.Tensor) -> torch.Tensor:
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    return (values.isfinite() & (values != 0)).any()  # zero times infinity is no gradient of anybody's
+    return (values.isfinite() & (values != 0)).any()  # 0 * inf = nan is no injected gradient
 
 
 class _Scaled(torch.autograd.Function):
-    """Identity of a loss that multiplies its gradient."""
+    """Autograd node that returns a loss and multiplies its gradient."""
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, factor: float) -> torch.Tensor:
         ctx.factor = factor
-        return loss.clone()  # a runtime may detach it in place, which a view refuses
+        return loss.clone()  # the pipeline runtime calls detach_(), which views refuse
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -124,7 +123,7 @@ class _Scaled(torch.autograd.Function):
 
 
 def scaled_gradient(loss: torch.Tensor, factor: float) -> torch.Tensor:
-    """Return the same loss, whose backward starts from ``factor`` times its gradient."""
+    """Return the same loss; its backward multiplies the gradient by ``factor``."""
     if factor == 1.0 or not loss.requires_grad:
         return loss
     scaled: torch.Tensor = _Scaled.apply(loss, factor)  # type: ignore[no-untyped-call]
@@ -132,10 +131,10 @@ def scaled_gradient(loss: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 class GradientScale:
-    """Divides the gradients of parameters as a backward makes them, before an engine takes or reduces them.
+    """Divides gradients of parameters within the backward, before an engine reads or reduces them.
 
     Args:
-        parameters: The parameters of this rank.
+        parameters: Parameters of this rank.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -143,7 +142,7 @@ class GradientScale:
 
     @contextmanager
     def divided_by(self, number: float) -> Iterator[None]:
-        """Divide those of the backwards inside by ``number``."""
+        """Return a context in which backwards divide gradients by ``number``."""
         if number == 1.0:
             yield
             return

@@ -1,4 +1,4 @@
-"""Numbers of labels that losses are means over, known before a batch runs."""
+"""Numbers of labels of a batch's losses, computed before the batch runs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _UNKNOWN = -1
 
 
 class LabelCounts:
-    """Counts the labels of a batch, after one loss has shown which of them count. Collective.
+    """Counts the labels of batches, after one loss has shown which labels count. Made collectively.
 
     Args:
-        program: Its replicas.
-        ignored: Label value that the loss leaves out.
+        program: The program; its mesh has the replicas.
+        ignored: Label value that the loss excludes.
         rows: A micro-batch.
-        counted: The reduction of its loss, on ranks that know it.
+        counted: Reduction of the micro-batch's loss, on ranks that know it.
         device: Device of this rank.
     """
 
@@ -41,7 +41,7 @@ class LabelCounts:
         self._found = float(found)
 
     def mean(self, parts: Sequence[Rows], device: torch.device) -> float | None:
-        """Return the mean number of labels of a micro-batch over all replicas; None where no loss is a known mean."""
+        """Return the mean number of labels of a micro-batch over all replicas; None without a known mean. Collective."""
         if self._found <= 0:
             return None
         if self._kind is None:

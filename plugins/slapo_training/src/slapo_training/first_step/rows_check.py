@@ -21,10 +21,10 @@ class RowsCheck:
     Args:
         program: The program that runs.
         options: Options of the engine.
-        runs: Runs the stages.
+        runs: Runs of the stages.
         parts: All micro-batches of this rank.
         labels_differ: See ``LossComparison``.
-        reported: Paths of modules that were reported of before; filled.
+        reported: Names in earlier warnings; updated.
     """
 
     def __init__(
@@ -40,16 +40,16 @@ class RowsCheck:
         self._reported = reported
         self._labels_differ = labels_differ
         norms = row_mixing.batch_norms(program.module)
-        # with one micro-batch these take statistics of the whole batch
+        # with one micro-batch, these use statistics of the whole batch
         self._synchronized = [each for each in norms.values() if len(parts) == 1 and row_mixing.over_replicas(each)]
         self._norms = {path: each for path, each in norms.items() if each not in self._synchronized}
 
     def run(self, halves: Sequence[Rows], known: RunCache | None) -> None:
-        """Make the check.
+        """Run the check.
 
         Args:
-            halves: Two, that are a micro-batch together.
-            known: Runs of both together and of each, where there were any.
+            halves: Two halves of a micro-batch.
+            known: Earlier runs of the micro-batch and its halves, or None.
 
         Raises:
             BuildError: the loss is no mean over rows; or, with ``strict=True``, modules mix rows.
@@ -72,20 +72,20 @@ class RowsCheck:
             self._report_mixing(mixing, pair)
 
     def _compare_losses(self, comparison: LossComparison, known: RunCache | None) -> tuple[Pair | None, bool]:
-        """Return the losses that differ with BatchNorms as they are, and whether they also differ without their statistics."""
+        """Return the losses that differ, and whether losses also differ if BatchNorms use running statistics."""
         pair = comparison.compare(known).pair
         if not self._norms:
             return pair, pair is not None
         return pair, comparison.compare(None, self._norms.values()).pair is not None
 
     def _confirm(self, factors: Mapping[str, Factor]) -> tuple[str, Pair] | None:
-        """Compare the parts that the engine averages, micro-batches or those of two replicas: rows may go in groups.
+        """Compare the parts that the engine averages, micro-batches or those of two replicas: halves may break groups of rows.
 
         Args:
-            factors: Terms that may be what made halves differ, and by which factor.
+            factors: Terms that may explain the difference of halves, with their factors.
 
         Returns:
-            The path of a module that mixes rows, and the losses that differ; None where none do.
+            Path of a module that mixes rows, and the losses that differ; None if none differ.
 
         Raises:
             BuildError: the loss is no mean over rows.
@@ -121,7 +121,7 @@ class RowsCheck:
         return LossComparison(self._program, self._options, self._runs, state, plans, self._synchronized, self._labels_differ)
 
     def _report_mixing(self, paths: Sequence[str], pair: Pair | None) -> None:
-        """Warn of modules that mix rows, or refuse them where that is asked for."""
+        """Warn of modules that mix rows; raise with ``strict=True``."""
         if self._reported.issuperset(paths):
             return
         self._reported.update(paths)
@@ -131,7 +131,7 @@ class RowsCheck:
         warn_or_refuse(text, self._program, self._options.strict)
 
     def _report_buffers_and_terms(self, buffers: Sequence[str], terms: Mapping[str, Pair]) -> None:
-        """Warn of buffers that each micro-batch updates and of terms of the loss, or refuse them where that is asked for."""
+        """Warn of buffers that micro-batches update and of terms of the loss; raise with ``strict=True``."""
         if not self._reported.issuperset(buffers):
             self._reported.update(buffers)
             self._report(buffers_are_updated(buffers, self._cut))

@@ -1,4 +1,4 @@
-"""The loss in a model's output: the option ``loss``, a field called ``loss``, or the only number that has a gradient."""
+"""Loss in a model's output: the option ``loss``, a field called ``loss``, or the only number with a gradient."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..batches.nested_tensors import Path, fields_of, tensors_of
 from ..distributed._torch_private import leaves_of
 
 LossChoice = str | int | Callable[[Any], torch.Tensor]
-"""The loss in a model's output: its key or field, its position, or a function of the output."""
+"""Selection of the loss in a model's output: key, field, position, or a function of the output."""
 
 _MAX_LISTED = 6
 
@@ -30,9 +30,9 @@ def check_choice(choice: Any) -> None:
 class OutputLoss:
     """Finds the loss in a model's outputs.
 
-    Without the option, a field called ``loss`` is the loss, and else the one number that has a gradient. A number that follows
-    from parameters of one element alone, as a temperature does, is none. In evaluation numbers show no gradients: the loss is
-    where it was in training, and before that one forward with gradients, of the last stage alone, shows where it is.
+    Without the option, a field called ``loss`` is the loss; otherwise the one number with a gradient. Numbers made only from
+    parameters with one element are excluded, e.g. a temperature. In evaluation numbers have no gradients: the loss has the same
+    path as in training. Before any training, one forward of the last stage with gradients finds the path.
 
     Args:
         choice: The option ``loss``.
@@ -44,10 +44,10 @@ class OutputLoss:
         self._parameters: set[Path] = set()
 
     def of_model(self, model: Callable[[], Any]) -> torch.Tensor:
-        """Run a model, and return the loss in its output.
+        """Run a model and return the loss in its output.
 
         Args:
-            model: Runs the model or its last stage.
+            model: Function that runs the model or its last stage.
 
         Raises:
             BuildError: see ``of``.
@@ -61,7 +61,7 @@ class OutputLoss:
         """Return the loss in an output, a tensor of one element.
 
         Raises:
-            BuildError: there is none, or several numbers may be the loss.
+            BuildError: there is no loss, or several numbers may be the loss.
         """
         if isinstance(output, torch.Tensor) and self._choice is None:
             return output
@@ -83,18 +83,18 @@ class OutputLoss:
         raise BuildError(f"the model returns no loss but {what}; give the model labels, or build with loss_fn= or loss=")
 
     def _is_ambiguous(self, output: Any) -> bool:
-        """Return whether an output without gradients does not show which number is the loss."""
+        """Return True if several numbers of an output without gradients may be the loss."""
         if self._choice is not None or isinstance(output, torch.Tensor) or _has_loss(output):
             return False
         return len(_numbers(output)) > 0 and len(_numbers(output).keys() & self._places) != 1
 
     def _search(self, model: Callable[[], Any]) -> None:
-        """Find the loss by a forward with gradients, which leaves random numbers as they are.
+        """Find the loss by a forward with gradients, and restore the random state.
 
-        Engines may refuse a second forward, as units of sharded parameters do, which are gathered once: the loss is not found.
+        An engine may refuse a second forward, e.g. FSDP units, which are gathered once; the loss is then not found.
         """
         state = rng_state()
-        torch.clear_autocast_cache()  # it has weights without gradients
+        torch.clear_autocast_cache()  # cached casts of weights have no gradients
         try:
             with torch.enable_grad(), suppress(BuildError):
                 self._differentiable(model())
@@ -103,7 +103,7 @@ class OutputLoss:
             set_rng_state(state)
 
     def _differentiable(self, output: Any) -> dict[Path, torch.Tensor]:
-        """Return the numbers that may be the loss: the only one without a gradient, too, where nothing is trained."""
+        """Return the numbers that may be the loss: those with gradients; all numbers if no output has a gradient."""
         numbers = _numbers(output)
         found = {path: each for path, each in numbers.items() if each.requires_grad and path not in self._parameters}
         new = {path for path in found.keys() - self._places if _is_parameter(found[path])}
@@ -122,10 +122,10 @@ class OutputLoss:
 
 
 def _loss_by_option(choice: LossChoice, output: Any) -> torch.Tensor:
-    """Return the loss that the option names.
+    """Return the loss that the option selects.
 
     Raises:
-        BuildError: there is none.
+        BuildError: there is no such part, or it is no number.
     """
     if callable(choice):
         loss, what = choice(output), "loss= gives"
@@ -141,7 +141,7 @@ def _part_of_output(output: Any, name: str | int) -> Any:
     """Return a part of an output by its key, position or field.
 
     Raises:
-        BuildError: there is none.
+        BuildError: there is no such part.
     """
     try:
         if isinstance(output, Mapping) and name in output:
@@ -154,12 +154,12 @@ def _part_of_output(output: Any, name: str | int) -> Any:
 
 
 def _has_loss(output: Any) -> bool:
-    """Return whether an output has a field or key called ``loss``, also one that is None."""
+    """Return True if an output has a field or key called ``loss``, even if its value is None."""
     return hasattr(output, "loss") or (isinstance(output, Mapping) and "loss" in output)
 
 
 def _object_attributes(output: Any) -> Any:
-    """Return the attributes of an object of a class of the user's own; other outputs as they are."""
+    """Return the attributes of an object of a user's class; return other outputs unchanged."""
     if isinstance(output, torch.Tensor) or fields_of(output) is not None:
         return output
     return getattr(output, "__dict__", output)
@@ -172,15 +172,15 @@ def _numbers(output: Any) -> dict[Path, torch.Tensor]:
 
 
 def _distinct(numbers: dict[Path, torch.Tensor]) -> dict[Path, torch.Tensor]:
-    """Return those that have no dimension, if there are any, as others are results of one row; each memory once."""
+    """Return the numbers without dimensions, if any, since others may be results of a single row; one per memory."""
     found: dict[int, tuple[Path, torch.Tensor]] = {}
     for path, each in ({path: each for path, each in numbers.items() if not each.dim()} or numbers).items():
-        found.setdefault(each.data_ptr(), (path, each))  # an engine may have replaced a tensor by several views
+        found.setdefault(each.data_ptr(), (path, each))  # an engine may replace a tensor by several views
     return dict(found.values())
 
 
 def _is_parameter(number: torch.Tensor) -> bool:
-    """Return whether a number follows from leaves of one element alone, as a temperature does."""
+    """Return True if a number was computed only from leaves with one element, e.g. a temperature."""
     leaves = leaves_of([number])
     return bool(leaves) and all(each.numel() == 1 for each in leaves)
 

@@ -1,7 +1,6 @@
-"""Losses of several terms, each a mean over a count of its own: the option ``loss_weights``.
+"""Losses of several terms, each a mean over its own count: the option ``loss_weights``.
 
-The counts follow from the batch, which every rank of a pipeline is given, so what each term of each micro-batch weighs is known
-before the engine runs.
+Counts are computed from the batch, which every rank of a pipeline has. So the weight of each term is known before the step.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Count = str | Callable[..., Any]
 """Count of a term: the name of an argument of the batch, or a function of some of them."""
 
 _WHOLE = ""
-"""Name of the only term where ``loss_weights`` is a single count."""
+"""Name of the only term if ``loss_weights`` is a single count."""
 _MASKS = ("mask", "weight", "valid", "keep")
 _LABELS = ("label", "target")
 
@@ -43,15 +42,15 @@ def check_counts(given: Any) -> None:
 
 
 class LossTerms:
-    """Weighs the terms of each micro-batch's loss by their counts.
+    """Weights the terms of each micro-batch's loss by their counts.
 
     Args:
-        given: The option.
-        program: Its mesh has the replicas.
-        loss_fn: Returns the terms; None takes them from the model's output.
-        ignored: Label that does not count.
-        device: Device of the messages between ranks.
-        output_loss: Finds the loss in the model's output, where that has one term.
+        given: Value of the option.
+        program: The program; its mesh has the replicas.
+        loss_fn: Function that returns the terms; None to take them from the model's output.
+        ignored: Label value that is not counted.
+        device: Device of messages between ranks.
+        output_loss: Finds the loss in the model's output if there is one term.
 
     Attributes:
         names: Names of the terms.
@@ -76,10 +75,10 @@ class LossTerms:
         self._recorded: list[tuple[str, float, int]] = []
 
     def count(self, parts: Sequence[Batch]) -> None:
-        """Count what the terms of these micro-batches are means over; touches no other rank.
+        """Compute the counts of these micro-batches, with no message to other ranks.
 
         Raises:
-            BuildError: the batch has no such argument, or what is counted is no number from 0 on.
+            BuildError: the batch has no such argument, or a count is negative or not finite.
         """
         counts = [self._number(name, count, part) for part in parts for name, count in self._counts.items()]
         numbers = torch.stack([each.to(counts[0].device) for each in counts]).tolist()
@@ -89,11 +88,11 @@ class LossTerms:
         self._own = [numbers[start : start + len(self.names)] for start in range(0, len(numbers), len(self.names))]
 
     def losses(self, labels: Sequence[Any], training: bool) -> list[MicroBatchLoss]:
-        """Return the loss of each micro-batch that was counted. Collective over the replicas.
+        """Return the loss of each counted micro-batch. Collective over the replicas.
 
         Args:
-            labels: The labels of each, for the loss function.
-            training: Whether the micro-batches are trained.
+            labels: Labels of each micro-batch, for the loss function.
+            training: True if the micro-batches are trained.
         """
         totals = torch.tensor(self._own, dtype=torch.float64).sum(0)
         dp = self._program.axis_size("dp")
@@ -115,18 +114,18 @@ class LossTerms:
         return dict(zip(self.names, numbers, strict=True))
 
     def is_checked(self, training: bool) -> bool:
-        """Return whether the counts of the terms were checked in this mode."""
+        """Return True if the counts of the terms were checked in this mode."""
         return training in self._checked
 
     def record(self, name: str, count: float, labels: int) -> None:
-        """Record the count of a term, and the number of labels that it is found to be a mean over."""
+        """Record the count of a term and the number of labels of its mean."""
         self._recorded.append((name, count, labels))
 
     def end(self, training: bool) -> None:
-        """End a step that went well; collective where its terms were not checked.
+        """End a successful step. Collective if the terms were not checked yet.
 
         Raises:
-            BuildError: on every rank: a term is a mean over other numbers than its counts.
+            BuildError: on every rank: the counts of a term are not proportional to the labels of its mean.
         """
         if self.is_checked(training):
             return
@@ -170,7 +169,7 @@ class LossTerms:
         """Return the terms of a micro-batch's loss.
 
         Raises:
-            BuildError: one is missing, or no number; or there are others.
+            BuildError: a term is missing or no number, or there is a term without a count.
         """
         if self.names == [_WHOLE]:
             loss = self._loss_fn(output, labels) if self._loss_fn is not None else self._output_loss.of(output)
@@ -187,7 +186,7 @@ class LossTerms:
         others = [name for name, value in fields.items() if name not in self.names and name != "loss" and _is_loss(value)]
         if others and self._loss_fn is not None:
             raise BuildError(
-                f"{whose} has the term {others[0]!r}, of which loss_weights says no count; add it there, or detach it"
+                f"{whose} has the term {others[0]!r}, which has no count in loss_weights; add it there, or detach it"
             )
         found = {name: fields[name].reshape(()) for name in self.names}
         if "loss" not in self.names and is_tracked:
@@ -205,12 +204,12 @@ class _WeightedLoss(MicroBatchLoss):
         self._means = ReductionTracker() if is_tracked else None
 
     def run(self, stage: Callable[[], Any], index: int = 0) -> Any:
-        """Run a stage; its losses are recorded until the counts of the terms were checked."""
+        """Run a stage; its losses are tracked until the counts are checked."""
         with self._tracking():
             return stage()
 
     def loss(self, output: Any) -> torch.Tensor:
-        """Return the weighted sum; a term over nothing, which may be NaN, is 0."""
+        """Return the weighted sum; a term with count 0, which may be NaN, counts as 0."""
         with self._tracking():
             found = self._terms.terms_of(output, self._labels, self._means is not None)
         for name, term in found.items() if self._means is not None else ():
@@ -230,14 +229,14 @@ def _option_name(name: str) -> str:
 
 
 def _call_count(name: str, count: Callable[..., Any], part: Batch) -> Any:
-    """Call a function with the arguments of a micro-batch that it names."""
+    """Call a count function with those arguments of a micro-batch that it names."""
     parameters = inspect.signature(count).parameters.values()
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return count(**part)
     taken = [each for each in parameters if each.kind is not each.VAR_POSITIONAL]
     if missing := [each.name for each in taken if each.name not in part and each.default is each.empty]:
         raise BuildError(
-            f"the function of {_option_name(name)} takes {missing[0]!r}, which the batch does not have; it has {', '.join(part)}"
+            f"the function of {_option_name(name)} takes {missing[0]!r}, which is not in the batch; it has {', '.join(part)}"
         )
     found = {each.name: part[each.name] for each in taken if each.name in part}
     by_position = [found.pop(each.name) for each in taken if each.kind is each.POSITIONAL_ONLY and each.name in found]
@@ -249,13 +248,13 @@ def _is_loss(value: Any) -> bool:
 
 
 def _check_sum(loss: Any, terms: Mapping[str, torch.Tensor]) -> None:
-    """Raise ``BuildError`` where there is a loss that is not the sum of its terms."""
+    """Raise ``BuildError`` if there is a loss that is not the sum of its terms."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         return
     whole, total = float(loss.detach()), sum(float(term.detach()) for term in terms.values())
     size = max(1.0, *(abs(float(term.detach())) for term in terms.values()))
     precision = max(torch.finfo(each.dtype).eps for each in (loss, *terms.values()))
-    if abs(whole - total) > 20 * precision * size:  # what is no number is equal to nothing, and not far off either
+    if abs(whole - total) > 20 * precision * size:  # False for NaN
         raise BuildError(
             f"the loss is {whole:.6g}, and its terms {', '.join(terms)} add up to {total:.6g}; return each term as it enters "
             "the loss, factors included, and name all of them in loss_weights"
@@ -263,7 +262,7 @@ def _check_sum(loss: Any, terms: Mapping[str, torch.Tensor]) -> None:
 
 
 def _check_proportional(name: str, found: Sequence[tuple[float, int]]) -> None:
-    """Raise ``BuildError`` where the counts of a term are not proportional to the labels that it is a mean over."""
+    """Raise ``BuildError`` if the counts of a term are not proportional to the labels of its mean."""
     for count, labels in found:
         if count * found[0][1] != labels * found[0][0]:
             raise BuildError(
@@ -274,7 +273,7 @@ def _check_proportional(name: str, found: Sequence[tuple[float, int]]) -> None:
 
 
 def _zero_term(term: torch.Tensor) -> torch.Tensor:
-    """Return zero in the place of a term over nothing, with gradients of zero."""
+    """Return zero for a term with count 0; its gradients are zero, not NaN."""
     nodes = [term.grad_fn]
     for node in nodes:
         if node is not None:
@@ -285,11 +284,11 @@ def _zero_term(term: torch.Tensor) -> torch.Tensor:
 
 
 _MAX_NODES = 50
-"""Number of operations behind a term among which the division by its count is found."""
+"""Number of autograd nodes of a term that are searched for the division by its count."""
 
 
 def _zero_gradients(given: Sequence[Any], received: Sequence[Any]) -> tuple[Any, ...] | None:
-    """Return zeros as the gradients of an operation that received zeros: it may have divided these by zero."""
+    """Return zero gradients for a node that received zeros; it may have divided them by zero."""
     if any(each is not None and bool(each.any()) for each in received):
         return None
     return tuple(each if each is None else torch.zeros_like(each) for each in given)
