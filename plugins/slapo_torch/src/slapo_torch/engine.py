@@ -339,7 +339,7 @@ class TorchEngine(AveragedEngine):
         except Exception as err:
             error = err
         failed = torch.tensor([error is not None], dtype=torch.int64, device=self._reduction_device)
-        if all_reduce(failed, self._mesh, dist.ReduceOp.MAX).item():
+        if any(all_reduce(failed, self._mesh, dist.ReduceOp.MAX).tolist()):
             raise_on_all_ranks(error, self._mesh)
         return value
 

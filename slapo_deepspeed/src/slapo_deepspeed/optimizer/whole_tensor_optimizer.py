@@ -100,7 +100,7 @@ class Turns:
             if self._current is None:
                 self._current = OneStep(self._inner)
             else:
-                self._current.again()
+                self._current.restore_counters()
             return step(*given, **named)
 
         optimizer.step = turn

@@ -37,7 +37,8 @@ class Part(NamedTuple):
 class InjectedCheck:
     """The check of one step. Every method is collective over the mesh.
 
-    All rows of a micro-batch run forward, and half of them run backward, which costs twice as much. If none are injected but the model has custom autograd functions, the other half runs backward too: injection may depend on the rows.
+    All rows of a micro-batch run forward, and half of them run backward, which costs twice as much. If none are found but the
+    model has custom autograd functions, the other half runs backward too: injection may depend on the rows.
 
     Args:
         program: The program that runs.

@@ -104,7 +104,7 @@ class LossComparison:
         Args:
             known: Earlier runs of these rows, or None.
             norms: BatchNorms that use running statistics in these runs.
-            doubted: True if other rows have differed; the tolerance is then smaller, since parts with similar losses differ less.
+            doubted: True if other rows have differed; the tolerance is then smaller, as parts with similar losses differ less.
         """
         allowed = self._tolerance.repeated if doubted else self._tolerance.loss
         done: list[Run | None] = [None] * len(self._plans)

@@ -81,10 +81,10 @@ class Event(NamedTuple):
     """Input or output tensors of a module.
 
     Args:
-        path: Its path.
+        path: Path of the module.
         inside: Path of the module whose forward called it.
-        is_output: Whether these are its outputs.
-        tensors: In order.
+        is_output: True for outputs, False for inputs.
+        tensors: The tensors in order.
     """
 
     path: str
@@ -95,25 +95,25 @@ class Event(NamedTuple):
 
 @contextmanager
 def events_of(modules: Sequence[nn.Module]) -> Iterator[list[Event]]:
-    """Record what goes into modules and comes out of them, in the order of execution.
+    """Record inputs and outputs of modules in the order of execution.
 
-    The hooks are torch's for all modules: some modules compute otherwise where something is hooked to them.
+    The hooks are torch's global module hooks, since some modules compute differently with hooks of their own.
     """
     paths = {module: path for root in modules for path, module in root.named_modules()}
     events: list[Event] = []
     stack: list[str] = []
 
-    def before(module: nn.Module, args: Any) -> None:
+    def pre_forward(module: nn.Module, args: Any) -> None:
         if module in paths:
             events.append(Event(paths[module], stack[-1] if stack else "", False, _tensors(args)))
             stack.append(paths[module])
 
-    def behind(module: nn.Module, args: Any, output: Any) -> None:
+    def post_forward(module: nn.Module, args: Any, output: Any) -> None:
         if module in paths:
             stack.pop()
             events.append(Event(paths[module], stack[-1] if stack else "", True, _tensors(output)))
 
-    handles = [register_module_forward_pre_hook(before), register_module_forward_hook(behind)]
+    handles = [register_module_forward_pre_hook(pre_forward), register_module_forward_hook(post_forward)]
     try:
         yield events
     finally:

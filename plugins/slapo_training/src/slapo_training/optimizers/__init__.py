@@ -1,10 +1,9 @@
-"""Optimizers whose update of one element depends on others, where ranks hold parts of a parameter.
+"""Optimizers whose update of one element depends on other elements, on ranks that hold shards of parameters.
 
-The probe finds out, by trying, what an optimizer's update depends on. Where parts would change it, the optimizer steps
-stand-ins: whole parameters, each on its owner among the ranks that hold parts of it. Gradients and values are gathered to the
-owner for a step, and the new values go back. What enters is an optimizer of a rank's local parameters and where these lie in
-the whole ones (``pieces``); what leaves is an optimizer of the same local parameters. It imports ``slapo_core`` and
-``slapo_training`` alone.
+A numeric probe finds the elements that an optimizer's update depends on. If shards would change the update, the optimizer steps
+stand-ins: whole parameters, each on one owner rank. Gradients and values are gathered to the owner for a step, and new values
+are scattered. An optimizer of a rank's local parameters and their ``pieces`` of whole parameters enter; an optimizer of these local
+parameters leaves. It imports ``slapo_core`` and ``slapo_training`` alone.
 """
 
 from . import whole_tensor_checkpoint

@@ -1,4 +1,4 @@
-"""The optimizer of one rank, from a factory or an object of the whole model's."""
+"""Optimizer of one rank, from a factory or from an optimizer of the whole model."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ def make_optimizer(given: Any, trainable: Sequence[nn.Parameter], model: nn.Modu
         mine: This rank's stages.
 
     Raises:
-        BuildError: it is none, LBFGS, or has parameters that are not this rank's; an optimizer that was given is unchanged
-            then.
+        BuildError: it is no optimizer, it is LBFGS, or it has parameters of other ranks; a given optimizer is then unchanged.
     """
     result = given if isinstance(given, torch.optim.Optimizer) else given(list(trainable))
     if not isinstance(result, torch.optim.Optimizer):
@@ -49,7 +48,7 @@ def _check_steps_once(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _add_hook_tables(optimizer: torch.optim.Optimizer) -> None:
-    """Give a wrapper that does not call its base's ``__init__`` the tables of hooks that this would have made."""
+    """Add the hook tables of ``torch.optim.Optimizer`` to wrappers that do not call its ``__init__``."""
     tables = [
         name for name in vars(torch.optim.SGD([torch.zeros(())])) if name.startswith("_optimizer_") and name.endswith("hooks")
     ]
@@ -60,15 +59,15 @@ def _add_hook_tables(optimizer: torch.optim.Optimizer) -> None:
 
 
 def adopt_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, mine: nn.Module) -> torch.optim.Optimizer:
-    """Give an optimizer of the unmodified model's parameters those that took their places on this rank.
+    """Replace the unmodified model's parameters in an optimizer by this rank's parameters.
 
     Args:
-        optimizer: It stays the same object, so that what refers to it still does.
+        optimizer: The optimizer; it is changed in place, so that references to it stay valid.
         model: The whole model.
         mine: This rank's stages.
 
     Raises:
-        BuildError: it has stepped already, or has parameters that are not the model's; it is unchanged then.
+        BuildError: the optimizer has stepped, or has parameters of another model; it is then unchanged.
     """
     _check_steps_once(optimizer)
     _add_hook_tables(optimizer)
@@ -97,9 +96,9 @@ def adopt_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, mine: nn
 
 
 def keep_state_dtypes(optimizer: torch.optim.Optimizer) -> None:
-    """Let ``load_state_dict`` give back an optimizer's state in the types it had, where torch casts it to the parameters'.
+    """Make ``load_state_dict`` keep the saved dtypes of an optimizer's state; torch casts it to the parameters' dtypes.
 
-    A momentum in fp32 of weights in bf16, say. ``step`` is left to torch, which keeps it as the optimizer counts.
+    An example is an fp32 momentum of bf16 weights. Torch keeps the dtype of ``step`` itself.
     """
     _add_hook_tables(optimizer)
     given: list[Mapping[str, Any]] = []
@@ -133,20 +132,20 @@ def _pairs(optimizer: torch.optim.Optimizer, packed: Mapping[str, Any]) -> Itera
 
 
 def lr_scheduler_class(schedule: Any) -> str:
-    """Return the name of a schedule's class, with those of the schedules that it is made of."""
+    """Return the class name of a learning-rate schedule, with the class names of its nested schedules."""
     inner = getattr(schedule, "_schedulers", ())
     return type(schedule).__name__ + (f"({', '.join(map(lr_scheduler_class, inner))})" if inner else "")
 
 
 def make_lr_scheduler(given: Any, optimizer: torch.optim.Optimizer) -> Any:
-    """Make the learning rate's schedule, from an object or a factory ``optimizer -> schedule``.
+    """Return the learning-rate schedule, from an object or a factory ``optimizer -> schedule``.
 
     Raises:
-        BuildError: it is none, or that of another optimizer.
+        BuildError: it is no schedule, or it is a schedule of another optimizer.
     """
     result = given if is_lr_scheduler(given) else given(optimizer)
     if not is_lr_scheduler(result):
         raise BuildError(f"lr_scheduler= gave a {type(result).__name__}; it must return one of torch.optim.lr_scheduler")
     if result.optimizer not in (optimizer, getattr(optimizer, "inner", None)):
-        raise BuildError("lr_scheduler is that of another optimizer; give a factory, lambda optimizer: ...")
+        raise BuildError("lr_scheduler= is a schedule of another optimizer; give a factory, lambda optimizer: ...")
     return result

@@ -1,4 +1,4 @@
-"""State of whole tensors beside an engine's own checkpoint: each owner writes what it has, and any layout reads it."""
+"""Checkpoint of whole-tensor optimizer state beside an engine's own files: each owner writes its state, any layout loads it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .whole_tensors.whole_tensor import local_of
 
 
 def check_kind(saved: bool, optimizer: Any) -> None:
-    """Refuse to load what an optimizer kept of parameters as ranks had them into one that steps whole tensors.
+    """Refuse to load a checkpoint without whole-tensor state into an optimizer that steps whole tensors.
 
     Args:
-        saved: Whether the checkpoint has states of whole tensors.
-        optimizer: The rank's.
+        saved: True if the checkpoint has states of whole tensors.
+        optimizer: Optimizer of the rank.
 
     Raises:
-        BuildError: it would go on without its state.
+        BuildError: the optimizer would lose its state.
     """
     if isinstance(optimizer, WholeTensorOptimizer) and not saved:
         raise BuildError(
@@ -41,14 +41,14 @@ def file_of(place: int) -> str:
 
 
 def packed(optimizer: Any, parameters: Tensors) -> bytes | None:
-    """Return what this rank writes; None where its optimizer steps parameters as they are.
+    """Return the bytes that this rank writes; None if its optimizer does not step whole tensors.
 
     Args:
-        optimizer: The rank's.
-        parameters: What the rank has, by the first of their original names, as the optimizer steps those that are whole.
+        optimizer: Optimizer of the rank.
+        parameters: The rank's parameters by first original name, as the optimizer steps unsharded ones.
 
     Raises:
-        BuildError: a state is more than plain data.
+        BuildError: a state has objects that are no plain data.
     """
     if not isinstance(optimizer, WholeTensorOptimizer):
         return None
@@ -58,15 +58,15 @@ def packed(optimizer: Any, parameters: Tensors) -> bytes | None:
 
 
 def read(folder: Path, places: int) -> list[dict[str, Any]]:
-    """Return what all ranks wrote."""
+    """Read the files of all ranks."""
     return [torch.load(folder / file_of(place), map_location="cpu", weights_only=True) for place in range(places)]
 
 
 def put(optimizer: Any, parameters: Tensors, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Give this rank's optimizers the state of what they step.
+    """Load the state of the parameters that this rank steps.
 
     Raises:
-        BuildError: some of what was stepped is not in the files, or the optimizer is of another class.
+        BuildError: a stepped parameter is not in the files, or the optimizer has another class.
     """
     for path, named in named_optimizers(parameters, optimizer).items():
         everyone = [each[path] for each in saved if path in each]
@@ -105,7 +105,7 @@ def _state_of(named: NamedOptimizer) -> dict[str, Any]:
 
 
 def _shard(named: NamedOptimizer, name: str, state: Mapping[Any, Any]) -> tuple[int, int, list[Any]]:
-    """Return the dimension and the beginning of a shard, and the names of the state that is sharded like it."""
+    """Return the dimension and start of a shard, and the keys of the state that is sharded like it."""
     from .dtensors.optimizer_state import shard_of  # noqa: PLC0415  torch.distributed.tensor takes a second
 
     parameter: Any = named.known[name]
@@ -123,7 +123,7 @@ def _own_state(named: NamedOptimizer, name: str, state: Mapping[Any, Any]) -> Ma
 
 
 def _whole_states(everyone: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state of whole parameters, put together of what all ranks wrote."""
+    """Return the state of whole parameters, assembled from the files of all ranks."""
     state = {name: one for each in reversed(everyone) for name, one in each["state"].items()}
     shards: dict[str, dict[int, tuple[int, dict[Any, torch.Tensor]]]] = {}
     for each in everyone:

@@ -1,4 +1,4 @@
-"""Construction of optimizers that step whole tensors, where ranks hold parts of them."""
+"""Construction of optimizers that step whole tensors, on ranks that hold shards of them."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ Group = dist.ProcessGroup | None
 Make = Callable[[list[nn.Parameter]], Any]
 
 MIN_SHARDED_NUMEL = 2**18
-"""Elements of the smallest parameter of which an optimizer steps shards.
+"""Number of elements of the smallest parameter that is stepped as a DTensor.
 
-Over two gloo ranks a step in place took of the time of owners: LAMB 1.52 at 147,456 elements, 1.01 at 262,144, 0.67 at 589,824,
-LARS 0.96, 0.69 and 0.49: DTensor's own work for each operation outweighs the messages of smaller parameters.
+Time of a step in place over the time of owners, on two gloo ranks: LAMB 1.52 at 147,456 elements, 1.01 at 262,144, 0.67 at
+589,824; LARS 0.96, 0.69 and 0.49. For smaller parameters DTensor's overhead per operation outweighs the messages.
 """
 
 
@@ -49,13 +49,13 @@ class ParameterLayout:
 
     Args:
         program: The program.
-        named: This rank's parameters by their first names in the unmodified model, in the model's order.
-        piece: Gives what of the whole tensor a parameter is.
-        group: Gives the ranks that together hold the whole tensor; None where this rank alone does.
-        dtype: Type of the values that the optimizer steps; None for the parameters' own.
-        is_flat: Whether the engine deals ranges of flattened parameters out to the replicas.
-        blocks: By the names of fused parameters the blocks that are stepped one by one.
-        refusal: The reason why the engine cannot step whole tensors, and what can; empty where it can.
+        named: This rank's parameters by first original name, in the model's order.
+        piece: Returns the piece of the whole tensor that a parameter is.
+        group: Returns the group of ranks that together hold the whole tensor; None if this rank holds it alone.
+        dtype: Dtype of the values that the optimizer steps; None for the parameters' dtypes.
+        is_flat: True if the engine shards flattened parameters over replicas.
+        blocks: Blocks of fused parameters that are stepped one by one, by name.
+        refusal: The reason why the engine cannot step whole tensors, and a remedy; empty if it can.
     """
 
     program: Program
@@ -71,14 +71,14 @@ class ParameterLayout:
     def of_engine(
         cls, program: Program, module: nn.Module, dtype: torch.dtype | None, is_flat: bool, refusal: str = ""
     ) -> ParameterLayout:
-        """Return that of an engine which leaves tensor-parallel parts as they are, or flattens them for its optimizer.
+        """Return the layout of an engine that keeps tensor-parallel shards, or flattens them for its optimizer.
 
         Args:
             program: The program.
             module: This rank's stages.
-            dtype: Type of the values that the optimizer steps.
-            is_flat: Whether the engine deals ranges of flattened parameters out to the replicas.
-            refusal: The reason why the engine cannot step whole tensors, and what can.
+            dtype: Dtype of the values that the optimizer steps.
+            is_flat: True if the engine shards flattened parameters over replicas.
+            refusal: The reason why the engine cannot step whole tensors, and a remedy.
         """
         named = {name: each for name, each in parameters(module).items() if isinstance(each, nn.Parameter)}
 
@@ -91,15 +91,15 @@ class ParameterLayout:
         return cls(program, named, lambda each: piece_of(each, shard_spec(each)), group, dtype, is_flat, refusal=refusal)
 
     def is_part(self, name: str, parameter: nn.Parameter) -> bool:
-        """Return whether what this rank has is anything but the whole tensor of the unmodified model."""
-        # by how it is cut, which all ranks see alike: one of them may hold all rows, where others hold none
+        """Return True if this rank's parameter differs from the whole tensor of the unmodified model."""
+        # decided by the spec, which is equal on all ranks; by sizes, a rank that holds all rows would decide differently
         return self.is_flat or name in self.blocks or is_fused(parameter) or is_sharded(parameter)
 
     def with_blocks(self, given: Mapping[str, tuple[int, int | Sequence[int]]] | None) -> ParameterLayout:
-        """Return the same layout with what the user wants to have stepped block by block.
+        """Return the same layout with the option ``optimizer_blocks``.
 
         Raises:
-            BuildError: a parameter cannot be cut like this.
+            BuildError: a parameter cannot be split into these blocks.
         """
         if not given:
             return self
@@ -114,42 +114,42 @@ class ParameterLayout:
         return replace(self, blocks=blocks_of(given, shapes))
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """Return those that are trained now."""
+        """Return the trainable parameters by name."""
         return {name: parameter for name, parameter in self.named.items() if parameter.requires_grad}
 
     @property
     def has_parts(self) -> bool:
-        """Return whether some trained parameter is one that the rank has not as the unmodified model has it."""
+        """True if some trainable parameter differs from the whole tensor of the unmodified model."""
         return any(self.is_part(name, parameter) for name, parameter in self.trained().items())
 
 
 def probe_optimizer(optimizer: Optimizer, layout: ParameterLayout) -> UpdateDependence | None:
-    """Probe the updates of an optimizer; None where the rank has all that an update could depend on."""
+    """Probe the updates of an optimizer; return None if the rank has all parameters whole."""
     if not layout.has_parts and layout.program.axis_size("pp") == 1:
         return None
     return probe(optimizer)
 
 
 class WholeTensorConstruction:
-    """Makes an optimizer of whole tensors out of one of the rank's parameters. Collective.
+    """Makes an optimizer of whole tensors from an optimizer of the rank's parameters. Collective.
 
     Args:
-        optimizer: An optimizer of the rank's parameters; None where it has none.
-        finding: The result of its probe.
-        layout: The parameters that the rank holds.
+        optimizer: Optimizer of the rank's parameters, or None.
+        finding: Result of the optimizer's probe.
+        layout: Layout of the rank's parameters.
 
     Attributes:
-        is_needed: Whether some rank's optimizer needs whole tensors where it has parts.
+        is_needed: True if some rank's optimizer needs whole tensors.
 
     Raises:
-        BuildError: on every rank: there is no layout of this kind on which it is right.
+        BuildError: on every rank: the optimizer cannot be right on this layout.
     """
 
     def __init__(self, optimizer: Optimizer | None, finding: UpdateDependence | None, layout: ParameterLayout) -> None:
         self._layout = layout
         own = finding or UpdateDependence()
         depends = own.flat if layout.is_flat else own.shape
-        is_alone = layout.is_flat or layout.program.axis_size("pp") > 1  # there it is refused where a step is of all
+        is_alone = layout.is_flat or layout.program.axis_size("pp") > 1  # a coupled step is refused there
         joins = own.coupled or (bool(own.why_unknown) and not is_alone)
         flags = [depends and layout.has_parts, joins and layout.has_parts, own.coupled, own.draws, own.communicates]
         device = layout.program.mesh.device_type if layout.program.mesh is not None else "cpu"
@@ -195,7 +195,7 @@ class WholeTensorConstruction:
                 self._add(made)
 
     def _stand_ins_of(self, wholes: Sequence[WholeTensor], group: Group) -> Iterator[StandIns | DTensorStandIns]:
-        """Make stand-ins for parameters of a group of ranks, sharded ones where the optimizer steps these right. Collective."""
+        """Make stand-ins of a process group's parameters, DTensors if the optimizer steps these right. Collective."""
         dims = self._even_dims(wholes, group)
         parts = [whole for whole, dim in zip(wholes, dims, strict=True) if dim is not None]
         if parts:
@@ -207,7 +207,7 @@ class WholeTensorConstruction:
             yield StandIns(others, group, self._everywhere)
 
     def _even_dims(self, wholes: Sequence[WholeTensor], group: Group) -> list[int | None]:
-        """Return for each parameter the dimension of its shards where it is stepped as a sharded one. Collective."""
+        """Return the sharded dimension of each parameter that is stepped as a DTensor, None for others. Collective."""
         none: list[int | None] = [None] * len(wholes)
         if group is None or group.size() == 1 or self._everywhere or self._draws or self._layout.is_flat:
             return none
@@ -225,7 +225,7 @@ class WholeTensorConstruction:
         ranks = tuple(dist.get_process_group_ranks(group))
         if flags.any() and ranks not in self._steps_shards:
             assert self._optimizer is not None
-            is_new = not self._is_made  # one that has stepped cannot be tried
+            is_new = not self._is_made  # an optimizer that has stepped cannot be probed
             self._steps_shards[ranks] = is_new and steps_shards(self._optimizer, mesh_over(group, device))
         return [dim if flag and self._steps_shards[ranks] else None for dim, flag in zip(found, flags.tolist(), strict=True)]
 
@@ -242,11 +242,11 @@ class WholeTensorConstruction:
         return list(chain.from_iterable(self._by_source.get(id(each), [each]) for each in parameters))
 
     def optimizer(self, optimizer: Optimizer, make: Make | None, trainable: Sequence[nn.Parameter]) -> WholeTensorOptimizer:
-        """Return the optimizer of whole tensors; touches no other rank.
+        """Return the optimizer of whole tensors, with no message to other ranks.
 
         Args:
-            optimizer: An optimizer of the rank's parameters.
-            make: The factory that made it; None for an object that was given.
+            optimizer: Optimizer of the rank's parameters.
+            make: Factory of the optimizer; None for a given optimizer.
             trainable: Parameters for the factory.
         """
         try:
@@ -255,7 +255,7 @@ class WholeTensorConstruction:
                 raise BuildError(
                     "the optimizer has made a state for parts of parameters; give a factory, lambda parameters: ..."
                 )
-            # what was given, and what a factory takes from elsewhere, has the rank's own parameters
+            # a given optimizer, and a factory that reads parameters elsewhere, have the rank's own parameters
             replace_parameters(inner, lambda parameter: self._by_source.get(id(parameter), [parameter]))
             randomness = (lambda: synchronized_rng_of_stage(self._layout.program)) if self._draws else nullcontext
             return WholeTensorOptimizer(inner, self._stand_ins, self._sources, self._extended, randomness)
@@ -267,14 +267,14 @@ class WholeTensorConstruction:
         """Discard whole tensors that the optimizer does not step. Collective."""
         known = {id(parameter) for parameter in referenced_parameters(optimizer.inner)}
         for each in self._stand_ins:
-            if each.keep(known) and each.wholes:
+            if each.drop_unused(known) and each.wholes:
                 each.bind(*local_boxes(each.wholes, self._layout))
         self._is_made = True
         self._stand_ins[:] = [each for each in self._stand_ins if each.wholes]
         optimizer.stand_ins[:] = self._stand_ins
 
     def _extended(self, added: Sequence[nn.Parameter]) -> tuple[list[nn.Parameter], Sequence[StandIns | DTensorStandIns]]:
-        """Make stand-ins for parameters that are added later. Collective."""
+        """Make stand-ins of parameters that are added later. Collective."""
         known = {id(parameter) for parameter in added}
         named = {name: each for name, each in self._layout.named.items() if id(each) in known}
         before = len(self._stand_ins)
@@ -286,7 +286,7 @@ class WholeTensorConstruction:
 def local_boxes(
     wholes: Sequence[WholeTensor], layout: ParameterLayout
 ) -> tuple[Callable[[], list[nn.Parameter]], list[LocalBox]]:
-    """Return this rank's parameters that have something of whole tensors, and the boxes in them."""
+    """Return this rank's parameters that have elements of whole tensors, and the boxes of these elements."""
     sources = list({id(whole.source): whole.source for whole in wholes}.values())
     places = {id(source): place for place, source in enumerate(sources)}
     holdings = []
@@ -297,7 +297,7 @@ def local_boxes(
 
 
 def synchronized_rng_of_stage(program: Program) -> AbstractContextManager[None]:
-    """Let the ranks of a stage draw the same random numbers inside. Collective over them."""
+    """Return a context in which the ranks of a stage use the same random numbers. Collective over them."""
     if (mesh := program.mesh) is None:
         return nullcontext()
     groups = [mesh.get_group(axis) for axis in ("dp", "tp") if program.axis_size(axis) > 1]

@@ -1,4 +1,4 @@
-"""Collective trial of an optimizer on DTensors: whether its own arithmetic steps shards, and sends statistics alone."""
+"""Collective probe of an optimizer on DTensors: tests that its arithmetic steps shards and sends statistics only."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from ..whole_tensors.whole_tensor import local_of
 from .optimizer_state import check_normalized, loaded, normalize_state
 
 _STATISTIC = 2**10
-"""Elements of the largest message of a trial; for DTensor it may be as cheap to gather a smaller parameter as to reduce one."""
+"""Number of elements of the largest allowed message; DTensor may gather a smaller parameter instead of reducing it."""
 
 
 def steps_shards(optimizer: Optimizer, mesh: DeviceMesh) -> bool:
-    """Return whether an optimizer steps shards as it steps whole parameters, without gathering them. Collective over the mesh.
+    """Return True if an optimizer steps shards like whole parameters, without gathering them. Collective over the mesh.
 
-    Small copies are stepped, all sharded or beside whole ones, and after each phase the state is as a checkpoint gives it back.
+    Small copies are stepped, all sharded or some; after each phase the state goes through the form of a checkpoint.
 
     Args:
-        optimizer: As it was made; it has not stepped.
-        mesh: The ranks that hold the shards.
+        optimizer: A new optimizer that has not stepped.
+        mesh: Mesh of the ranks that hold the shards.
     """
     group, device = mesh.get_group(), mesh.device_type
     with isolation():
@@ -48,7 +48,7 @@ def steps_shards(optimizer: Optimizer, mesh: DeviceMesh) -> bool:
 
 
 def _is_right(runs: ProbeRuns, mesh: DeviceMesh) -> bool:
-    """Return whether this rank finds the shards stepped right. Collective: ranks meet the same errors at the same place."""
+    """Return True if this rank's shards are stepped right. Collective; an error occurs at the same point on all ranks."""
     try:
         whole = runs.run_first()
         if runs.is_sparse or runs.draws:
@@ -93,7 +93,7 @@ def _divisible(size: Size, ranks: int) -> Size:
 
 
 def _shard_functions(mesh: DeviceMesh, dims: Sequence[int | None]) -> list[Cut]:
-    """Return for each parameter what makes a shard of it, along a dimension; those of None stay whole."""
+    """Return for each parameter the function that shards it along a dimension; None keeps it whole."""
 
     def sharded(tensor: torch.Tensor, dim: int) -> torch.Tensor:
         if not tensor.dim():
