@@ -1,7 +1,7 @@
-"""Tensors of all ranks in the files of ``torch.distributed.checkpoint``, read back in whatever pieces are wanted.
+"""Tensors of all ranks in files of ``torch.distributed.checkpoint``, which can be read in any pieces.
 
-What its planners do for DTensors, these do for pieces: one may consist of several boxes, and several ranks may have some of
-them. What is equal is written once, and by turns by those that have it.
+The planners here do for pieces what torch's planners do for DTensors. A piece may consist of several boxes, and several ranks
+may hold the same box. Replicated data is written once, balanced across ranks.
 """
 
 from __future__ import annotations
@@ -35,17 +35,16 @@ from .async_save import Buffers, copy_to_cpu, drop_other_buffers
 Edges = dict[str, tuple[tuple[int, ...], ...]]
 Tensors = dict[tuple[str, tuple[int, ...]], torch.Tensor]
 Pieces = Mapping[str, Piece | Sequence[Piece]]
-"""By the names of tensors, of each one piece, or several that do not overlap."""
+"""One piece, or several disjoint ones, of each tensor, by name."""
 
 
 class TensorFiles:
-    """What this rank is to write of the pieces that all have. Collective.
+    """Plan and writer of this rank's part of a checkpoint's tensors. Made collectively.
 
     Args:
-        pieces: This rank's.
-        ranks: All.
-        copies: Memory on the CPU that what is written is copied to first, from the save before, or new; None to write the
-            tensors as they are when it comes to that.
+        pieces: This rank's pieces.
+        ranks: All ranks.
+        copies: CPU buffers for copies of the tensors, new or from the last save; None to write the tensors directly.
     """
 
     def __init__(self, pieces: Pieces, ranks: Ranks, copies: Buffers | None = None) -> None:
@@ -57,11 +56,11 @@ class TensorFiles:
         self._copy(ranks, copies)
 
     def fits(self, pieces: Pieces) -> bool:
-        """Return whether these are as those before, but for their numbers; if so on all ranks, ``renew`` takes them."""
+        """Return True if pieces differ from the planned ones in values only; if so on all ranks, call ``renew``."""
         return _facts(pieces) == self._facts
 
     def renew(self, pieces: Pieces, ranks: Ranks, copies: Buffers | None = None) -> None:
-        """Write these in the places of those before. Collective."""
+        """Replace the pieces and keep the plan. Collective."""
         self._planner = _SavePlanner(pieces, self._edges)
         self._copy(ranks, copies)
 
@@ -80,15 +79,15 @@ class TensorFiles:
         try:
             everyone = ranks.run_on_all(put)
         finally:
-            self._planner.forget()
+            self._planner.release_tensors()
         ranks.run_on_first(lambda: self._writer.finish(self._metadata, everyone))
 
 
 class SavedTensors:
-    """The tensors of a checkpoint.
+    """Tensors of a checkpoint.
 
     Args:
-        folder: That of its files.
+        folder: Folder of its files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -97,7 +96,7 @@ class SavedTensors:
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
 
     def facts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """The shape and type of each, by name."""
+        """Return shape and dtype of each tensor, by name."""
         found = self._metadata.state_dict_metadata.items()
         return {
             name: (tuple(each.size), each.properties.dtype) for name, each in found if isinstance(each, TensorStorageMetadata)
@@ -107,7 +106,7 @@ class SavedTensors:
         """Read into the tensors of these pieces.
 
         Raises:
-            BuildError: the checkpoint leaves some of it out.
+            BuildError: the checkpoint lacks elements of a piece.
         """
         planner = _LoadPlanner(wanted)
         planner.set_up_planner({}, self._metadata)
@@ -137,13 +136,13 @@ class _SavePlanner(DefaultSavePlanner):
         return self.plan
 
     def copy(self, plan: SavePlan, buffers: Buffers) -> None:
-        """Have the tensors of a plan as they are now, and no others."""
+        """Replace the tensors by CPU copies of those in the plan."""
         kept = [_key(item.index) for item in plan.items]
         drop_other_buffers(kept, buffers)
         self._tensors = {key: copy_to_cpu(self._tensors[key], key, buffers) for key in kept}
 
-    def forget(self) -> None:
-        """Keep no tensor, which the engine may replace, from being freed."""
+    def release_tensors(self) -> None:
+        """Drop references to tensors, so that the engine can free them."""
         self._tensors = {}
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
@@ -174,7 +173,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 class _Reader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Of the file, whose pickle may have these classes of torch's and no others."""
+        """Read the metadata file; its pickle may only have known classes of torch."""
         with Path(self.path, ".metadata").open("rb") as stream:
             found: Metadata = MetadataUnpickler(stream).load()
         return found
@@ -196,7 +195,7 @@ def _facts(pieces: Pieces) -> list[Any]:
 
 
 def _edges(pieces: Pieces, ranks: Ranks) -> Edges:
-    """Return the places in each dimension of a tensor at which the ranges of some rank begin or end."""
+    """Return the edges of all ranks' ranges in each dimension of each tensor."""
     found: dict[str, list[set[int]]] = {}
     for own in ranks.gather([(name, piece.ranges) for name, piece in _each(pieces)]):
         for name, dims in own:
@@ -207,7 +206,7 @@ def _edges(pieces: Pieces, ranks: Ranks) -> Edges:
 
 
 def _disjoint_boxes(piece: Piece, edges: Sequence[Sequence[int]]) -> Iterator[Chunk]:
-    """The boxes of a piece, cut where another rank's begin or end inside of them: two are the same, or apart."""
+    """Iterate over the boxes of a piece, split at the edges of all ranks; boxes of two ranks are equal or disjoint."""
     if math.prod(piece.full_shape) == 0:
         yield Chunk((0,) * len(piece.full_shape), (0,) * len(piece.full_shape), piece.full_shape)
     for chunk in piece.chunks():

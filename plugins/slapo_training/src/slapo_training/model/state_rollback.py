@@ -1,4 +1,4 @@
-"""Rollback of what extra runs of a model change: its state, and the random numbers of the process."""
+"""Rollback of changes of extra runs: state of the model, and random states of the process."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from slapo_core import HOOK_TABLES, rng_state, set_rng_state
 from slapo_tracing.recording import SeparateRandomNumbers
 
 _TORCHS_OWN = set(vars(nn.Module()))
-"""Attributes of every module."""
+"""Attributes of every ``nn.Module``."""
 
 
 class _Buffers:
-    """Snapshot of the buffers of modules, each with its own table alone.
+    """Snapshot of the buffers of modules, without those of submodules.
 
     Attributes:
-        values: Each buffer with a copy of its numbers.
+        values: Buffers with copies of their values.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -45,13 +45,13 @@ class _Buffers:
 
 
 class StateSnapshot:
-    """Snapshot of this process's random numbers, and of the buffers, attributes and gradients of modules.
+    """Snapshot of this process's random states, and of buffers, attributes and gradients of modules.
 
     Args:
-        modules: Each with its own tables alone, not those of modules in it.
+        modules: The modules; submodules are not included.
 
     Attributes:
-        start: The ``rng_fingerprint`` of the random numbers.
+        start: ``rng_fingerprint`` at the snapshot.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -66,7 +66,7 @@ class StateSnapshot:
         self._gradients = [(each, each.grad) for each in parameters.values()]
 
     def rng_fingerprint(self) -> int:
-        """Return a number that is equal where the same random numbers come next."""
+        """Return a number that is equal for equal random states."""
         now = rng_state()
         states = [*now.devices.items(), *(item for each in now.tracked.values() for item in each.items())]
         numpy = sys.modules.get("numpy.random")
@@ -76,11 +76,11 @@ class StateSnapshot:
         return number
 
     def has_changed(self, buffer: torch.Tensor) -> bool:
-        """Return whether a buffer is another tensor than at first, or other numbers."""
+        """Return True if a buffer is a new tensor or has new values."""
         return next((not torch.equal(each, value) for each, value in self._buffers.values if each is buffer), True)
 
     def restore(self) -> None:
-        """Restore the snapshot, without hooks that were put on modules since: what would put them there twice is undone too."""
+        """Restore the snapshot and remove later hooks; the attribute that records a hook's registration is restored too."""
         for hooks, known in self._hooks:
             for key in hooks.keys() - known:
                 del hooks[key]
@@ -95,7 +95,7 @@ class StateSnapshot:
 
 @contextmanager
 def buffer_rollback(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restore the buffers of modules at the end, so that a second run starts from the same ones."""
+    """Context that restores the buffers of modules, so that a second run starts from the same buffers."""
     buffers = _Buffers(modules)
     try:
         yield
@@ -105,9 +105,9 @@ def buffer_rollback(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def state_rollback(modules: Iterable[nn.Module]) -> Iterator[StateSnapshot]:
-    """Restore at the end what runs inside have changed; yield the snapshot, from which each run may start.
+    """Context that restores all changes of runs in it; yields the snapshot, which each run may restore first.
 
-    Compiled regions run eagerly, as a new shape would have them compiled anew.
+    Compiled regions run eagerly, since new shapes would be compiled again.
     """
     state = StateSnapshot(modules)
     with ExitStack() as stack:

@@ -1,9 +1,9 @@
 """Optimizers whose update of one element depends on other elements, on ranks that hold shards of parameters.
 
-A numeric probe finds the elements that an optimizer's update depends on. If shards would change the update, the optimizer steps
-stand-ins: whole parameters, each on one owner rank. Gradients and values are gathered to the owner for a step, and new values
-are scattered. An optimizer of a rank's local parameters and their ``pieces`` of whole parameters enter; an optimizer of these local
-parameters leaves. It imports ``slapo_core`` and ``slapo_training`` alone.
+A numeric probe finds the elements that an update depends on. If shards would change the update, the optimizer steps
+stand-ins: whole parameters, each on one owner rank. Gradients and values are gathered to the owner for a step; new values are
+scattered. An optimizer of a rank's local parameters, and the ``pieces`` that these are of whole ones, enter. An optimizer of
+the same local parameters leaves. It imports ``slapo_core`` and ``slapo_training`` alone.
 """
 
 from . import whole_tensor_checkpoint

@@ -8,20 +8,20 @@ from collections.abc import Iterable
 from slapo_core import BuildError, get_logger
 
 VARIABLE = "SLAPO_DISABLE_CHECKS"
-"""Environment variable with the names of checks that are off, or ``all``."""
+"""Environment variable with names of disabled checks, or ``all``."""
 
 CHECKS = {
     "rows": "losses that are no mean over rows, and modules that mix the rows of a micro-batch, are then not seen",
     "injected": "gradients that the model injects in its backward are then not seen, and weighted wrong",
 }
-"""Each check with the faults that nobody sees without it."""
+"""Checks, with the faults that are not found without them."""
 
 
 def disabled_checks() -> tuple[str, ...]:
-    """Return the names of the checks that the environment switches off.
+    """Return the names of the checks that the environment variable disables.
 
     Raises:
-        BuildError: no check has such a name.
+        BuildError: an unknown name.
     """
     names = {name.strip() for name in os.environ.get(VARIABLE, "").split(",")} - {""}
     for name in sorted(names - {"all", *CHECKS}):
@@ -30,6 +30,6 @@ def disabled_checks() -> tuple[str, ...]:
 
 
 def log_disabled_checks(names: Iterable[str]) -> None:
-    """Log which faults are not seen without these checks."""
+    """Log the faults that are not found without these checks."""
     for name in names:
         get_logger().info("the first-step check %r is off: %s", name, CHECKS[name])

@@ -1,4 +1,4 @@
-"""Blocks of fused parameters that an optimizer steps as tensors of their own, as the user asks for."""
+"""Blocks of fused parameters that an optimizer steps as separate tensors: the option ``optimizer_blocks``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class OptimizerBlocks(NamedTuple):
     """Blocks of a fused parameter.
 
     Args:
-        dim: Along which they lie one behind the other.
-        sizes: Their sizes along it.
+        dim: Dimension along which the blocks are concatenated.
+        sizes: Sizes of the blocks along the dimension.
     """
 
     dim: int
@@ -22,10 +22,10 @@ class OptimizerBlocks(NamedTuple):
 
 
 def check_blocks(given: Any) -> None:
-    """Refuse what names no blocks.
+    """Refuse values of another form.
 
     Raises:
-        BuildError: it is no mapping of globs to a dimension and a number of blocks, or their sizes.
+        BuildError: the value is no mapping of globs to a dimension and a number of blocks or their sizes.
     """
     if given is None:
         return
@@ -44,14 +44,14 @@ def check_blocks(given: Any) -> None:
 def blocks_of(
     given: Mapping[str, tuple[int, int | Sequence[int]]] | None, shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, OptimizerBlocks]:
-    """Return the blocks of each parameter that was named.
+    """Return the blocks of each parameter that the option names.
 
     Args:
-        given: Globs of names, and of each the dimension and the number of equal blocks, or their sizes.
+        given: Dimension and number of equal blocks, or their sizes, by globs of names.
         shapes: Shapes of the whole parameters, by name.
 
     Raises:
-        BuildError: a parameter cannot be cut like this.
+        BuildError: a parameter cannot be split into these blocks.
     """
     found: dict[str, OptimizerBlocks] = {}
     for pattern, (dim, number) in (given or {}).items():
