@@ -1,4 +1,4 @@
-"""A process group of one process alone, for engines that want one."""
+"""Process group of a single process, for engines that need one."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch.distributed as dist
 
 
 class SingleProcessGroup:
-    """Process group of this process alone, made where there is none, and released with the last engine that uses it.
+    """Default process group of this process alone; made if there is none, and released by its last engine.
 
     Attributes:
-        is_ours: Whether the group was made by one of these.
+        is_ours: True if this class made the default group and this engine uses it.
     """
 
     _users = 0
@@ -22,7 +22,7 @@ class SingleProcessGroup:
         SingleProcessGroup._users += self.is_ours
 
     def leave(self) -> bool:
-        """Release the group for this engine. Return whether no engine uses it, so that it has to be destroyed."""
+        """Release the group for this engine; return True if no engine uses it, and the caller must destroy it."""
         if not self.is_ours:
             return False
         self.is_ours = False

@@ -1,4 +1,4 @@
-"""Random numbers that are the same on all ranks."""
+"""Equal random numbers on all ranks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 @contextmanager
 def synchronized_rng(groups: Iterable[dist.ProcessGroup], device: str) -> Iterator[None]:
-    """Let all ranks of some groups draw the random numbers of the first one inside. Collective over each group in turn.
+    """Context in which all ranks use the first rank's random numbers. Collective over each group in turn.
 
-    Ranks that were where the first one was stay with it; the others go on behind as if nothing had been drawn.
+    Afterwards, ranks that had the first rank's random state keep its new state; other ranks restore their old state.
 
     Args:
-        groups: One group along each axis of a mesh.
-        device: Type of the ranks' devices.
+        groups: Process group along each axis of a mesh.
+        device: Device type of the ranks.
     """
     own = _state(device)
     first = own.clone()

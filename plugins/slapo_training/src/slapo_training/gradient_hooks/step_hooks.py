@@ -94,8 +94,8 @@ class StepHooks:
     """Takes the user's hooks off this rank's parameters, and runs them once in each step.
 
     A hook gets the whole gradient of the whole batch, as in one process: reduced over micro-batches, replicas and ties,
-    gathered from all shards, and not yet clipped. Its result is scattered to the shards. Hooks that were registered on a shard, or after
-    this, stay with torch, and so do hooks of the schedule.
+    gathered from all shards, and not yet clipped. Its result is scattered to the shards. Hooks that were registered on a shard,
+    or after this, stay with torch, and so do hooks of the schedule.
 
     Args:
         program: The program that is built.
