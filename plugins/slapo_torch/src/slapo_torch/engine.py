@@ -70,6 +70,7 @@ class TorchEngine(AveragedEngine):
 
     Attributes:
         program: The program that runs.
+        options: Options of the engine.
         module: This rank's stage, all its stages in one tree, or the model.
         optimizer: Optimizer of this rank's trainable parameters; None without trainable parameters or without ``optimizer=``.
         lr_scheduler: Learning-rate schedule of the optimizer, or None.
@@ -82,7 +83,7 @@ class TorchEngine(AveragedEngine):
 
     def __init__(self, program: Program, options: Options) -> None:
         self.program = program
-        self._options = options
+        self.options = options
         self._mesh = program.mesh
         self._modes = TrainingMode(program.module)
         self._first = TorchFirstStep(program, options)
@@ -143,7 +144,7 @@ class TorchEngine(AveragedEngine):
             BuildError: no optimizer factory was given; the batch cannot be split into equal micro-batches; micro-batches or
                 ranks have different numbers of labels; the engine is closed; or another rank failed.
         """
-        if self._options.optimizer is None:
+        if self.options.optimizer is None:
             raise BuildError("this engine was built without an optimizer and only evaluates; pass optimizer= to build")
         self.averages.check_idle("train_batch")
         self.module.zero_grad(set_to_none=True)
@@ -207,8 +208,8 @@ class TorchEngine(AveragedEngine):
         return model_state.master_values(self.module)
 
     def _checkpoint_state(self) -> CheckpointState:
-        waits = self._options.lr_scheduler is not None and self.lr_scheduler is None
-        rate, trains = (self._deferred_lr_steps if waits else self.lr_scheduler), self._options.optimizer is not None
+        waits = self.options.lr_scheduler is not None and self.lr_scheduler is None
+        rate, trains = (self._deferred_lr_steps if waits else self.lr_scheduler), self.options.optimizer is not None
         progress = TrainingProgress(rate, self._loss_scale, self._labels, trains)
         return CheckpointState(self.program, self.module, self.optimizer, progress, self.averages)
 
@@ -264,7 +265,7 @@ class TorchEngine(AveragedEngine):
             result.unused += self._shards.num_unused() if training and self._shards is not None else 0
             loss = self._reduce_loss(step, result, training)
             self._losses.end(training)
-            if self._options.record_timeline:
+            if self.options.record_timeline:
                 rank = dist.get_rank() if dist.is_initialized() else 0
                 place = {"rank": rank, "dp": self.program.axis_rank("dp"), "tp": self.program.axis_rank("tp")}
                 self.timeline = [{**place, **action} for action in result.actions]
@@ -282,7 +283,7 @@ class TorchEngine(AveragedEngine):
         """Split the batch and choose its runner, with no message to other ranks."""
         if step.training and self._is_closed:
             raise BuildError("this engine was closed and trains no more; build another one, or close it later")
-        module, options = self.program.module, self._options
+        module, options = self.program.module, self.options
         batch = arguments_of(module, step.args, step.kwargs, options)
         step.content = content_fingerprint(batch) if self.program.axis_size("pp") * self.program.axis_size("tp") > 1 else 0
         rows = options.batch_rows
@@ -303,7 +304,7 @@ class TorchEngine(AveragedEngine):
     def _runner(self, step: EngineStep, backward: bool) -> Runner:
         if len(self.program.stages) == 1:
             if (call := self._stage_call) is None:
-                call = self._stage_call = StageCall(self.program.stages[0], None, self._options, self._device.type)
+                call = self._stage_call = StageCall(self.program.stages[0], None, self.options, self._device.type)
             runtime = self._shards.unit_runtime if self._shards is not None else None
             return lambda parts, labels, weight: run_microbatches(
                 call, parts, labels, weight, backward, self._replicas, runtime
@@ -312,13 +313,13 @@ class TorchEngine(AveragedEngine):
 
         key = (step.training, backward, step.schedule, *map(signature, step.parts))
         assert self.program.replan is not None
-        with torch.set_grad_enabled(step.training), autocast_context(self._options, self._device.type):
+        with torch.set_grad_enabled(step.training), autocast_context(self.options, self._device.type):
             # the same programs, unless the model has changed
             programs = [self.program.replan(step.training, part) for part in step.parts]
         plan: StagePlan | None = self._plans.get(key)
         if plan is None or not plan.serves(programs):
             plan = self._plans[key] = StagePlan(
-                programs, self._options, step.schedule, self._own_stages, backward, self._replicas
+                programs, self.options, step.schedule, self._own_stages, backward, self._replicas
             )
             if len(self._plans) > _KEPT_PLANS:
                 self._plans.pop(next(iter(self._plans)))
@@ -346,7 +347,7 @@ class TorchEngine(AveragedEngine):
     @property
     def _averages_after_backward(self) -> bool:
         """True if gradients are averaged over replicas after the last backward: split backwards run no DDP hooks."""
-        kind = kind_of(self._options.pipeline_schedule)
+        kind = kind_of(self.options.pipeline_schedule)
         several = len(self.program.stages) > 1 and kind.stages_per_rank != 1
         return self.program.axis_size("dp") > 1 and self._shards is None and several
 
@@ -370,7 +371,7 @@ class TorchEngine(AveragedEngine):
         used = self._shards.used() if self._shards is not None else ()
         unchecked = training and self._parameters.num_unchecked(used)
         if training and result.failure is None:
-            result.failure = self._parameters.sparse_gradient(clips=bool(self._options.clip))
+            result.failure = self._parameters.sparse_gradient(clips=bool(self.options.clip))
         if result.failure is not None and self._peers is not None:
             self._peers.synchronize_failure(result.failure)
         is_double = any(loss.dtype is torch.float64 for loss in result.losses)
@@ -400,7 +401,7 @@ class TorchEngine(AveragedEngine):
         """Refuse a step in which tensor-parallel ranks have partial gradients of a parameter that each holds whole."""
         if step.has_unchecked:
             try:
-                self._parameters.check_gradients(low_precision=self._options.precision != "fp32")
+                self._parameters.check_gradients(low_precision=self.options.precision != "fp32")
             except Exception:
                 self._reset_gradients()
                 raise
@@ -421,20 +422,20 @@ class TorchEngine(AveragedEngine):
         self._parameters.reduce_ties()
 
     def _clip(self) -> float | None:
-        return float(self._parameters.clip(self._options.clip)) if self._options.clip else None
+        return float(self._parameters.clip(self.options.clip)) if self.options.clip else None
 
     def _update(self, loss: torch.Tensor) -> None:
         self.grad_norm = self._clip()
         if self.optimizer is not None:
             self.optimizer.step()
             step_lr_scheduler(self.lr_scheduler, loss)
-        elif self._options.lr_scheduler is not None:
+        elif self.options.lr_scheduler is not None:
             self._deferred_lr_steps.add(loss.item())
 
     def _make_replicas(self) -> None:
         self._release()
         # DistributedDataParallel refuses modules without trainable parameters; there is nothing to reduce
-        if self.program.axis_size("dp") == 1 or not self._parameters.trainable or self._options.optimizer is None:
+        if self.program.axis_size("dp") == 1 or not self._parameters.trainable or self.options.optimizer is None:
             return
         check_dense(self.module)
         if not self._averages_after_backward and self._shards is None:
@@ -443,7 +444,7 @@ class TorchEngine(AveragedEngine):
 
     def _prepare_shards(self) -> None:
         """Run the checks of FSDP that may fail, before the model changes."""
-        given = self._options.optimizer
+        given = self.options.optimizer
         if given is not None:
             check_dense(self.module)
         if isinstance(given, torch.optim.Optimizer):
@@ -452,25 +453,25 @@ class TorchEngine(AveragedEngine):
     def _shard(self) -> None:
         from .fsdp.sharded_replicas import FSDPReplicas  # noqa: PLC0415  importing torch.distributed.fsdp costs a second
 
-        self._shards = FSDPReplicas(self.program, self.module, self._options.fsdp_units)
+        self._shards = FSDPReplicas(self.program, self.module, self.options.fsdp_units)
 
     def _install_shards(self) -> None:
-        given = self._options.optimizer
+        given = self.options.optimizer
         assert self._shards is not None
         self._shards.install_shards(groups_in(given) if isinstance(given, torch.optim.Optimizer) else ())
         self._parameters = LocalParameters(self.program, self.module)
 
     def _make_optimizer(self) -> None:
         """Make the optimizer and its learning-rate schedule if this rank has trainable parameters. Collective."""
-        given = self._options.optimizer
+        given = self.options.optimizer
         if given is None:
             return
         trainable = [] if self.optimizer is not None else self._parameters.trainable
-        layout = model_state.parameter_layout(self.program, self.module).with_blocks(self._options.optimizer_blocks)
+        layout = model_state.parameter_layout(self.program, self.module).with_blocks(self.options.optimizer_blocks)
         making = OptimizerConstruction(given, layout, self.module, trainable, is_adopted=self._shards is not None)
         self._on_all_ranks(making.begin)
         making.step_whole()
-        self._on_all_ranks(lambda: making.finish(self._options.lr_scheduler))
+        self._on_all_ranks(lambda: making.finish(self.options.lr_scheduler))
         making.discard_unstepped()
         if making.optimizer is not None:
             self.optimizer, self.lr_scheduler = making.optimizer, making.rate
