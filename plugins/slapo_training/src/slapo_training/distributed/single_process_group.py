@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.distributed as dist
 
 
@@ -21,10 +23,15 @@ class SingleProcessGroup:
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         SingleProcessGroup._users += self.is_ours
 
-    def leave(self) -> bool:
-        """Release the group for this engine; return True if no engine uses it, and the caller must destroy it."""
+    def close(self, destroy: Callable[[], None] = dist.destroy_process_group) -> None:
+        """Release the group for this engine, and destroy it if no other engine uses it.
+
+        Args:
+            destroy: Destroys the default process group.
+        """
         if not self.is_ours:
-            return False
+            return
         self.is_ours = False
         SingleProcessGroup._users -= 1
-        return SingleProcessGroup._users == 0 and dist.is_initialized()
+        if SingleProcessGroup._users == 0 and dist.is_initialized():
+            destroy()

@@ -6,7 +6,7 @@ Each rank averages the values that its own optimizer steps, so that a step sends
 
 from .average_list import AverageList, Taken
 from .averaged_engine import AveragedEngine
-from .master_values import MasterValue, buffer_values
+from .master_values import MasterValue, buffer_values, master_values
 from .weight_average import WeightAverage, ema
 
-__all__ = ["AverageList", "AveragedEngine", "MasterValue", "Taken", "WeightAverage", "buffer_values", "ema"]
+__all__ = ["AverageList", "AveragedEngine", "MasterValue", "Taken", "WeightAverage", "buffer_values", "ema", "master_values"]

@@ -80,7 +80,7 @@ class OptimizerConstruction:
             self.optimizer = self._whole.optimizer(self.optimizer, make, self._trainable)
         if fits is not None:
             fits(self.optimizer)
-        keep_state_dtypes(self.optimizer.inner if isinstance(self.optimizer, WholeTensorOptimizer) else self.optimizer)
+        keep_state_dtypes(WholeTensorOptimizer.unwrap(self.optimizer))
         if rate is not None:
             self.rate = make_lr_scheduler(rate, self.optimizer)
 
