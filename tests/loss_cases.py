@@ -326,7 +326,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
     ),
     "over and weights": (
         Case(Towers, of_towers, {"loss_fn": contrast, "loss_over": "replicas", "loss_weights": lambda: 1}),
-        "no term has to be weighed; leave out loss_weights=",
+        "no term needs a weight; leave out loss_weights=",
     ),
     "over what": (
         Case(Towers, of_towers, {"loss_fn": contrast, "loss_over": "batch"}),
