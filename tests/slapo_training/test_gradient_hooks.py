@@ -1,4 +1,4 @@
-"""What a hook can reach, what users say of theirs, and masks that are cut with their parameter."""
+"""Objects that a hook can reach, declarations of hooks, and masks that are sharded with their parameter."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def gpt2_in_pieces(rank: int, layout: Layout, options: dict[str, Any]) -> tuple[
     ids=["ddp", "fsdp", "pp", "tp", "fsdp over tp", "pp of tp", "fsdp in pp"],
 )
 def test_the_pieces_of_all_ranks_are_the_model(layout: Layout, options: dict[str, Any]) -> None:
-    """Of GPT-2: fused q, k and v, a tie, and a vocabulary that is cut."""
+    """GPT-2 has fused q, k and v, a tied parameter, and a sharded vocabulary."""
     ranks = 1
     for size in layout.values():
         ranks *= size

@@ -1,4 +1,4 @@
-"""Which parameters are sharded together, and how a rank's rows are found again."""
+"""Units of parameters, and the rows of a rank."""
 
 from __future__ import annotations
 

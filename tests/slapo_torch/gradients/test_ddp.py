@@ -103,7 +103,7 @@ class Normed(Model):
 
 
 def _batches(steps: int = 3) -> list[Batch]:
-    """Of both replicas together."""
+    """Return the batches of both replicas together."""
     generator = torch.Generator().manual_seed(3)
     made = [
         (torch.randint(1, 16, (8, 4), generator=generator), torch.randn(8, 4, 4, generator=generator)) for _ in range(steps)
