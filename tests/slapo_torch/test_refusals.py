@@ -133,7 +133,7 @@ def message_of(work: Any) -> str:
 
 
 def refused(rank: int, pp: int) -> tuple[str, str]:
-    """Return messages for a loss without a gradient, and for ranks that call different methods; training continues after both."""
+    """Return messages for a loss without a gradient and for ranks that call different methods; training continues."""
     model = layers()
     without = engine(model, pp, loss_fn=detached)
     before = {name: tensor.clone() for name, tensor in without.module.named_parameters()}

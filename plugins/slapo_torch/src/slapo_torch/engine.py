@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_core import BuildError, Program, all_reduce, compare_across_ranks, mesh_groups, raise_on_all_ranks
-from slapo_training.batch_agreement import BatchFacts
+from slapo_training.batch_agreement import BatchFingerprints
 from slapo_training.batch_arguments import arguments_of
 from slapo_training.batches import (
     check_labels,
@@ -295,7 +295,7 @@ class TorchEngine(AveragedEngine):
             [step.training, step.schedule, *(signature(rows.without_variable_sizes(part)) for part in parts[:1])]
         )
         marks = self._first.marks(parts, step.training)
-        step.facts = BatchFacts([shape, *low, min(marks)], [shape, *high, max(marks)])
+        step.facts = BatchFingerprints([shape, *low, min(marks)], [shape, *high, max(marks)])
         check_labels(batch, module, options.loss_fn, options.loss_over is None)
         self._losses.count(parts)
         step.labels = [part.pop("labels", None) if options.loss_fn is not None else None for part in parts]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from slapo_core import Program, all_reduce, raise_on_all_ranks
-from slapo_training.batch_agreement import BatchFacts, check_boundaries, check_contents, check_shapes, content_slots
+from slapo_training.batch_agreement import BatchFingerprints, check_boundaries, check_contents, check_shapes, replica_extremes
 from slapo_training.batches import Batch
 
 from .gradient_accumulation import StepResult
@@ -55,7 +55,7 @@ class EngineStep:
     schedule: tuple[str, int] = field(init=False)
     parts: list[Batch] = field(init=False)
     labels: list[Any] = field(init=False)
-    facts: BatchFacts = field(init=False)
+    facts: BatchFingerprints = field(init=False)
     content: int = field(init=False)
     runner: Runner = field(init=False)
     labels_differ: bool = field(init=False)
@@ -82,13 +82,13 @@ class EngineStep:
             Exception: the error of ``prepare`` on this rank.
             BuildError: another rank failed, or ranks have different kinds of batches.
         """
-        error, facts, content = None, BatchFacts([0] * 4, [0] * 4), 0
+        error, facts, content = None, BatchFingerprints([0] * 4, [0] * 4), 0
         try:
             prepare(self)
             facts, content = self.facts, self.content
         except Exception as err:
             error = err
-        slots = [slot for each in (content, facts.inputs) for slot in content_slots(program, each, error is None)]
+        slots = [slot for each in (content, facts.inputs) for slot in replica_extremes(program, each, error is None)]
         row = [error is not None, self.is_outdated, *facts.high, *(-number for number in facts.low), *slots]
         largest = torch.tensor(row, dtype=torch.int64, device=device)
         failed, outdated, *bounds = all_reduce(largest, program.mesh, dist.ReduceOp.MAX).tolist()
