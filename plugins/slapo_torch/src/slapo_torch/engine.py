@@ -36,14 +36,13 @@ from slapo_training.step_losses import StepLosses
 from .checkpoint import model_state
 from .checkpoint.loader import load_checkpoint
 from .checkpoint.saver import CheckpointState, TorchSaver
-from .device import device_of
 from .gradients.ddp import DDPReplicas, check_dense
 from .options import Options
 from .pipelining.schedules import kind_of, schedule_for_batch
 from .step.engine_step import EngineStep, Runner
 from .step.first_step import TorchFirstStep
 from .step.gradient_accumulation import StepResult, run_microbatches
-from .step.local_parameters import LocalParameters
+from .step.local_parameters import LocalParameters, device_of
 from .step.merged_stages import merge_stages
 from .step.microbatch_weights import LabelCount, MicroBatchWeight, reduction_sums, total_labels
 from .step.stage_call import StageCall, autocast_context

@@ -186,5 +186,14 @@ class LocalParameters:
         return clip_grad_norm_(trained, largest, extra_groups=stages, counts=lambda parameter: id(parameter) not in elsewhere)
 
 
+def device_of(program: Program) -> torch.device:
+    """Return the device that a program runs on, on this rank."""
+    first = next(program.module.parameters(), None)
+    kind = first.device.type if first is not None else "cpu"
+    if program.mesh is not None:
+        kind = program.mesh.device_type
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
 def _is_sparse(parameter: nn.Parameter) -> bool:
     return parameter.grad is not None and parameter.grad.layout != torch.strided
