@@ -70,7 +70,7 @@ class LocalParameters:
         return None
 
     def reduce_ties(self) -> None:
-        """Sum the gradients of tied parameters over the stages that weight them."""
+        """Sum the gradients of tied parameters over the stages that share them."""
         if self._shared:
             assert self._program.mesh is not None
             sum_gradients(self._shared, self._program.mesh["pp"].get_group())
