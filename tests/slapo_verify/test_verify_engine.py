@@ -200,7 +200,7 @@ def not_divided(engine: Any) -> None:
 
 
 def tie_not_summed(engine: Any) -> None:
-    engine._holdings.reduce_ties = lambda: None
+    engine._parameters.reduce_ties = lambda: None
 
 
 def not_in_the_optimizer(engine: Any) -> None:

@@ -84,15 +84,15 @@ def _export(source: Source, numbers: list[int], path: Path, dtype: torch.dtype |
     ranks = Ranks(place, len(numbers), source.mesh, source.group)
 
     def describe() -> dict[str, Described]:
-        if ranks.place == 0:
+        if ranks.index == 0:
             check_folder(path)
         own.update(source.pieces())
         dtypes = source.dtypes()
         return {name: Described.of(piece, dtypes.get(name, piece.tensor.dtype)) for name, piece in own.items()}
 
-    everyone = ranks.on_all(describe)
+    everyone = ranks.run_on_all(describe)
     plans: list[Plan] = []
-    ranks.on_all(lambda: plans.append(planned(source, everyone, dtype, max_shard_size)))
+    ranks.run_on_all(lambda: plans.append(planned(source, everyone, dtype, max_shard_size)))
     writer = _Writer(plans[0], path, ranks, numbers, own)
     try:
         writer.write()
@@ -121,13 +121,13 @@ class _Writer:
 
     def write(self) -> None:
         """Write everything. Collective."""
-        self._ranks.first(lambda: self._on_disk(self._begin))
+        self._ranks.run_on_first(lambda: self._on_disk(self._begin))
         before: list[Group] = []
         for bundle in self._plan.bundles():
-            self._ranks.on_all(lambda: self._prepare(before, bundle))  # noqa: B023  called at once
+            self._ranks.run_on_all(lambda: self._prepare(before, bundle))  # noqa: B023  called at once
             self._exchange(bundle)
             before = bundle
-        self._ranks.first(lambda: self._on_disk(lambda: self._end(before)))
+        self._ranks.run_on_first(lambda: self._on_disk(lambda: self._end(before)))
 
     def _on_disk(self, write: Callable[[], None]) -> None:
         try:
@@ -149,26 +149,26 @@ class _Writer:
 
     def _prepare(self, before: list[Group], bundle: list[Group]) -> None:
         """All that may fail: behind it the ranks send and receive."""
-        if self._ranks.place == 0:
+        if self._ranks.index == 0:
             self._on_disk(lambda: self._store(before))
             self._made = {name: torch.empty(whole.shape, dtype=whole.dtype) for name, whole in self._wholes(bundle)}
         parts = [(whole, sent) for _, whole in self._wholes(bundle) for sent in whole.parts]
-        self._parcels = [self._parcel(whole, sent) for whole, sent in parts if sent.place == self._ranks.place]
+        self._parcels = [self._parcel(whole, sent) for whole, sent in parts if sent.place == self._ranks.index]
 
     def _parcel(self, whole: Whole, sent: Sent) -> torch.Tensor:
         part = sent.chunk.of(self._own[whole.key].tensor)
-        return part.to(device="cpu" if self._ranks.place == 0 else self._device, dtype=whole.dtype).contiguous()
+        return part.to(device="cpu" if self._ranks.index == 0 else self._device, dtype=whole.dtype).contiguous()
 
     def _exchange(self, bundle: list[Group]) -> None:
         """Send this rank's parcels to the first rank, which puts the tensors together."""
         parcels = iter(self._parcels)
         for name, whole in self._wholes(bundle):
             for sent in whole.parts:
-                if sent.place == self._ranks.place == 0:
+                if sent.place == self._ranks.index == 0:
                     sent.chunk.of_whole(self._made[name]).copy_(next(parcels))
-                elif sent.place == self._ranks.place:
+                elif sent.place == self._ranks.index:
                     dist.send(as_bytes(next(parcels)), self._numbers[0])
-                elif self._ranks.place == 0:
+                elif self._ranks.index == 0:
                     part = torch.empty(sent.chunk.sizes, dtype=whole.dtype, device=self._device)
                     dist.recv(as_bytes(part), self._numbers[sent.place])
                     sent.chunk.of_whole(self._made[name]).copy_(part)

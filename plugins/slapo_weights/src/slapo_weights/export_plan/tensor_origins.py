@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from slapo_core import BuildError
-from slapo_training.model import Chunk, Span, chunks_of, replaced
+from slapo_training.model import Chunk, Span, chunks_of, with_dim
 
 from ..huggingface.unmodified_model import Unmodified
 from ..tensor_views.fused_parameters import MadeOf
@@ -40,7 +40,7 @@ class Origin(NamedTuple):
         """Of the tensor, from that of the piece's."""
         if self.spans is None:
             return full_shape
-        return replaced(full_shape, self.spans[0].dim, max(span.start + span.size for span in self.spans))
+        return with_dim(full_shape, self.spans[0].dim, max(span.start + span.size for span in self.spans))
 
 
 def origins(source: Source, held: Iterable[str]) -> list[Origin]:

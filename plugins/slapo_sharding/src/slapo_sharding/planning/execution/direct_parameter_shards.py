@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from slapo_core import Schedule, ShardSpec
-from slapo_training.gradient_hooks import carry_hooks
+from slapo_training.gradient_hooks import move_hooks
 
 from ...rules.sharding_rule import AppliedCut, Cut, record_cut
 from ...splitting import persistent_hooks
@@ -37,7 +37,7 @@ def split_parameters(schedule: Schedule, splits: Mapping[str, ParameterSplit]) -
         spec = ShardSpec(split.dim, shape, rank, size, split.blocks or (shape[split.dim],), schedule.group, uneven_ranges=dealt)
         schedule.touch(handle.mod)
         handle.set_parameter(name, new := local_shard(tensor, spec))
-        carry_hooks(new, tensor, spec, handle.places_of(new, (handle.mod, name)))
+        move_hooks(new, tensor, spec, handle.places_of(new, (handle.mod, name)))
         persistent_hooks.keep_facts(handle.mod)
     schedule.touch(schedule.mod)
     cut = Cut({path: split.dim for path, split in splits.items()}, "whole", "whole")
