@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from slapo_core import build_program
-from slapo_pipeline.assignment.min_cut import least_traffic
+from slapo_pipeline.assignment.min_cut import minimum_crossing
 from slapo_pipeline.partition import Traffic, boundary_bytes
 from slapo_tracing.nodes import wrap_forward
 
@@ -255,7 +255,7 @@ def cost(received: Iterable[Iterable[fx.Node]]) -> int:
 @settings(max_examples=60, deadline=None)
 @given(graphs())
 def test_no_other_choice_takes_fewer_bytes(graph: Graph) -> None:
-    crossing = least_traffic(graph.order, graph.home, set(), graph.again, 3)
+    crossing = minimum_crossing(graph.order, graph.home, set(), graph.again, 3)
     assert runs(graph, crossing.received)
     early = [[node for node in graph.order if graph.home[node] < stage] for stage in range(3)]
     choices = [[set(some) for count in range(len(nodes) + 1) for some in combinations(nodes, count)] for nodes in early]

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from slapo_core import Boundary, BuildError, Program, Schedule, Stage, build_program
 
-from .partition.partitioned_module import PartitionedModule, StageArguments, is_read, stage_arguments
+from .partition.partitioned_module import PartitionedModule, StageArguments, is_used, stage_arguments
 
 __all__ = ["LiveValue", "PipelineAnalysis", "analyze_pipeline_module", "module_stages"]
 
@@ -110,7 +110,7 @@ def module_stages(schedule: Schedule) -> dict[str, tuple[int, ...]]:
     root = program.module
     stages: dict[nn.Module, set[int]] = {root: {stage.index for stage in program.stages}}
     for stage in program.stages:
-        for path in _opened(stage):
+        for path in _inlined_by(stage):
             stages.setdefault(root.get_submodule(path), set()).add(stage.index)
         for path in stage.paths:
             for module in root.get_submodule(path).modules():
@@ -183,15 +183,16 @@ def analyze_pipeline_module(top_mod: nn.Module | Program | Schedule) -> StageArg
             numbers[-1]: _result_names(stages[-1]),
         },
         values=values,
-        forward={index: tuple(value.name for value in values if index in _span(value)) for index in numbers},
+        forward={index: tuple(value.name for value in values if index in _live_range(value)) for index in numbers},
         backward={
-            index: tuple(value.name for value in values if value.requires_grad and index in _span(value)) for index in numbers
+            index: tuple(value.name for value in values if value.requires_grad and index in _live_range(value))
+            for index in numbers
         },
         named=stage_arguments(PartitionedModule(program).graph),
     )
 
 
-def _opened(stage: Stage) -> set[str]:
+def _inlined_by(stage: Stage) -> set[str]:
     """Paths of the modules that were taken apart and whose functions the stage runs."""
     graph = _graph(stage)
     nodes = [node for node in graph.nodes if node.op not in ("get_attr", "placeholder", "output")] if graph is not None else []
@@ -226,10 +227,10 @@ def _reads(stage: Stage, is_last: bool) -> set[str]:
     if graph is None:
         return {value.name for value in stage.inputs}
     nodes = graph.find_nodes(op="placeholder")
-    return {value.name for value, node in zip(stage.inputs, nodes, strict=False) if is_read(node, is_last)}
+    return {value.name for value, node in zip(stage.inputs, nodes, strict=False) if is_used(node, is_last)}
 
 
-def _span(value: LiveValue) -> range:
+def _live_range(value: LiveValue) -> range:
     return range(value.made_by, value.received_by[-1] + 1)
 
 

@@ -12,11 +12,11 @@ from slapo_core import Primitive, Schedule, ScheduleError
 from slapo_tracing.tracers import synthetic_inputs
 
 from .cut_pipeline_stage import refuse_inside_opaque
-from .tracing.batch_arguments import apart, by_name
+from .tracing.batch_arguments import named_batch, unshared_tensors
 from .tracing.cuts import CUT_AT_MARKS
 from .tracing.flat_trace import trace_flat
-from .tracing.pipe_split import Marks
-from .tracing.root_hooks import hooks_aside, is_whole
+from .tracing.pipe_split import MarkRecorder
+from .tracing.root_hooks import is_indivisible, without_root_hooks
 
 
 class CutAtMarksPrimitive(Primitive):
@@ -46,13 +46,13 @@ class CutAtMarksPrimitive(Primitive):
     def check(schedule: Schedule, *numbers: int) -> list[tuple[str, int]]:
         """The marks: paths of modules, and of each how many marks its forward runs into."""
         if not numbers:
-            return _found(schedule)
+            return _marks_below(schedule)
         for number in numbers:
             if not isinstance(number, int) or isinstance(number, bool) or number < 0:
                 raise _error(schedule, f"{number!r} is no mark; the first one that this module's forward runs into is 0")
             if number in schedule.metadata.primitives.get(CUT_AT_MARKS, ()) or numbers.count(number) > 1:
                 raise _error(schedule, f"a stage ends at mark {number} of this module's forward already")
-        if is_whole(schedule.root_module, schedule.mod):
+        if is_indivisible(schedule.root_module, schedule.mod):
             raise _error(schedule, "its forward is wrapped or has hooks and runs as one piece; cut before wrapping it")
         refuse_inside_opaque(schedule, CUT_AT_MARKS)
         return []
@@ -71,25 +71,25 @@ class CutAtMarksPrimitive(Primitive):
         return set()
 
 
-def marks_in(root: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
+def marks_of_model(root: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
     """Return the path of the module in whose forward each mark is, in the order in which the model runs into them.
 
     Args:
         root: The model.
         inputs: Its arguments by name.
     """
-    with Marks(root) as marks, hooks_aside(root):
-        trace_flat(root, apart(inputs), [])
+    with MarkRecorder(root) as marks, without_root_hooks(root):
+        trace_flat(root, unshared_tensors(inputs), [])
     return marks.found
 
 
-def _found(schedule: Schedule) -> list[tuple[str, int]]:
+def _marks_below(schedule: Schedule) -> list[tuple[str, int]]:
     path = schedule.path
     root = schedule.root_module
-    inputs = synthetic_inputs(root) if schedule.example_inputs is None else by_name(root, schedule.example_inputs)
+    inputs = synthetic_inputs(root) if schedule.example_inputs is None else named_batch(root, schedule.example_inputs)
     if inputs is None:
         raise _error(schedule, "marks are found by running the model; give create_schedule example_inputs=, one batch")
-    marks = marks_in(root, inputs)
+    marks = marks_of_model(root, inputs)
     inside = [found for found in marks if not path or f"{found}.".startswith(f"{path}.")]
     if not inside:
         raise _error(schedule, "the forward runs into no mark; call slapo.pipeline.pipe_split() in it where a stage is to end")

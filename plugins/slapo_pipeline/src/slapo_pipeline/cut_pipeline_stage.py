@@ -7,10 +7,10 @@ from typing import Any
 
 from slapo_core import Primitive, Schedule, ScheduleError
 
-from .tracing.cuts import CUT_PIPELINE_STAGE, Where, cuts, where_of
-from .tracing.root_hooks import is_whole
+from .tracing.cuts import CUT_PIPELINE_STAGE, Where, cut_position, cuts
+from .tracing.root_hooks import is_indivisible
 
-_SAID = {"after": "a stage ends after this module", "before": "a stage begins with this module"}
+_MEANINGS = {"after": "a stage ends after this module", "before": "a stage begins with this module"}
 
 
 class CutPipelineStagePrimitive(Primitive):
@@ -41,16 +41,16 @@ class CutPipelineStagePrimitive(Primitive):
     @staticmethod
     def check(schedule: Schedule, where: Where = "after") -> None:
         """Refuse a place where no stage can end."""
-        if where not in _SAID:
+        if where not in _MEANINGS:
             raise ScheduleError(
                 f"where is {where!r}; it is 'after' or 'before'", path=schedule.path, primitive=CUT_PIPELINE_STAGE
             )
         if not schedule.path:
             beyond = "nothing comes after" if where == "after" else "a stage begins with"
             raise ScheduleError(f"{beyond} the whole model; cut {where} a module inside it", primitive=CUT_PIPELINE_STAGE)
-        known = (where_of(cut) for cut in cuts(schedule.journal) if cut == schedule.path)
+        known = (cut_position(cut) for cut in cuts(schedule.journal) if cut == schedule.path)
         if where in (*known, *schedule.metadata.primitives.get(CUT_PIPELINE_STAGE, ())):
-            raise ScheduleError(f"{_SAID[where]} already", path=schedule.path, primitive=CUT_PIPELINE_STAGE)
+            raise ScheduleError(f"{_MEANINGS[where]} already", path=schedule.path, primitive=CUT_PIPELINE_STAGE)
         refuse_inside_opaque(schedule, CUT_PIPELINE_STAGE)
 
     @staticmethod
@@ -79,7 +79,7 @@ def refuse_inside_opaque(schedule: Schedule, primitive: str) -> None:
     """Raise ``ScheduleError`` for a module inside one that cannot be taken apart."""
     outer = schedule.parent
     while outer is not None:
-        if is_whole(schedule.root_module, outer.mod):
+        if is_indivisible(schedule.root_module, outer.mod):
             what = f"{outer.path!r}, which is wrapped or has hooks" if outer.path else "'the whole model', which is wrapped"
             raise ScheduleError(
                 f"it lies inside {what} and runs as one piece; cut after that module, or cut before wrapping it",

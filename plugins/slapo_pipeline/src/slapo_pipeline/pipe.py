@@ -13,12 +13,12 @@ from torch import fx, nn
 from slapo_core import BuildError, Program, TieGroup, named_inputs
 
 from .analysis import result_keys
-from .cut_at_marks import marks_in
+from .cut_at_marks import marks_of_model
 from .partition.partitioned_module import PartitionedModule
-from .partition.partitioner import Partitioner, check_open
-from .torch_pipe.split_points import noted_points, split_points
+from .partition.partitioner import Partitioner, check_cuts
+from .torch_pipe.split_points import annotated_points, split_points
 from .torch_pipe.split_policy import PolicyPartitioner, SplitPolicy
-from .torch_pipe.transmitted_parameters import transmitted
+from .torch_pipe.transmitted_parameters import transmit_parameters
 from .tracing.cuts import Cut
 
 __all__ = ["Pipe", "pipeline"]
@@ -128,12 +128,12 @@ class Pipe(nn.Module):
             ValueError: no such stage.
             BuildError: ``output`` gives something else.
         """
-        from .torch_pipe.pipe_runtime import Runtime  # noqa: PLC0415  costs a second
+        from .torch_pipe.pipe_runtime import PipeRuntime  # noqa: PLC0415  costs a second
 
         self.get_stage_module(stage_index)
         if self.__dict__["_runtime"] is None:
-            self.__dict__["_runtime"] = Runtime(self.program, self.example)
-        runtime: Runtime = self.__dict__["_runtime"]
+            self.__dict__["_runtime"] = PipeRuntime(self.program, self.example)
+        runtime: PipeRuntime = self.__dict__["_runtime"]
         return runtime.stage(stage_index, torch.device(device), group, output)
 
     @staticmethod
@@ -208,7 +208,7 @@ def _make_pipe(
 ) -> Pipe:
     batch = named_inputs(module, args if isinstance(args, (tuple, list)) else (args,), kwargs or {})
     chosen = _transmit_choice(module, multi_use)
-    program = transmitted(_partitioner(module, batch, cuts, policy).program(module.training, batch), chosen)
+    program = transmit_parameters(_partitioner(module, batch, cuts, policy).program(module.training, batch), chosen)
     spec = _loss_spec(module, program)
     pipe = Pipe(PartitionedModule(program, (_PREFIX + "_{}").format), len(program.stages), spec is not None, spec)
     pipe.example = torch.utils._pytree.tree_map_only(torch.Tensor, _meta, batch)
@@ -218,12 +218,12 @@ def _make_pipe(
 def _partitioner(module: nn.Module, batch: Mapping[str, Any], cuts: list[Cut], policy: SplitPolicy | None) -> Partitioner:
     if policy is not None:
         return PolicyPartitioner(module, policy)
-    marks = Counter(marks_in(module, batch))
+    marks = Counter(marks_of_model(module, batch))
     at_marks = [Cut(path, number) for path, count in marks.items() for number in range(count)]
     known = {(str(cut), cut.where) for cut in cuts}
-    noted = [cut for cut in noted_points(module) if (str(cut), cut.where) not in known]
+    noted = [cut for cut in annotated_points(module) if (str(cut), cut.where) not in known]
     places: list[str] = [*cuts, *noted, *at_marks]
-    check_open(module, places)
+    check_cuts(module, places)
     return Partitioner(module, places, None)
 
 

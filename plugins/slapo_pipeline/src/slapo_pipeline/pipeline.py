@@ -12,15 +12,15 @@ from torch import nn
 from slapo_core import Primitive, Schedule, ScheduleError, get_logger, paths
 from slapo_tracing.tracers import Leaves, named_leaves
 
-from .balance.cut_search import placed, placed_at
+from .balance.cut_search import given_cuts, search_cuts
 from .balance.stage_table import StageTable
 from .balance.unit_costs import BALANCES
 from .cut_pipeline_stage import CutPipelineStagePrimitive
-from .partition.partitioner import KEPT_TRACE, pipeline_ranks
-from .tracing.batch_arguments import apart, by_name
+from .partition.partitioner import CACHED_TRACE, pipeline_ranks
+from .tracing.batch_arguments import named_batch, unshared_tensors
 from .tracing.cuts import cuts
-from .tracing.root_hooks import hooks_aside, is_whole
-from .tracing.trace_cache import KeptTrace
+from .tracing.root_hooks import is_indivisible, without_root_hooks
+from .tracing.trace_cache import CachedTrace
 
 NAME = "pipeline"
 
@@ -69,26 +69,26 @@ class PipelinePrimitive(Primitive):
         balance: str = "parameters",
         microbatches: int | None = None,
         leaf_modules: Leaves = None,
-    ) -> tuple[StageTable, KeptTrace]:
+    ) -> tuple[StageTable, CachedTrace]:
         """Find the cuts."""
         _check_model(schedule)
         _check_options(balance, microbatches)
-        inputs = apart(by_name(schedule.mod, schedule.example_inputs))
+        inputs = unshared_tensors(named_batch(schedule.mod, schedule.example_inputs))
         if boundaries is None:
-            with hooks_aside(schedule.mod):
+            with without_root_hooks(schedule.mod):
                 leaves = _leaves(schedule.mod, leaf_modules)
-                return placed(schedule.mod, inputs, _number(schedule, stages), balance, microbatches, leaves)
+                return search_cuts(schedule.mod, inputs, _number(schedule, stages), balance, microbatches, leaves)
         if leaf_modules is not None:
             raise _error("both leaf_modules and boundaries are given, but boundaries say where stages end; give one of them")
         if stages is not None:
             raise _error("both stages and boundaries are given, but boundaries say how many stages there are; give one of them")
         policy = callable(boundaries)
-        ends = _accepted(schedule, boundaries) if callable(boundaries) else _named(schedule, boundaries)
+        ends = _paths_of_policy(schedule, boundaries) if callable(boundaries) else _paths_of_entries(schedule, boundaries)
         for path in ends:
             CutPipelineStagePrimitive.check(schedule[path])
-        with hooks_aside(schedule.mod):
-            table, kept = placed_at(schedule.mod, inputs, ends, balance, microbatches, all_end=not policy)
-        _check_shares(schedule, len(table.stages))
+        with without_root_hooks(schedule.mod):
+            table, kept = given_cuts(schedule.mod, inputs, ends, balance, microbatches, all_end=not policy)
+        _check_ranks(schedule, len(table.stages))
         return table, kept
 
     @staticmethod
@@ -106,7 +106,7 @@ class PipelinePrimitive(Primitive):
         table, kept = schedule.checked
         for path in table.cuts:
             schedule[path].cut_pipeline_stage()
-        schedule.metadata.primitives.update({NAME: table, KEPT_TRACE: kept})
+        schedule.metadata.primitives.update({NAME: table, CACHED_TRACE: kept})
         if not dist.is_initialized() or dist.get_rank() == 0:
             get_logger().info("pipeline: %d stages by %s\n%s", len(table.stages), table.balance, table)
 
@@ -130,13 +130,13 @@ def _check_model(schedule: Schedule) -> None:
         raise _error(f"the model is cut already, {where}; undo that, or make all cuts with cut_pipeline_stage")
     if schedule.example_inputs is None:
         raise _error("a model is cut by tracing it; give create_schedule example_inputs=, one batch")
-    if is_whole(schedule.mod, schedule.mod):
+    if is_indivisible(schedule.mod, schedule.mod):
         raise _error("the whole model is wrapped and runs as one piece; call pipeline before what wraps it")
 
 
 def _check_options(balance: str, microbatches: int | None) -> None:
     if balance not in BALANCES:
-        raise _error(f"balance is {balance!r}; {_guess(str(balance), BALANCES)}known are {', '.join(map(repr, BALANCES))}")
+        raise _error(f"balance is {balance!r}; {_suggestion(str(balance), BALANCES)}known are {', '.join(map(repr, BALANCES))}")
     if microbatches is not None and not _is_count(microbatches):
         raise _error(f"microbatches is {microbatches!r}; give how many a batch is cut into, at least 1")
 
@@ -153,11 +153,11 @@ def _number(schedule: Schedule, stages: int | None) -> int:
         )
     if not _is_count(number):
         raise _error(f"stages is {number!r}; give how many there are to be, at least 1")
-    _check_shares(schedule, number)
+    _check_ranks(schedule, number)
     return number
 
 
-def _check_shares(schedule: Schedule, number: int) -> None:
+def _check_ranks(schedule: Schedule, number: int) -> None:
     ranks = pipeline_ranks(schedule.mesh) or 1
     if number % ranks:
         raise _error(
@@ -165,7 +165,7 @@ def _check_shares(schedule: Schedule, number: int) -> None:
         )
 
 
-def _named(schedule: Schedule, boundaries: Sequence[str]) -> list[str]:
+def _paths_of_entries(schedule: Schedule, boundaries: Sequence[str]) -> list[str]:
     """Paths of the modules that the entries name."""
     given = "paths or globs of modules after which a stage ends, e.g. ['h.3', 'h.7']"
     if isinstance(boundaries, str) or not isinstance(boundaries, Sequence):
@@ -177,7 +177,7 @@ def _named(schedule: Schedule, boundaries: Sequence[str]) -> list[str]:
         matched = [path for path, _ in paths.select(schedule.mod, entry)] if entry else [""]
         if not matched:
             names = [path for path, _ in schedule.mod.named_modules() if path]
-            raise _error(f"boundaries has {entry!r}, which matches no module; {_guess(entry, names)}give {given}")
+            raise _error(f"boundaries has {entry!r}, which matches no module; {_suggestion(entry, names)}give {given}")
         for path in matched:
             if path in found:
                 by = f"by {found[path]!r} and {entry!r}" if entry != found[path] else f"as {entry!r}"
@@ -186,7 +186,7 @@ def _named(schedule: Schedule, boundaries: Sequence[str]) -> list[str]:
     return list(found)
 
 
-def _accepted(schedule: Schedule, accepts: Callable[[str, nn.Module], bool]) -> list[str]:
+def _paths_of_policy(schedule: Schedule, accepts: Callable[[str, nn.Module], bool]) -> list[str]:
     """Paths of the modules that a policy accepts."""
     found = [path for path, module in schedule.mod.named_modules() if path and accepts(path, module)]
     if not found:
@@ -194,6 +194,6 @@ def _accepted(schedule: Schedule, accepts: Callable[[str, nn.Module], bool]) -> 
     return found
 
 
-def _guess(name: str, known: Sequence[str]) -> str:
+def _suggestion(name: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]!r}? " if near else ""

@@ -26,32 +26,32 @@ from slapo_core import (
 )
 from slapo_tracing.nodes import difference, fingerprint
 
-from .partition.module_tree import divide, prune
+from .partition.module_tree import assign_modules, prune_tree
 from .partition.partitioner import pipeline_ranks
 from .partition.tie_groups import tie_groups
 from .pipe import Pipe
 from .torch_pipe.transmitted_parameters import TransmittingStage
 from .tracing._torch_private import Name, StageCalls, flatten, stage_calls, unflatten
-from .tracing.batch_arguments import apart, by_name
+from .tracing.batch_arguments import named_batch, unshared_tensors
 from .tracing.cuts import cuts
 
 __all__ = ["program_of_pipe"]
 
 _TABLES = ("_parameters", "_buffers")
-_given: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+_pipe_options: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 """Model to the ``Pipe`` that the build under way was given."""
 
 
-def take(schedule: Schedule, config: dict[str, Any]) -> None:
-    """Take the option ``pipe`` of a build out of its options, for ``taken``."""
-    _given.pop(schedule.root_module, None)
+def store_pipe_option(schedule: Schedule, config: dict[str, Any]) -> None:
+    """Take the option ``pipe`` of a build out of its options, for ``program_of_pipe_option``."""
+    _pipe_options.pop(schedule.root_module, None)
     if (pipe := config.pop("pipe", None)) is not None:
-        _given[schedule.root_module] = pipe
+        _pipe_options[schedule.root_module] = pipe
 
 
-def taken(schedule: Schedule) -> Program | None:
+def program_of_pipe_option(schedule: Schedule) -> Program | None:
     """The program of the ``Pipe`` that the build under way was given, once; None where it was given none."""
-    pipe = _given.pop(schedule.root_module, None)
+    pipe = _pipe_options.pop(schedule.root_module, None)
     return None if pipe is None else program_of_pipe(pipe, schedule)
 
 
@@ -77,15 +77,17 @@ def program_of_pipe(pipe: Any, schedule: Schedule) -> Program:
     calls = _checked_calls(pipe, schedule)
     root, mesh = schedule.root_module, schedule.mesh
     graphs = [pipe.get_stage_module(index) for index in range(len(calls.arguments))]
-    inputs = apart(by_name(root, schedule.example_inputs))
+    inputs = unshared_tensors(named_batch(root, schedule.example_inputs))
     if unknown := [name for name in calls.inputs if name not in forward_signature(root).parameters]:
         raise BuildError(
             f"the Pipe takes {unknown[0]!r}, no argument of the model; tensors inside of structures cannot be named"
         )
     if missing := [name for name in calls.inputs if name not in inputs]:
         raise BuildError(f"the Pipe takes {missing[0]!r}, which the example inputs lack; give them all that it was made with")
-    keep = divide(root, [_tensors_of(graph, root) for graph in graphs])
-    modules = [PipeStage(graph, root, kept, calls, index) for index, (graph, kept) in enumerate(zip(graphs, keep, strict=True))]
+    keep = assign_modules(root, [_tensors_of(graph, root) for graph in graphs])
+    modules = [
+        TorchPipeStage(graph, root, kept, calls, index) for index, (graph, kept) in enumerate(zip(graphs, keep, strict=True))
+    ]
     boundaries = _run(root, modules, inputs)
     traced = fingerprint({name: inputs[name] for name in calls.inputs})
     training = root.training
@@ -127,7 +129,7 @@ def _own_program(pipe: Pipe, schedule: Schedule) -> Program:
     return dataclasses.replace(program, mesh=schedule.mesh, original_names=names)
 
 
-class PipeStage(nn.Module):
+class TorchPipeStage(nn.Module):
     """A stage of a ``Pipe``, called as a ``Stage`` is, that holds its part of the model under the model's names.
 
     Args:
@@ -140,13 +142,13 @@ class PipeStage(nn.Module):
 
     def __init__(self, graph: nn.Module, root: nn.Module, keep: set[str], calls: StageCalls, index: int) -> None:
         super().__init__()
-        held = prune(root, keep)
+        held = prune_tree(root, keep)
         for table in (*_TABLES, "_modules"):
             self.__dict__[table] = held.__dict__[table]
         self.__dict__["_non_persistent_buffers_set"] = set(held._non_persistent_buffers_set)
         self.training = root.training
         self.index = index
-        self.__dict__["pipe_module"] = _on_tables(graph, self)  # no child: its parameters are this module's
+        self.__dict__["pipe_module"] = _with_shared_tables(graph, self)  # no child: its parameters are this module's
         last = index + 1 == len(calls.arguments)
         made = [name for values in calls.values[:index] for name in values]
         now = [*made, *calls.values[index]]
@@ -163,15 +165,15 @@ class PipeStage(nn.Module):
     def forward(self, *received: torch.Tensor, **batch: Any) -> Any:
         """Run the stage: what it sends on, or the model's result."""
         known = {**dict(zip(self.received, received, strict=True)), **{name: batch[name] for name in self.batch_inputs}}
-        result = self.__dict__["pipe_module"](*_filled(self._arguments, known))
+        result = self.__dict__["pipe_module"](*_with_values(self._arguments, known))
         known.update({name: result if place is None else result[place] for name, place in self._values.items()})
         if not self._is_last:
             return tuple(known[name] for name in self.sent)
-        leaves = _filled(self._result, known)
+        leaves = _with_values(self._result, known)
         return unflatten(leaves, self.spec) if self.spec is not None else tuple(leaves)
 
 
-def _filled(values: Sequence[Any], known: Mapping[str, Any]) -> list[Any]:
+def _with_values(values: Sequence[Any], known: Mapping[str, Any]) -> list[Any]:
     return [known[value] if isinstance(value, Name) else value for value in values]
 
 
@@ -210,7 +212,7 @@ def _tensors_of(graph: nn.Module, root: nn.Module) -> set[str]:
     return {*parameters, *(name for name, _ in graph.named_buffers(remove_duplicate=False) if name in own)}
 
 
-def _on_tables(graph: nn.Module, held: nn.Module | None) -> nn.Module:
+def _with_shared_tables(graph: nn.Module, held: nn.Module | None) -> nn.Module:
     """A copy of a stage's modules that share the tables of parameters and buffers with those of the same path in ``held``."""
     copied: nn.Module = object.__new__(type(graph))
     copied.__dict__.update(graph.__dict__)
@@ -222,7 +224,7 @@ def _on_tables(graph: nn.Module, held: nn.Module | None) -> nn.Module:
         for table in _TABLES:
             copied.__dict__[table] = held.__dict__[table]
     copied.__dict__["_modules"] = {
-        name: _on_tables(child, held._modules.get(name) if held is not None else None)
+        name: _with_shared_tables(child, held._modules.get(name) if held is not None else None)
         for name, child in graph._modules.items()
         if child is not None
     }
@@ -236,13 +238,13 @@ def _paths(graph: nn.Module, root: nn.Module) -> Iterator[str]:
             yield path
 
 
-def _run(root: nn.Module, modules: Sequence[PipeStage], inputs: Mapping[str, Any]) -> list[tuple[Boundary, ...]]:
+def _run(root: nn.Module, modules: Sequence[TorchPipeStage], inputs: Mapping[str, Any]) -> list[tuple[Boundary, ...]]:
     """Run the model and the stages on the same inputs: what crosses. Results that differ are an error."""
-    with _as_before(root), torch.enable_grad():
+    with _restored_state(root), torch.enable_grad():
         state = torch.random.get_rng_state()
         args, kwargs = call_arguments(root, inputs)
         leaves, spec = flatten(root(*args, **kwargs))
-    with _as_before(root), torch.enable_grad():
+    with _restored_state(root), torch.enable_grad():
         torch.random.set_rng_state(state)
         boundaries: list[tuple[Boundary, ...]] = []
         sent: Any = ()
@@ -256,7 +258,7 @@ def _run(root: nn.Module, modules: Sequence[PipeStage], inputs: Mapping[str, Any
                 raise BuildError(f"{what}; make the Pipe from inputs like these, or cut with the schedule alone") from err
         _check_owners(root, modules, {id(tensor) for tensor, version in versions.items() if tensor._version != version})
     given = list(sent)
-    if len(given) != len(leaves) or not all(map(_alike, given, leaves)):
+    if len(given) != len(leaves) or not all(map(_is_close, given, leaves)):
         raise BuildError(
             "the stages of the Pipe give another result than the model on the example inputs; make the Pipe from this model, "
             "in this mode, with a tensor of its own for each argument"
@@ -265,7 +267,7 @@ def _run(root: nn.Module, modules: Sequence[PipeStage], inputs: Mapping[str, Any
     return boundaries
 
 
-def _check_owners(root: nn.Module, modules: Sequence[PipeStage], changed: set[int]) -> None:
+def _check_owners(root: nn.Module, modules: Sequence[TorchPipeStage], changed: set[int]) -> None:
     """Each process has buffers of its own: what one stage changes, no other may use."""
     for name, tensor in root.named_buffers():
         users = [module.index for module in modules if any(tensor is own for own in module.buffers())]
@@ -282,7 +284,7 @@ def _boundary(name: str, value: Any) -> Boundary:
     return Boundary(name, tuple(value.shape), value.dtype, value.requires_grad)
 
 
-def _alike(given: Any, expected: Any) -> bool:
+def _is_close(given: Any, expected: Any) -> bool:
     if not isinstance(expected, torch.Tensor) or not isinstance(given, torch.Tensor):
         return bool(given is expected or given == expected)
     if given.shape != expected.shape or given.dtype != expected.dtype or expected.is_meta:
@@ -291,7 +293,7 @@ def _alike(given: Any, expected: Any) -> bool:
 
 
 @contextmanager
-def _as_before(root: nn.Module) -> Iterator[None]:
+def _restored_state(root: nn.Module) -> Iterator[None]:
     """Put buffers and random numbers back at the end."""
     before = copy.deepcopy({name: tensor.detach() for name, tensor in root.named_buffers()})
     devices = {tensor.device for tensor in root.parameters() if tensor.device.type not in ("cpu", "meta")}

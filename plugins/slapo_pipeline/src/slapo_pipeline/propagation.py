@@ -25,8 +25,8 @@ from slapo_tracing.recording import Sandbox
 
 from .partition.partitioned_module import PartitionedModule
 from .partition.partitioner import Partitioner
-from .tracing.batch_arguments import by_name
-from .tracing.cuts import Cut, cuts, where_of
+from .tracing.batch_arguments import named_batch
+from .tracing.cuts import Cut, cut_position, cuts
 
 __all__ = ["add_partition_notation", "build_pipeline_model", "generate_pipeline_partition", "propagate_partition"]
 
@@ -53,7 +53,7 @@ def generate_pipeline_partition(sch: Schedule) -> Schedule:
     top = _checked(sch).get_top_schedule()
     if isinstance(top.mod, PartitionedModule):
         return top
-    return _of_stages(top, build_program(top), 0)
+    return _schedule_of_stages(top, build_program(top), 0)
 
 
 def propagate_partition(sch: Schedule, starting_stage_id: int = 0, stop_at: str | None = None) -> tuple[PartitionedModule, int]:
@@ -76,7 +76,7 @@ def propagate_partition(sch: Schedule, starting_stage_id: int = 0, stop_at: str 
         BuildError, ScheduleError, TraceError: see ``generate_pipeline_partition``.
     """
     end = _end(_checked(sch), stop_at)
-    places = list(_places(sch, end))
+    places = list(_cuts_below(sch, end))
     root = end.mod
     if isinstance(root, PartitionedModule):
         raise ScheduleError("it is partitioned already; give the schedule that it came from", path=end.path)
@@ -84,7 +84,7 @@ def propagate_partition(sch: Schedule, starting_stage_id: int = 0, stop_at: str 
         program = Program(root, (Stage(0, root),))
     else:
         program = Partitioner(root, places, None).first_program(_inputs_of(end))
-    staged = _of_stages(end, program, starting_stage_id)
+    staged = _schedule_of_stages(end, program, starting_stage_id)
     top = staged.mod
     assert isinstance(top, PartitionedModule)
     return top, starting_stage_id + len(program.stages)
@@ -142,7 +142,7 @@ def _checked(sch: Any) -> Schedule:
     return sch
 
 
-def _of_stages(sch: Schedule, program: Program, start: int) -> Schedule:
+def _schedule_of_stages(sch: Schedule, program: Program, start: int) -> Schedule:
     """A schedule of the stages, each with its number, from ``start`` on."""
     top = PartitionedModule(program, lambda index: f"submod_{start + index}")
     top.num_steps = len(sch.journal)
@@ -161,16 +161,16 @@ def _end(sch: Schedule, stop_at: str | None) -> Schedule:
     return end
 
 
-def _places(sch: Schedule, end: Schedule) -> Iterator[str]:
+def _cuts_below(sch: Schedule, end: Schedule) -> Iterator[str]:
     """Cuts inside of the module, and those in the graphs of the modules around it, by paths below ``end``."""
     around = {sch.path[:place] for place, letter in enumerate(sch.path) if letter == "."} | ({""} if sch.path else set())
     around = {path for path in around if _is_inside(path, end.path)}
     for cut in cuts(sch.journal):
-        at_mark = isinstance(where_of(cut), int)
+        at_mark = isinstance(cut_position(cut), int)
         inside = _is_inside(cut, sch.path) and (at_mark or cut != sch.path)
         beside = (cut if at_mark else cut.rpartition(".")[0]) in around
         if inside or (beside and (at_mark or cut != end.path)):
-            yield Cut(cut[len(end.path) + 1 :] if end.path else cut, where_of(cut))
+            yield Cut(cut[len(end.path) + 1 :] if end.path else cut, cut_position(cut))
 
 
 def _is_inside(path: str, outer: str) -> bool:
@@ -183,7 +183,7 @@ def _inputs_of(sch: Schedule) -> dict[str, Any] | None:
     if inputs is None:
         return None
     if module is root:
-        return by_name(root, inputs)
+        return named_batch(root, inputs)
     found: list[tuple[Any, Any]] = []
 
     def note(_: nn.Module, args: Any, kwargs: Any) -> None:

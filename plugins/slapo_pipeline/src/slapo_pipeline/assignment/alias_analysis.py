@@ -10,7 +10,7 @@ from torch import fx
 from slapo_tracing.nodes import function_name
 
 
-class Memory:
+class AliasAnalysis:
     """What the nodes of one graph have in common, as it was when they were recorded.
 
     Args:
@@ -22,9 +22,9 @@ class Memory:
         self._of: dict[fx.Node, set[int]] = {node: {node.meta["memory"]} if "memory" in node.meta else set() for node in order}
         for node in reversed(order):
             if not self._of[node]:  # a list or an object: that of its parts, where it has any
-                self._of[node] = {memory for user in node.users if is_part(user) for memory in self._of.get(user, ())} or {
-                    id(node)
-                }
+                self._of[node] = {
+                    memory for user in node.users if is_container_item(user) for memory in self._of.get(user, ())
+                } or {id(node)}
         self.changed: dict[int, list[fx.Node]] = {}
         """Memory to the nodes that change it."""
         self.reads = [node for node in order if node.op == "get_attr"]
@@ -43,10 +43,10 @@ class Memory:
 
     def touched_by(self, nodes: Iterable[fx.Node]) -> set[int]:
         """The memory that some of these nodes change."""
-        return {memory for node in nodes for other in changes(node) for memory in self._of[other]}
+        return {memory for node in nodes for other in mutated_values(node) for memory in self._of[other]}
 
 
-def changes(node: fx.Node) -> list[fx.Node]:
+def mutated_values(node: fx.Node) -> list[fx.Node]:
     """The values that running this node changes in place."""
     if node.op in ("placeholder", "get_attr", "output"):
         return []
@@ -54,17 +54,17 @@ def changes(node: fx.Node) -> list[fx.Node]:
         return node.all_input_nodes[:1]
     changed = [node.all_input_nodes[place] for place in node.meta.get("mutates", ())]
     for value in changed:
-        changed += [part for part in _put_into(value) if part not in changed]
+        changed += [part for part in _contained_values(value) if part not in changed]
     return changed
 
 
-def _put_into(node: fx.Node) -> list[fx.Node]:
+def _contained_values(node: fx.Node) -> list[fx.Node]:
     """The values that an object was made of and those that were put into it."""
     later = [part for user in node.users if function_name(user) == "set_state" for part in user.all_input_nodes]
     return [*later, *node.all_input_nodes] if function_name(node) == "rebuild" else later
 
 
-def is_part(node: fx.Node) -> bool:
+def is_container_item(node: fx.Node) -> bool:
     """Whether the node takes a part out of a value that is no tensor."""
     if node.op != "call_function" or node.target not in (operator.getitem, getattr):
         return False

@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from slapo_tracing.nodes import function_name
 
-from .alias_analysis import Memory
+from .alias_analysis import AliasAnalysis
 
 Value = fx.Node
 _Place = tuple[Value, int, str]
@@ -38,8 +38,8 @@ _CHEAP = frozenset(
 )
 """Functions and methods that cost next to nothing and give the same numbers whenever they run."""
 
-_PARTS = frozenset("T mT H mH real imag".split())
-_MARKS = frozenset("requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook setattr".split())
+_TENSOR_VIEW_ATTRIBUTES = frozenset("T mT H mH real imag".split())
+_TENSOR_SETTERS = frozenset("requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook setattr".split())
 """What does something to a tensor besides its numbers."""
 
 
@@ -55,11 +55,11 @@ class Crossing(NamedTuple):
     runs: list[set[Value]]
 
 
-def cheap(
+def recomputable_nodes(
     order: Sequence[Value],
     home: Mapping[Value, int],
     free: Set[Value],
-    memory: Memory,
+    memory: AliasAnalysis,
     root: nn.Module,
     tables: Collection[str],
 ) -> set[Value]:
@@ -83,9 +83,15 @@ def cheap(
         if (
             inputs
             and (_is_cheap(node) or (node.op == "call_module" and node.target in tables))
-            and not any(memory.of(other) & memory.changed.keys() for other in (node, *inputs) if not _is_made(other, free))
-            and all(not _is_held(other, root) and ("val" in other.meta or other in found or other in free) for other in inputs)
-            and not any(function_name(user) in _MARKS for other in (node, *inputs) for user in other.users)
+            and not any(
+                memory.of(other) & memory.changed.keys()
+                for other in (node, *inputs)
+                if not _is_remade_in_every_stage(other, free)
+            )
+            and all(
+                not _reads_state(other, root) and ("val" in other.meta or other in found or other in free) for other in inputs
+            )
+            and not any(function_name(user) in _TENSOR_SETTERS for other in (node, *inputs) for user in other.users)
         ):
             found.add(node)
     used: dict[Value, set[int]] = {}
@@ -95,7 +101,7 @@ def cheap(
     return {node for node in found if len(used[node]) < 2 or not _rounds_gradients(node)}
 
 
-def _is_made(node: Value, free: Set[Value]) -> bool:
+def _is_remade_in_every_stage(node: Value, free: Set[Value]) -> bool:
     """Whether every stage makes the value for itself, with all that changes it."""
     return node in free and node.op != "get_attr"
 
@@ -110,23 +116,23 @@ def _is_cheap(node: Value) -> bool:
     if node.op not in ("call_function", "call_method") or any(map(node.meta.get, ("draws", "mutates", "changes", "dynamic"))):
         return False
     if node.target is getattr:
-        return node.args[1] in _PARTS
+        return node.args[1] in _TENSOR_VIEW_ATTRIBUTES
     home = (inspect.getmodule(node.target) or torch).__name__ if callable(node.target) else "torch"
     return function_name(node) in _CHEAP and home.split(".")[0] in ("torch", "operator", "_operator", "builtins")
 
 
-def _is_held(node: Value, root: nn.Module) -> bool:
+def _reads_state(node: Value, root: nn.Module) -> bool:
     """Whether it reads a parameter or a buffer, rather than a constant of the graph."""
     return node.op == "get_attr" and ("." in str(node.target) or hasattr(root, str(node.target)))
 
 
-def nbytes(node: Value) -> int:
+def node_bytes(node: Value) -> int:
     """Bytes of a tensor, as it is sent."""
     value: torch.Tensor = node.meta["val"]
     return value.numel() * value.dtype.itemsize
 
 
-def least_traffic(
+def minimum_crossing(
     order: Sequence[Value], home: Mapping[Value, int], free: Set[Value], again: Set[Value], num_stages: int
 ) -> Crossing:
     """Choose what crosses.
@@ -138,10 +144,10 @@ def least_traffic(
         again: Nodes that may run in later stages too.
         num_stages: Of the whole pipeline.
     """
-    return _LeastTraffic(order, home, free, again, num_stages).run()
+    return _MinCut(order, home, free, again, num_stages).run()
 
 
-class _LeastTraffic:
+class _MinCut:
     def __init__(
         self, order: Sequence[Value], home: Mapping[Value, int], free: Set[Value], again: Set[Value], num_stages: int
     ) -> None:
@@ -216,4 +222,4 @@ class _LeastTraffic:
         """Bytes forward and backward; of equal ones fewer values are better, and what is no tensor is not sent."""
         if node in self.parts or "val" not in node.meta:
             return 1 << 80
-        return (nbytes(node) * (1 + bool(node.meta["val"].requires_grad)) << 20) + 1
+        return (node_bytes(node) * (1 + bool(node.meta["val"].requires_grad)) << 20) + 1

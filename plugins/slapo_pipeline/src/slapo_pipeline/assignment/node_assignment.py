@@ -3,7 +3,7 @@
 A node belongs to the stage its place in the order of execution gives it. Exceptions: parts of a module's result belong to
 the stage of that module, and what can be had from the batch alone without parameters (masks, positions, rotary tables) runs
 in every stage that needs it, so that it need not be sent. Of the rest, what is cheap runs again behind a boundary where that
-makes fewer bytes cross: see ``least_traffic``.
+makes fewer bytes cross: see ``minimum_crossing``.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import fx, nn
 from slapo_core import TraceError
 from slapo_tracing.nodes import expect, function_name, is_mode_node
 
-from .alias_analysis import Memory, changes, is_part
-from .autograd_calls import check_gradients
-from .min_cut import cheap, least_traffic
+from .alias_analysis import AliasAnalysis, is_container_item, mutated_values
+from .autograd_calls import check_autograd_calls
+from .min_cut import minimum_crossing, recomputable_nodes
 
-_SEND = ("conv", "fft", "stft", "attention")
+_EXPENSIVE_FUNCTIONS = ("conv", "fft", "stft", "attention")
 """Parts of the names of functions that are dearer to run again than their result is to send."""
 
 
@@ -36,7 +36,7 @@ class Assignment(NamedTuple):
 
     nodes: list[list[fx.Node]]
     received: list[list[fx.Node]]
-    memory: Memory
+    memory: AliasAnalysis
 
 
 class Assigner:
@@ -55,7 +55,7 @@ class Assigner:
         self.positions = positions
         self.place = {node: index for index, node in enumerate(graph.nodes)}
         self.order = [node for node in graph.nodes if not is_mode_node(node)]
-        self.memory = Memory(self.order)
+        self.memory = AliasAnalysis(self.order)
         self.home: dict[fx.Node, int] = {}
         """Stage of each node that runs once; the others run wherever they are used."""
         self.shared: set[fx.Node] = set()
@@ -71,13 +71,13 @@ class Assigner:
         """
         while not self._divide():
             pass
-        again = cheap(self.order, self.home, self.shared, self.memory, self.root, self.tables)
-        crossing = least_traffic(self.order, self.home, self.shared, again, self.num_stages)
+        again = recomputable_nodes(self.order, self.home, self.shared, self.memory, self.root, self.tables)
+        crossing = minimum_crossing(self.order, self.home, self.shared, again, self.num_stages)
         stages = self._stages(again, crossing.runs)
         self._check_objects(stages)
         received = [[node for node in self.home if node in values] for values in crossing.received]
         self._check_changes(received)
-        check_gradients(self.order, stages, crossing.received, self.memory, self.root)
+        check_autograd_calls(self.order, stages, crossing.received, self.memory, self.root)
         nodes = [[node for node in self.order if stage in stages[node]] for stage in range(self.num_stages)]
         return Assignment(nodes, received, self.memory)
 
@@ -94,7 +94,7 @@ class Assigner:
                 self.home[node] = self.num_stages - 1
             elif self._is_shared(node):
                 self.shared.add(node)
-            elif not _is_record(node):
+            elif not _is_container(node):
                 self.home[node] = self._home(node)
         lasting = {memory for node in self.order if node.op in ("placeholder", "get_attr") for memory in self.memory.of(node)}
         changed = self.memory.changed.items()
@@ -120,7 +120,7 @@ class Assigner:
             return isinstance(self.root.get_submodule(str(node.target)), (nn.Identity, nn.Dropout))  # of one that is off
         value = node.meta.get("val")
         differentiable = value is not None and value.requires_grad
-        return not differentiable and not any(part in function_name(node).lower() for part in _SEND)
+        return not differentiable and not any(part in function_name(node).lower() for part in _EXPENSIVE_FUNCTIONS)
 
     def _is_parameter(self, node: fx.Node) -> bool:
         if node.op != "get_attr":
@@ -134,7 +134,7 @@ class Assigner:
         asked = next((other for other in node.all_input_nodes if other in self.home), None) if node.target is expect else None
         if asked is not None:
             return self.home[asked]  # others have a copy of what is asked
-        if is_part(node) and node.args[0] in self.home:
+        if is_container_item(node) and node.args[0] in self.home:
             return self.home[node.args[0]]  # type: ignore[index]
         return max([self._by_place(node), *(self.home[other] for other in node.all_input_nodes if other in self.home)])
 
@@ -175,10 +175,10 @@ class Assigner:
         for node in self.order:
             if "val" in node.meta or node.op in ("get_attr", "output") or (node.op == "placeholder" and node not in self.home):
                 continue
-            used = {stage for user in node.users if user in stages and not is_part(user) for stage in stages[user]}
-            crosses = bool(used - stages[node]) if node in self.home else len(used) > 1 and _is_mutable(node)
+            used = {stage for user in node.users if user in stages and not is_container_item(user) for stage in stages[user]}
+            crosses = bool(used - stages[node]) if node in self.home else len(used) > 1 and _is_mutable_object(node)
             if crosses:
-                kind = _kind(node)
+                kind = _type_name(node)
                 cache = "set use_cache=False in the model's config, or give it in example_inputs and every batch"
                 remedy = cache if "Cache" in kind else "cut where it is not in use"
                 numbers = " and ".join(map(str, sorted(used | stages[node])))
@@ -206,17 +206,17 @@ def _template(node: fx.Node) -> Any:
     return getattr(node.args[0], "value", None) if function_name(node) == "rebuild" and node.args else None
 
 
-def _is_record(node: fx.Node) -> bool:
+def _is_container(node: fx.Node) -> bool:
     """Whether the node only puts values together, so that each stage that uses the result can."""
     value = _template(node)
-    return (dataclasses.is_dataclass(value) or isinstance(value, (Mapping, tuple))) and not any(map(changes, node.users))
+    return (dataclasses.is_dataclass(value) or isinstance(value, (Mapping, tuple))) and not any(map(mutated_values, node.users))
 
 
-def _is_mutable(node: fx.Node) -> bool:
-    return _template(node) is not None and not _is_record(node)
+def _is_mutable_object(node: fx.Node) -> bool:
+    return _template(node) is not None and not _is_container(node)
 
 
-def _kind(node: fx.Node) -> str:
+def _type_name(node: fx.Node) -> str:
     if node.op == "placeholder":
         return f"value that changes, given for {node.target!r},"
     value = _template(node)

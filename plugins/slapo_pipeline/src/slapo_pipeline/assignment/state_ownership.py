@@ -12,7 +12,7 @@ from slapo_core import TraceError
 from .node_assignment import Assignment
 
 
-class State:
+class StateOwnership:
     """Which stages change and which use each buffer and parameter, over all plans of one model.
 
     Args:
@@ -51,7 +51,9 @@ class State:
                 )
 
     def _weights_in(self, paths: set[str]) -> set[str]:
-        return {name for place, name in self._weights.items() if place in paths or any(map(paths.__contains__, _above(place)))}
+        return {
+            name for place, name in self._weights.items() if place in paths or any(map(paths.__contains__, _outer_paths(place)))
+        }
 
     def check(self, parts: Assignment) -> None:
         """Add a plan to what is known.
@@ -102,7 +104,7 @@ class State:
         return written | {self._name(place, names) for place in node.meta.get("changes", ())}
 
 
-def _above(place: str) -> Iterator[str]:
+def _outer_paths(place: str) -> Iterator[str]:
     """Paths of the modules that a parameter is in."""
     return (place[:end] for end, letter in enumerate(place) if letter == ".")
 

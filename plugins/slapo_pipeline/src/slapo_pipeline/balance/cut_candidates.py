@@ -11,12 +11,12 @@ from torch import nn
 from slapo_core import TraceError, is_module_list, paths
 from slapo_tracing.nodes import is_opaque
 
-from ..assignment.block_inlining import Flat, finer
-from ..assignment.min_cut import nbytes
+from ..assignment.block_inlining import DividedGraph, with_inlined_blocks
+from ..assignment.min_cut import node_bytes
 from ..assignment.node_assignment import Assigner
-from ..assignment.state_ownership import State
-from ..tracing.flat_trace import cut_positions, is_custom, is_table, trace_flat
-from ..tracing.trace_cache import KeptTrace
+from ..assignment.state_ownership import StateOwnership
+from ..tracing.flat_trace import cut_positions, is_custom, is_parameterless, trace_flat
+from ..tracing.trace_cache import CachedTrace
 
 
 class Units:
@@ -58,9 +58,9 @@ class Units:
     def __len__(self) -> int:
         return len(self.positions) + 1
 
-    def kept(self) -> KeptTrace:
+    def kept(self) -> CachedTrace:
         """The trace, for the build."""
-        return KeptTrace(self.root, self.inputs, self.whole, self.flat)
+        return CachedTrace(self.root, self.inputs, self.whole, self.flat)
 
     def unit_of(self, position: int) -> int:
         """The unit of the node at a place in the graph."""
@@ -96,7 +96,7 @@ class Units:
     def sent_at(self, cuts: Sequence[int]) -> list[int]:
         """The same when the stages are built, which may take blocks apart that hand on what could be made again."""
         coarse = self._at(cuts)
-        return _crossing(finer(self.root, self.inputs, [self.paths[cut - 1] for cut in cuts], coarse) or coarse)
+        return _crossing(with_inlined_blocks(self.root, self.inputs, [self.paths[cut - 1] for cut in cuts], coarse) or coarse)
 
     def refusal(self, cuts: Sequence[int]) -> TraceError | None:
         """Why the stages between these cuts cannot run; None where they can."""
@@ -106,10 +106,10 @@ class Units:
             return err
         return None
 
-    def _at(self, cuts: Sequence[int]) -> Flat:
+    def _at(self, cuts: Sequence[int]) -> DividedGraph:
         parts = Assigner(self.flat.graph, self.root, [self.positions[cut - 1] for cut in cuts]).run()
-        State(self.root).check(parts)
-        return Flat(self.flat, parts)
+        StateOwnership(self.root).check(parts)
+        return DividedGraph(self.flat, parts)
 
     def _last_runs(self) -> list[tuple[int, str]]:
         names = {id(module): name for name, module in self.root.named_modules()}
@@ -131,7 +131,7 @@ class Units:
 
 def blocks(root: nn.Module, leaves: Collection[str] = ()) -> list[str]:
     """Paths of the modules that stay whole at first: members of lists, what stands beside the lists, and ``leaves``."""
-    return list(_inside(root, "", leaves))
+    return list(_blocks_inside(root, "", leaves))
 
 
 def is_member(root: nn.Module, path: str) -> bool:
@@ -139,41 +139,41 @@ def is_member(root: nn.Module, path: str) -> bool:
     return _is_list(root.get_submodule(paths.split(path)[0]))
 
 
-def taken_apart(root: nn.Module, path: str, leaves: Collection[str] = ()) -> list[str]:
+def inner_blocks(root: nn.Module, path: str, leaves: Collection[str] = ()) -> list[str]:
     """Return the parts of a block: only itself, where nothing is known to be inside."""
     module = root.get_submodule(path)
     is_whole = path in leaves or is_opaque(module) or not (is_custom(module) or _is_list(module))
-    return [path] if is_whole else list(_inside(module, path, leaves)) or [path]
+    return [path] if is_whole else list(_blocks_inside(module, path, leaves)) or [path]
 
 
-def _inside(module: nn.Module, path: str, leaves: Collection[str]) -> Iterator[str]:
+def _blocks_inside(module: nn.Module, path: str, leaves: Collection[str]) -> Iterator[str]:
     for name, child in module._modules.items():
         here = paths.join(path, name)
-        if child is None or is_table(child):
+        if child is None or is_parameterless(child):
             continue
-        if here in leaves or (not _runs_nothing(child) and (_is_list(module) or not _is_opened(child))):
+        if here in leaves or (not _has_no_forward(child) and (_is_list(module) or not _is_divided(child))):
             yield here
         else:
-            yield from _inside(child, here, leaves)
+            yield from _blocks_inside(child, here, leaves)
 
 
 def _is_list(module: nn.Module) -> bool:
     return is_module_list(module) or isinstance(module, nn.Sequential)
 
 
-def _runs_nothing(module: nn.Module) -> bool:
+def _has_no_forward(module: nn.Module) -> bool:
     """Return whether the module only holds others, which the module around it runs."""
     return isinstance(module, nn.ModuleDict) or (is_module_list(module) and not isinstance(module, nn.Sequential))
 
 
-def _is_opened(module: nn.Module) -> bool:
+def _is_divided(module: nn.Module) -> bool:
     """Return whether the module is a container, or its own forward runs the members of a list inside."""
     if is_opaque(module):
         return False
-    if _is_list(module) or _runs_nothing(module):
+    if _is_list(module) or _has_no_forward(module):
         return True
-    return any(_is_opened(child) for child in module.children() if not isinstance(child, nn.Sequential))
+    return any(_is_divided(child) for child in module.children() if not isinstance(child, nn.Sequential))
 
 
-def _crossing(flat: Flat) -> list[int]:
-    return [sum(map(nbytes, received)) for received in flat.parts.received[1:]]
+def _crossing(flat: DividedGraph) -> list[int]:
+    return [sum(map(node_bytes, received)) for received in flat.parts.received[1:]]

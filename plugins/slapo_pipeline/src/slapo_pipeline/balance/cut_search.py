@@ -12,18 +12,18 @@ from torch import nn
 from slapo_core import ScheduleError, TraceError, get_logger
 
 from ..partition.partitioner import Partitioner
-from ..tracing.flat_trace import opened_by
-from ..tracing.trace_cache import KeptTrace
-from .cut_candidates import Units, blocks, is_member, taken_apart
-from .optimal_cuts import Placement, best_placement, placements
-from .stage_table import PlacedStage, StageTable
+from ..tracing.flat_trace import inlined_paths
+from ..tracing.trace_cache import CachedTrace
+from .cut_candidates import Units, blocks, inner_blocks, is_member
+from .optimal_cuts import CutChoice, best_cuts, cuts_by_cost
+from .stage_table import StageRow, StageTable
 from .unit_costs import Costs
 
-_TRIES = 16
+_MAX_REFUSALS = 16
 """Placements that the partitioner may refuse before the search ends."""
 
 
-def placed_at(
+def given_cuts(
     root: nn.Module,
     inputs: Mapping[str, Any],
     ends: Sequence[str],
@@ -31,7 +31,7 @@ def placed_at(
     microbatches: int | None,
     *,
     all_end: bool = True,
-) -> tuple[StageTable, KeptTrace]:
+) -> tuple[StageTable, CachedTrace]:
     """The stages that end after given modules, and the trace that shows them.
 
     Args:
@@ -53,14 +53,14 @@ def placed_at(
     return _table(units, Costs(units, balance, len(units), microbatches or len(units)), cuts), units.kept()
 
 
-def placed(
+def search_cuts(
     root: nn.Module,
     inputs: Mapping[str, Any],
     stages: int,
     balance: str,
     microbatches: int | None,
     leaves: Collection[str] = (),
-) -> tuple[StageTable, KeptTrace]:
+) -> tuple[StageTable, CachedTrace]:
     """The stages whose largest cost is least, and the trace that shows them.
 
     Args:
@@ -77,7 +77,7 @@ def placed(
     """
     search = _Search(root, inputs, stages, balance, microbatches or stages, leaves)
     level, placement = search.coarse()
-    while (whole := _finer(level, placement)) != level.units.whole:
+    while (whole := _split_largest_stage(level, placement)) != level.units.whole:
         try:
             finer = search.level(whole)
             better = finer.best()
@@ -111,10 +111,10 @@ class _Search:
         """The model with these blocks whole."""
         return _Level(self, Units(self.root, self.inputs, whole))
 
-    def coarse(self) -> tuple[_Level, Placement]:
+    def coarse(self) -> tuple[_Level, CutChoice]:
         """The best placement between blocks that are taken apart only as far as there are too few."""
         level = self.level(blocks(self.root, self.leaves))
-        self.widest = _widest(level)
+        self.widest = _largest_crossing(level)
         while True:
             missing = self.stages - 1 - level.num_places
             if missing <= 0:
@@ -122,13 +122,13 @@ class _Search:
             if missing <= len(level.refused) and (refusal := level.units.refusal(level.refused[:1])) is not None:
                 raise refusal
             whole = level.units.whole
-            inner = [part for path in whole for part in taken_apart(self.root, path, self.leaves)]
+            inner = [part for path in whole for part in inner_blocks(self.root, path, self.leaves)]
             if inner == whole:
-                raise _too_few(self.stages, level.num_places)
+                raise _too_few_places(self.stages, level.num_places)
             try:
                 level = self.level(inner)
             except TraceError as err:
-                raise _too_few(self.stages, level.num_places) from err
+                raise _too_few_places(self.stages, level.num_places) from err
 
 
 class _Level:
@@ -156,19 +156,21 @@ class _Level:
         """Return the costs of the units."""
         return Costs(self.units, self.search.balance, self.search.stages, self.search.microbatches)
 
-    def best(self) -> Placement:
+    def best(self) -> CutChoice:
         """The best placement that is not refused; or what the partitioner says of the best."""
         first: ScheduleError | TraceError | None = None
-        for placement in islice(placements(self.costs, self.sent, self.search.stages, [*self.refused, *self.wide]), _TRIES):
+        for placement in islice(
+            cuts_by_cost(self.costs, self.sent, self.search.stages, [*self.refused, *self.wide]), _MAX_REFUSALS
+        ):
             err = self.units.refusal(placement.cuts) or _refusal(self.units, placement.cuts)
             if err is None:
                 return placement
             first = first or err
-        raise first or _too_few(self.search.stages, self.num_places)
+        raise first or _too_few_places(self.search.stages, self.num_places)
 
-    def warn_of_refused(self, taken: Placement) -> None:
+    def warn_of_refused(self, taken: CutChoice) -> None:
         """Say what would be better, were it not refused."""
-        better = best_placement(self.costs, self.sent, self.search.stages, self.wide)
+        better = best_cuts(self.costs, self.sent, self.search.stages, self.wide)
         if better is None or better.largest >= taken.largest:
             return
         cut = next((cut for cut in better.cuts if cut in self.refused), None)
@@ -179,7 +181,7 @@ class _Level:
         get_logger().warning(message, more * 100, where, refusal)
 
 
-def _finer(level: _Level, placement: Placement) -> list[str]:
+def _split_largest_stage(level: _Level, placement: CutChoice) -> list[str]:
     """The blocks, those of the dearest stage taken apart that cost more than stages do on average."""
     units, ends = level.units, [0, *placement.cuts, len(level.units)]
     costs = [level.costs(stage, begin, end) for stage, (begin, end) in enumerate(pairwise(ends))]
@@ -191,10 +193,10 @@ def _finer(level: _Level, placement: Placement) -> list[str]:
     }
     opened = {path for unit, path in units.calls() if unit in dear}
     leaves = level.search.leaves
-    return [part for path in units.whole for part in (taken_apart(units.root, path, leaves) if path in opened else [path])]
+    return [part for path in units.whole for part in (inner_blocks(units.root, path, leaves) if path in opened else [path])]
 
 
-def _widest(level: _Level) -> int | None:
+def _largest_crossing(level: _Level) -> int | None:
     """Bytes that cross between the members of lists; None where no stage can end at any."""
     units = level.units
     sizes = [
@@ -203,7 +205,7 @@ def _widest(level: _Level) -> int | None:
     return max(sizes, default=None)
 
 
-def _too_few(stages: int, places: int) -> ScheduleError:
+def _too_few_places(stages: int, places: int) -> ScheduleError:
     what = f"the model's blocks end at {places} places" if places != 1 else "the model's blocks end at 1 place"
     return ScheduleError(
         f"{stages} stages need {stages - 1} cuts, but {what} where a stage can end; take fewer stages, or give boundaries=",
@@ -214,7 +216,7 @@ def _too_few(stages: int, places: int) -> ScheduleError:
 def _refusal(units: Units, cuts: Sequence[int]) -> ScheduleError | TraceError | None:
     """Why the partitioner refuses, where it takes less of the model apart than it was for finding places."""
     paths = [units.paths[cut - 1] for cut in cuts]
-    if opened_by(paths) == opened_by(units.whole):
+    if inlined_paths(paths) == inlined_paths(units.whole):
         return None
     try:
         Partitioner(units.root, paths, None).program(units.root.training, units.inputs)
@@ -230,7 +232,7 @@ def _table(units: Units, costs: Costs, cuts: Sequence[int]) -> StageTable:
     stages = []
     for stage, (begin, end) in enumerate(pairwise(ends)):
         run = [path for unit, path in calls if begin <= unit < end]
-        row = PlacedStage(
+        row = StageRow(
             first=run[0],
             last=run[-1],
             parameters=costs.parameters.of(begin, end),

@@ -19,7 +19,7 @@ It does not fall with more units, nor rise for the same units in a later stage.
 """
 
 
-class Amounts:
+class SharedAmounts:
     """How much some units in a row have, where what several of them have counts once.
 
     Args:
@@ -46,7 +46,7 @@ class Amounts:
         return self._first[end] - self._first[begin] + sums[bisect_left(units, end)]
 
 
-class Placement(NamedTuple):
+class CutChoice(NamedTuple):
     """Where to cut. The least is the best: of equal largest costs the fewest bytes that cross, then the most even costs.
 
     Args:
@@ -62,7 +62,7 @@ class Placement(NamedTuple):
     cuts: tuple[int, ...]
 
 
-def best_placement(cost: Cost, crossing: Sequence[int], stages: int, without: Collection[int] = ()) -> Placement | None:
+def best_cuts(cost: Cost, crossing: Sequence[int], stages: int, without: Collection[int] = ()) -> CutChoice | None:
     """The best placement of ``stages - 1`` cuts, or None where there are too few places.
 
     Args:
@@ -75,30 +75,30 @@ def best_placement(cost: Cost, crossing: Sequence[int], stages: int, without: Co
     ends = [0, *(cut for cut in range(1, size) if cut not in without), size]
     if stages >= len(ends):
         return None
-    largest = _least_largest(cost, ends, stages)
-    best: list[dict[int, _Begun]] = [{0: _Begun(0, 0, 0)}]
+    largest = _smallest_maximum(cost, ends, stages)
+    best: list[dict[int, _Prefix]] = [{0: _Prefix(0, 0, 0)}]
     for stage in range(stages):
-        best.append(_one_more(best[-1], partial(cost, stage), crossing, ends, largest))
+        best.append(_add_stage(best[-1], partial(cost, stage), crossing, ends, largest))
     index = len(ends) - 1
     whole = best[-1][index]
     cuts = []
     for begun in reversed(best[1:]):
         index = begun[index].before
         cuts.append(ends[index])
-    return Placement(largest, whole.crossing, whole.unevenness, tuple(reversed(cuts[:-1])))
+    return CutChoice(largest, whole.crossing, whole.unevenness, tuple(reversed(cuts[:-1])))
 
 
-def placements(cost: Cost, crossing: Sequence[int], stages: int, without: Collection[int] = ()) -> Iterator[Placement]:
+def cuts_by_cost(cost: Cost, crossing: Sequence[int], stages: int, without: Collection[int] = ()) -> Iterator[CutChoice]:
     """All placements, the best first.
 
     Any other placement lacks one of the best's cuts, so the next one is the best of those without one of them.
     """
-    waiting: list[tuple[Placement, int, frozenset[int]]] = []
+    waiting: list[tuple[CutChoice, int, frozenset[int]]] = []
     tried: set[frozenset[int]] = set()
     given: set[tuple[int, ...]] = set()
 
     def add(excluded: frozenset[int]) -> None:
-        found = best_placement(cost, crossing, stages, excluded) if excluded not in tried else None
+        found = best_cuts(cost, crossing, stages, excluded) if excluded not in tried else None
         tried.add(excluded)
         if found is not None:
             heapq.heappush(waiting, (found, len(tried), excluded))
@@ -113,15 +113,15 @@ def placements(cost: Cost, crossing: Sequence[int], stages: int, without: Collec
             add(excluded | {cut})
 
 
-class _Begun(NamedTuple):
-    """The best way to cut the first units: as in ``Placement``, and the index of the end of the stage before the last."""
+class _Prefix(NamedTuple):
+    """The best way to cut the first units: as in ``CutChoice``, and the index of the end of the stage before the last."""
 
     crossing: int
     unevenness: int
     before: int
 
 
-def _least_largest(cost: Cost, ends: Sequence[int], stages: int) -> int:
+def _smallest_maximum(cost: Cost, ends: Sequence[int], stages: int) -> int:
     """The largest cost of the placement where that is least. The cost of what is before an end grows with it."""
     count = len(ends) - 1
     least = [0, *(cost(0, 0, end) for end in ends[1:])]
@@ -137,11 +137,11 @@ def _least_largest(cost: Cost, ends: Sequence[int], stages: int) -> int:
     return least[count]
 
 
-def _one_more(
-    begun: dict[int, _Begun], cost: Callable[[int, int], int], crossing: Sequence[int], ends: Sequence[int], largest: int
-) -> dict[int, _Begun]:
+def _add_stage(
+    begun: dict[int, _Prefix], cost: Callable[[int, int], int], crossing: Sequence[int], ends: Sequence[int], largest: int
+) -> dict[int, _Prefix]:
     """The best ways with one more stage, none dearer than ``largest``, by the index of their end."""
-    longer: dict[int, _Begun] = {}
+    longer: dict[int, _Prefix] = {}
     for end in range(1, len(ends)):
         for begin in range(end - 1, -1, -1):
             if begin not in begun:
@@ -150,7 +150,7 @@ def _one_more(
             if price > largest:
                 break
             sent = crossing[ends[begin] - 1] if begin else 0
-            way = _Begun(begun[begin].crossing + sent, begun[begin].unevenness + price * price, begin)
+            way = _Prefix(begun[begin].crossing + sent, begun[begin].unevenness + price * price, begin)
             if end not in longer or way[:2] < longer[end][:2]:
                 longer[end] = way
     return longer

@@ -9,7 +9,7 @@ _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 
 @dataclass(frozen=True)
-class PlacedStage:
+class StageRow:
     """One stage, for the example inputs as one micro-batch.
 
     Args:
@@ -40,20 +40,26 @@ class StageTable:
     """
 
     balance: str
-    stages: tuple[PlacedStage, ...]
+    stages: tuple[StageRow, ...]
     cuts: tuple[str, ...]
 
     def __str__(self) -> str:
         cost = {"flops": "forward FLOPs", "memory": "memory"}.get(self.balance)
         rows = [["stage", "from", "to", "parameters", "their size", *([cost] if cost else []), "receives"]]
         for index, stage in enumerate(self.stages):
-            words = [str(index), stage.first, stage.last, _short(stage.parameters), f"{_short(stage.parameter_bytes)}B"]
-            words += [_short(stage.cost) + ("B" if self.balance == "memory" else "")] if cost else []
-            rows.append([*words, f"{_short(stage.received)}B"])
+            words = [
+                str(index),
+                stage.first,
+                stage.last,
+                _with_prefix(stage.parameters),
+                f"{_with_prefix(stage.parameter_bytes)}B",
+            ]
+            words += [_with_prefix(stage.cost) + ("B" if self.balance == "memory" else "")] if cost else []
+            rows.append([*words, f"{_with_prefix(stage.received)}B"])
         return "\n".join(_lines(rows))
 
 
-def _short(amount: int) -> str:
+def _with_prefix(amount: int) -> str:
     """Three digits and a decimal prefix: ``1.23 M``."""
     value, prefix = float(amount), 0
     while value >= 999.5 and prefix + 1 < len(_PREFIXES):

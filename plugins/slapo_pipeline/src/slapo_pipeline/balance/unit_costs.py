@@ -18,13 +18,13 @@ from slapo_tracing.nodes import current_modes, leave_modes
 from slapo_tracing.recording import Sandbox
 
 from .cut_candidates import Units
-from .optimal_cuts import Amounts
+from .optimal_cuts import SharedAmounts
 
 BALANCES = ("parameters", "flops", "memory")
-STATES = 4
+TENSORS_PER_PARAMETER = 4
 """Tensors of a trained parameter's size and dtype: itself, its gradient and two states of the optimizer."""
 
-_ATTENTION = (
+_ATTENTION_OPERATORS = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
     torch.ops.aten._scaled_dot_product_fused_attention_overrideable,
 )
@@ -49,16 +49,18 @@ class Costs:
         self.in_flight = [min(stages - stage, microbatches) for stage in range(stages)]
         """Micro-batches of which a stage keeps the forward's values at a time, under 1F1B."""
         uses = _parameter_uses(units)
-        self.parameters = Amounts(size, [(unit, key, p.numel()) for unit, key, p in uses])
-        self.bytes = Amounts(size, [(unit, key, p.nbytes) for unit, key, p in uses])
-        self.flops = self.saved = self._states = Amounts(size, ())
-        self._owned = Amounts(size, [(unit, key, p.nbytes) for unit, key, p in _first(uses)])
+        self.parameters = SharedAmounts(size, [(unit, key, p.numel()) for unit, key, p in uses])
+        self.bytes = SharedAmounts(size, [(unit, key, p.nbytes) for unit, key, p in uses])
+        self.flops = self.saved = self._states = SharedAmounts(size, ())
+        self._owned = SharedAmounts(size, [(unit, key, p.nbytes) for unit, key, p in _first_uses(uses)])
         if balance == "memory":
-            self._states = Amounts(size, [(unit, key, p.nbytes * (STATES if p.requires_grad else 1)) for unit, key, p in uses])
+            self._states = SharedAmounts(
+                size, [(unit, key, p.nbytes * (TENSORS_PER_PARAMETER if p.requires_grad else 1)) for unit, key, p in uses]
+            )
         if balance == "flops":
-            self.flops = Amounts(size, _Flops(units).measure())
+            self.flops = SharedAmounts(size, _FlopsMeter(units).measure())
         elif balance == "memory":
-            self.saved = Amounts(size, _Saved(units).measure())
+            self.saved = SharedAmounts(size, _SavedBytesMeter(units).measure())
 
     def __call__(self, stage: int, begin: int, end: int) -> int:
         """Bytes of the parameters that are used first in these units, FLOPs, or bytes of memory."""
@@ -86,7 +88,7 @@ def _parameter_uses(units: Units) -> list[tuple[int, int, nn.Parameter]]:
     return sorted(found, key=lambda use: use[0])
 
 
-def _first(uses: list[tuple[int, int, nn.Parameter]]) -> list[tuple[int, int, nn.Parameter]]:
+def _first_uses(uses: list[tuple[int, int, nn.Parameter]]) -> list[tuple[int, int, nn.Parameter]]:
     return list({key: (unit, key, parameter) for unit, key, parameter in reversed(uses)}.values())[::-1]
 
 
@@ -146,12 +148,12 @@ class _Meter(fx.Interpreter):
         return self.fetch_attr(target) if "." in target or hasattr(self.module, target) else getattr(self.units.flat, target)
 
 
-class _Flops(_Meter):
+class _FlopsMeter(_Meter):
     """FLOPs."""
 
     def watch(self) -> AbstractContextManager[Any]:
         """Count."""
-        self.counter = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(_ATTENTION, _attention_flops))
+        self.counter = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(_ATTENTION_OPERATORS, _attention_flops))
         return self.counter
 
     def run_node(self, n: fx.Node) -> Any:
@@ -162,7 +164,7 @@ class _Flops(_Meter):
         return result
 
 
-class _Saved(_Meter):
+class _SavedBytesMeter(_Meter):
     """Bytes saved for the backward, without parameters and buffers."""
 
     def watch(self) -> AbstractContextManager[Any]:

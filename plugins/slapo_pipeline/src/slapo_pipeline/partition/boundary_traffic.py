@@ -9,7 +9,7 @@ from slapo_core import Boundary, Program
 
 
 @dataclass(frozen=True)
-class Crossed:
+class BoundaryValues:
     """What crosses one boundary with every micro-batch.
 
     Args:
@@ -21,12 +21,12 @@ class Crossed:
     @property
     def forward(self) -> int:
         """Bytes of the values."""
-        return sum(map(nbytes, self.values))
+        return sum(map(value_bytes, self.values))
 
     @property
     def backward(self) -> int:
         """Bytes of their gradients."""
-        return sum(nbytes(value) for value in self.values if value.requires_grad)
+        return sum(value_bytes(value) for value in self.values if value.requires_grad)
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Traffic:
         boundaries: In order; the first lies between stages 0 and 1.
     """
 
-    boundaries: tuple[Crossed, ...]
+    boundaries: tuple[BoundaryValues, ...]
 
     def __str__(self) -> str:
         rows = [("stages", "forward", "backward", "values")]
@@ -57,9 +57,9 @@ def boundary_bytes(program: Program) -> Traffic:
     Args:
         program: In stages.
     """
-    return Traffic(tuple(Crossed(stage.inputs) for stage in program.stages[1:]))
+    return Traffic(tuple(BoundaryValues(stage.inputs) for stage in program.stages[1:]))
 
 
-def nbytes(value: Boundary) -> int:
+def value_bytes(value: Boundary) -> int:
     """Bytes of one value."""
     return math.prod(value.shape) * value.dtype.itemsize

@@ -9,7 +9,7 @@ from torch import nn
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
-def prune(module: nn.Module, keep: set[str], path: str = "") -> nn.Module:
+def prune_tree(module: nn.Module, keep: set[str], path: str = "") -> nn.Module:
     """A copy of the tree with only what is in ``keep``.
 
     Args:
@@ -28,11 +28,11 @@ def prune(module: nn.Module, keep: set[str], path: str = "") -> nn.Module:
         if prefix + name in keep:
             children[name] = child
         elif child is not None and any(kept.startswith(f"{prefix}{name}.") for kept in keep):
-            children[name] = prune(child, keep, prefix + name)
+            children[name] = prune_tree(child, keep, prefix + name)
     return copied
 
 
-def divide(root: nn.Module, used: Sequence[set[str]]) -> list[set[str]]:
+def assign_modules(root: nn.Module, used: Sequence[set[str]]) -> list[set[str]]:
     """What each stage holds: what it uses, and what no stage uses stays with what stands before it in the model.
 
     Args:
@@ -40,7 +40,7 @@ def divide(root: nn.Module, used: Sequence[set[str]]) -> list[set[str]]:
         used: Per stage the paths of modules, parameters and buffers that it calls or reads.
 
     Returns:
-        Per stage the paths that ``prune`` keeps; together all of the model.
+        Per stage the paths that ``prune_tree`` keeps; together all of the model.
     """
     divided = [set(paths) for paths in used]
     parents = {".".join(path.split(".")[:depth]) for paths in used for path in paths for depth in range(path.count(".") + 1)}

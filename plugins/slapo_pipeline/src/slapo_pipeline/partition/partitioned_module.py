@@ -15,7 +15,7 @@ from slapo_core import Program, Stage, call_arguments, forward_signature, named_
 from slapo_tracing.graphs import TracedModule, input_check_of
 from slapo_tracing.recording import HOOK_ATTRIBUTES
 
-from .stage_module import StageGuard, laid_out
+from .stage_module import StageGuard, with_strides
 
 
 class StageArguments(NamedTuple):
@@ -50,7 +50,7 @@ class PartitionedModule(fx.GraphModule):
     """Steps of the schedule when it was partitioned."""
 
     def __init__(self, program: Program, name: Callable[[int], str] = "submod_{}".format) -> None:
-        parts = _parts(program)
+        parts = _stage_calls(program)
         graph = _graph(program, parts, name)
         super().__init__(
             {name(part.stage): part.module for part in parts}, graph, f"Partitioned{type(program.module).__name__}"
@@ -113,14 +113,14 @@ def stage_arguments(graph: fx.Graph) -> StageArguments:
         if node.op == "placeholder":
             made[str(node.target)] = -1
         for value in node.all_input_nodes if node.op in ("call_module", "output") else ():
-            name, source = _itemized(value)
+            name, source = _name_and_source(value)
             made.setdefault(name, stage_of.get(source, -1))
             used[name] = stage_of.get(node, len(calls) - 1)
     names = sorted(made, key=lambda name: made[name])  # stable: in the order of the graph for each stage
     alive = {
         stage: [name for name in names if made[name] < stage and used.get(name, -1) >= stage] for stage in range(len(calls))
     }
-    arguments = {stage: [_itemized(value)[0] for value in _values(call)] for call, stage in stage_of.items()}
+    arguments = {stage: [_name_and_source(value)[0] for value in _values(call)] for call, stage in stage_of.items()}
     return StageArguments(arguments, {stage: str(call.target) for call, stage in stage_of.items()}, alive)
 
 
@@ -130,7 +130,7 @@ def _values(call: fx.Node) -> Iterator[fx.Node]:
     return iter(found)
 
 
-def _itemized(node: fx.Node) -> tuple[str, fx.Node]:
+def _name_and_source(node: fx.Node) -> tuple[str, fx.Node]:
     """The name of a value and the node whose part it is."""
     keys: list[str] = []
     while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
@@ -140,7 +140,7 @@ def _itemized(node: fx.Node) -> tuple[str, fx.Node]:
     return ".".join([name, *reversed(keys)]), node
 
 
-class _Part(NamedTuple):
+class _StageCall(NamedTuple):
     """A stage that takes what it reads and gives what it makes; what passes through it is left out.
 
     Args:
@@ -160,36 +160,36 @@ class _Part(NamedTuple):
     is_tuple: bool
 
 
-def _parts(program: Program) -> list[_Part]:
+def _stage_calls(program: Program) -> list[_StageCall]:
     if len(program.stages) == 1:
         (stage,) = program.stages
-        return [_Part(0, stage.module, [], stage.batch_inputs, None, False)]
+        return [_StageCall(0, stage.module, [], stage.batch_inputs, None, False)]
     sent = [[value.name for value in stage.inputs] for stage in program.stages[1:]]
-    return [_part(stage, sent[stage.index] if stage.index < len(sent) else None) for stage in program.stages]
+    return [_stage_call(stage, sent[stage.index] if stage.index < len(sent) else None) for stage in program.stages]
 
 
-def _part(stage: Stage, sent: list[str] | None) -> _Part:
+def _stage_call(stage: Stage, sent: list[str] | None) -> _StageCall:
     received = [value.name for value in stage.inputs]
     module = stage.module
     guard = input_check_of(module)
     if not isinstance(module, TracedModule) or not isinstance(guard, StageGuard):
-        return _Part(stage.index, module, received, stage.batch_inputs, sent, True)
+        return _StageCall(stage.index, module, received, stage.batch_inputs, sent, True)
     inputs = dict(zip(received, module.graph.find_nodes(op="placeholder"), strict=False))
-    reads = [name for name in received if is_read(inputs[name], is_last=sent is None)]
+    reads = [name for name in received if is_used(inputs[name], is_last=sent is None)]
     gives = None if sent is None else [name for name in sent if name not in received]
     graph = _without(module.graph, {inputs[name] for name in received if name not in reads}, sent, gives)
     kept = tuple(each for name, each in zip(received, guard.received, strict=True) if name in reads)
     made = TracedModule(module, graph, dataclasses.replace(guard, received=kept))
     made.__dict__.update({name: module.__dict__[name] for name in HOOK_ATTRIBUTES})
-    return _Part(stage.index, made, reads, stage.batch_inputs, gives, gives is not None and len(gives) != 1)
+    return _StageCall(stage.index, made, reads, stage.batch_inputs, gives, gives is not None and len(gives) != 1)
 
 
-def is_read(node: fx.Node, is_last: bool) -> bool:
+def is_used(node: fx.Node, is_last: bool) -> bool:
     """Return whether more is done with a received value than to put it back in its layout and to send it on.
 
     What the last stage gives is not sent on, but is the model's result.
     """
-    return any(is_read(user, is_last) if user.target is laid_out else is_last or user.op != "output" for user in node.users)
+    return any(is_used(user, is_last) if user.target is with_strides else is_last or user.op != "output" for user in node.users)
 
 
 def _without(graph: fx.Graph, passed: set[fx.Node], sent: list[str] | None, gives: list[str] | None) -> fx.Graph:
@@ -209,7 +209,7 @@ def _without(graph: fx.Graph, passed: set[fx.Node], sent: list[str] | None, give
     return copied
 
 
-def _graph(program: Program, parts: list[_Part], name: Callable[[int], str]) -> fx.Graph:
+def _graph(program: Program, parts: list[_StageCall], name: Callable[[int], str]) -> fx.Graph:
     graph = fx.Graph()
     known: dict[str, fx.Node] = {each: graph.placeholder(each) for each in _inputs(program, parts)}
     result: Any = None
@@ -227,7 +227,7 @@ def _graph(program: Program, parts: list[_Part], name: Callable[[int], str]) -> 
     return graph
 
 
-def _inputs(program: Program, parts: list[_Part]) -> list[str]:
+def _inputs(program: Program, parts: list[_StageCall]) -> list[str]:
     """The model's arguments that some stage reads, in the order of its forward."""
     parameters = forward_signature(program.module).parameters
     if len(parts) == 1 and not parts[0].batch:

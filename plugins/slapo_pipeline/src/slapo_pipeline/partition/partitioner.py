@@ -28,24 +28,24 @@ from slapo_tracing.nodes import autocast_state, fingerprint
 from slapo_tracing.recording import Attributes
 from slapo_tracing.tracers import synthetic_inputs
 
-from ..assignment.block_inlining import Flat, divided, finer
+from ..assignment.block_inlining import DividedGraph, divide_graph, with_inlined_blocks
 from ..assignment.node_assignment import Assignment
-from ..assignment.state_ownership import State
-from ..tracing.batch_arguments import apart, by_name
+from ..assignment.state_ownership import StateOwnership
+from ..tracing.batch_arguments import named_batch, unshared_tensors
 from ..tracing.cuts import cuts
-from ..tracing.flat_trace import opened_by, trace_flat
-from ..tracing.root_hooks import carry_hooks, hooks_aside, is_whole
-from ..tracing.trace_cache import KeptTrace
-from .inlined_modules import Opened
-from .module_tree import divide
-from .stage_module import read_from_batch, stage_module
-from .symbolic_stages import symbolic_parts, symbolic_stage
+from ..tracing.flat_trace import inlined_paths, trace_flat
+from ..tracing.root_hooks import is_indivisible, move_root_hooks, without_root_hooks
+from ..tracing.trace_cache import CachedTrace
+from .inlined_modules import InlinedModules
+from .module_tree import assign_modules
+from .stage_module import batch_argument_names, stage_module
+from .symbolic_stages import symbolic_assignment, symbolic_stage
 from .tie_groups import tie_groups
-from .value_guard import ValueConditions
+from .value_guard import ValueGuard
 
-KEPT_TRACE = "slapo_pipeline.tracing.trace_cache"
+CACHED_TRACE = "slapo_pipeline.tracing.trace_cache"
 """Key of a schedule's metadata under which ``pipeline`` leaves its trace."""
-_KEPT_PLANS = 16
+_MAX_PROGRAMS = 16
 
 
 def partition(schedule: Schedule) -> Program | None:
@@ -66,12 +66,12 @@ def partition(schedule: Schedule) -> Program | None:
         cut = "1 cut makes" if len(places) == 1 else f"{len(places)} cuts make"
         remedy = f"make a multiple of {ranks} stages, of which each rank runs as many"
         raise BuildError(f"{cut} {len(places) + 1} stages, but the mesh has pp={ranks}; {remedy}")
-    check_open(root, places)
+    check_cuts(root, places)
     for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
         if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
             raise BuildError(f"{name!r} has no shape before the first call; run the model once before create_schedule")
-    kept = schedule.metadata.primitives.pop(KEPT_TRACE, None)
-    inputs = None if schedule.example_inputs is None else by_name(root, schedule.example_inputs)
+    kept = schedule.metadata.primitives.pop(CACHED_TRACE, None)
+    inputs = None if schedule.example_inputs is None else named_batch(root, schedule.example_inputs)
     return Partitioner(root, places, mesh, kept).first_program(inputs)
 
 
@@ -80,11 +80,11 @@ def pipeline_ranks(mesh: DeviceMesh | None) -> int | None:
     return mesh["pp"].size() if mesh is not None and "pp" in (mesh.mesh_dim_names or ()) else None
 
 
-class _Plan(NamedTuple):
+class _CachedProgram(NamedTuple):
     program: Program
     attributes: Attributes
-    opened: Opened
-    conditions: ValueConditions
+    opened: InlinedModules
+    conditions: ValueGuard
 
 
 class Partitioner:
@@ -97,10 +97,10 @@ class Partitioner:
         kept: A trace of it, from placing the cuts.
     """
 
-    def __init__(self, root: nn.Module, places: list[str], mesh: DeviceMesh | None, kept: KeptTrace | None = None) -> None:
+    def __init__(self, root: nn.Module, places: list[str], mesh: DeviceMesh | None, kept: CachedTrace | None = None) -> None:
         self.root, self.places, self.mesh, self._kept = root, places, mesh, kept
-        self._programs: OrderedDict[Any, list[_Plan]] = OrderedDict()
-        self._state = State(root)
+        self._programs: OrderedDict[Any, list[_CachedProgram]] = OrderedDict()
+        self._state = StateOwnership(root)
 
     def program(self, training: bool, inputs: Mapping[str, Any]) -> Program:
         """The program for a mode and for inputs like these; see ``Program.replan``.
@@ -115,19 +115,19 @@ class Partitioner:
         parameters = [(parameter.requires_grad, parameter.dtype) for parameter in self.root.parameters()]
         trained, types = bytes(trained for trained, _ in parameters), hash(tuple(dtype for _, dtype in parameters))
         key = repr((training, torch.is_grad_enabled(), trained, types, autocast_state(), fingerprint(dict(inputs))))
-        with _mode(self.root, training):
+        with _training_mode(self.root, training):
             plans = self._programs.setdefault(key, [])
             plan = next((plan for plan in plans if plan.conditions.hold(inputs)), None)
             if plan is not None and plan.opened.is_wrapped_anew(self.root):
-                check_open(self.root, self.places)
+                check_cuts(self.root, self.places)
                 plans.clear()
             elif plan is not None and (plan.attributes.changed(self.root) or plan.opened.is_replaced(self.root)):
                 plans.clear()
             if plan is None or plan not in plans:
-                plan = self._cut(apart(inputs))
-            plans[:] = [plan, *(other for other in plans if other is not plan)][:_KEPT_PLANS]
+                plan = self._cut(unshared_tensors(inputs))
+            plans[:] = [plan, *(other for other in plans if other is not plan)][:_MAX_PROGRAMS]
         self._programs.move_to_end(key)
-        if len(self._programs) > _KEPT_PLANS:
+        if len(self._programs) > _MAX_PROGRAMS:
             self._programs.popitem(last=False)
         return plan.program
 
@@ -146,18 +146,18 @@ class Partitioner:
         return self.program(self.root.training, inputs)
 
     def _symbolic_program(self) -> Program:
-        with hooks_aside(self.root):
-            parts = symbolic_parts(self.root, self.places)
-        used = [_used(nodes) for nodes in parts.nodes]
-        keep = divide(self.root, used)
+        with without_root_hooks(self.root):
+            parts = symbolic_assignment(self.root, self.places)
+        used = [_used_paths(nodes) for nodes in parts.nodes]
+        keep = assign_modules(self.root, used)
         modules = [symbolic_stage(self.root, parts, index, kept) for index, kept in enumerate(keep)]
         return self._assembled(parts, used, keep, modules)
 
-    def _cut(self, inputs: Mapping[str, Any]) -> _Plan:
+    def _cut(self, inputs: Mapping[str, Any]) -> _CachedProgram:
         kept, self._kept = self._kept and self._kept.take(self.root, inputs, self.places), None
-        with hooks_aside(self.root):
-            coarse = divided(self.root, kept or trace_flat(self.root, inputs, self.places), self.places)
-            fine = finer(self.root, inputs, self.places, coarse)
+        with without_root_hooks(self.root):
+            coarse = divide_graph(self.root, kept or trace_flat(self.root, inputs, self.places), self.places)
+            fine = with_inlined_blocks(self.root, inputs, self.places, coarse)
         if fine is not None:
             try:
                 return self._of(fine, inputs)
@@ -165,21 +165,21 @@ class Partitioner:
                 get_logger().debug("pipeline: blocks stay whole, as what they are made of cannot be divided")
         return self._of(coarse, inputs)
 
-    def _of(self, flat: Flat, inputs: Mapping[str, Any]) -> _Plan:
+    def _of(self, flat: DividedGraph, inputs: Mapping[str, Any]) -> _CachedProgram:
         root, (traced, parts) = self.root, flat
-        used = [_used(nodes) for nodes in parts.nodes]
-        keep = divide(root, used)
+        used = [_used_paths(nodes) for nodes in parts.nodes]
+        keep = assign_modules(root, used)
         modules = [stage_module(traced, root, parts, index, kept, inputs) for index, kept in enumerate(keep)]
         program = self._assembled(parts, used, keep, modules)
         guard = guard_of(traced)
         assert guard is not None
         assert guard.attributes is not None
         inside = {str(node.meta.get("module", "")) for nodes in parts.nodes for node in nodes}
-        return _Plan(
+        return _CachedProgram(
             program,
             guard.attributes,
-            Opened(root, inside | opened_by(self.places), used, modules),
-            ValueConditions(traced, root),
+            InlinedModules(root, inside | inlined_paths(self.places), used, modules),
+            ValueGuard(traced, root),
         )
 
     def _assembled(
@@ -190,7 +190,7 @@ class Partitioner:
         if self.mesh is not None:
             self._state.check_holders(used, keep)
         stages = [_stage(index, module, parts) for index, module in enumerate(modules)]
-        carry_hooks(root, modules, [stage.batch_inputs for stage in stages])
+        move_root_hooks(root, modules, [stage.batch_inputs for stage in stages])
         named = dict(root.named_parameters())
         return Program(
             module=root,
@@ -204,7 +204,7 @@ class Partitioner:
 
 
 @contextmanager
-def _mode(root: nn.Module, training: bool) -> Iterator[None]:
+def _training_mode(root: nn.Module, training: bool) -> Iterator[None]:
     modes = [(module, module.training) for module in root.modules()] if root.training != training else []
     try:
         root.train(training) if modes else None
@@ -220,7 +220,7 @@ def _stage(index: int, module: nn.Module, parts: Assignment) -> Stage:
         index=index,
         module=module,
         inputs=tuple(map(_boundary, parts.received[index])),
-        batch_inputs=read_from_batch(nodes),
+        batch_inputs=batch_argument_names(nodes),
         paths=tuple(dict.fromkeys(str(node.target) for node in nodes if node.op == "call_module")),
     )
 
@@ -230,11 +230,11 @@ def _boundary(node: fx.Node) -> Boundary:
     return Boundary(node.name, tuple(value.shape), value.dtype, value.requires_grad)
 
 
-def _used(nodes: list[fx.Node]) -> set[str]:
+def _used_paths(nodes: list[fx.Node]) -> set[str]:
     return {str(node.target) for node in nodes if node.op in ("call_module", "get_attr")}
 
 
-def check_open(root: nn.Module, places: list[str]) -> None:
+def check_cuts(root: nn.Module, places: list[str]) -> None:
     """Refuse cuts that the model cannot be taken apart for.
 
     Modules around a cut are taken apart; one that was wrapped after the cut would lose what wraps it.
@@ -245,7 +245,7 @@ def check_open(root: nn.Module, places: list[str]) -> None:
         names = path.split(".")
         for depth in range(len(names)):
             outer = ".".join(names[:depth])
-            if is_whole(root, root.get_submodule(outer)):
+            if is_indivisible(root, root.get_submodule(outer)):
                 what = f"{outer!r}, which was wrapped or got hooks" if outer else "'the whole model', which was wrapped"
                 raise BuildError(
                     f"the model is cut at {path!r}, inside {what} since and runs as one piece; undo the cut or the wrapping"

@@ -15,7 +15,7 @@ from slapo_tracing.nodes import ModeState, autocast_state, difference, fingerpri
 from slapo_tracing.recording import Attributes
 
 from ..assignment.node_assignment import Assignment
-from .module_tree import prune
+from .module_tree import prune_tree
 
 
 @dataclass
@@ -73,7 +73,7 @@ def stage_module(
         keep: Paths of the modules, parameters and buffers it holds.
         inputs: The model's arguments it was traced with.
     """
-    names = _names(parts.received[index], read_from_batch(parts.nodes[index]))
+    names = _unique_names(parts.received[index], batch_argument_names(parts.nodes[index]))
     graph, batch = stage_graph(parts, index, names)
     traced = guard_of(flat)
     assert traced is not None
@@ -83,10 +83,10 @@ def stage_module(
     guard = StageGuard(index, received, given, flat.training, autocast_state(), traced.device, traced.attributes)
     targets = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
     constants = {name: getattr(flat, name) for name in targets if "." not in name and not hasattr(root, name)}
-    return TracedModule(prune(root, keep), graph, guard, constants)
+    return TracedModule(prune_tree(root, keep), graph, guard, constants)
 
 
-def _names(received: Sequence[fx.Node], batch: Sequence[str]) -> list[str]:
+def _unique_names(received: Sequence[fx.Node], batch: Sequence[str]) -> list[str]:
     """A name for each value that is received: its own, or a longer one where an argument of the model has that."""
     names: list[str] = []
     for node in received:
@@ -111,7 +111,7 @@ def stage_graph(parts: Assignment, index: int, names: Sequence[str]) -> tuple[fx
     for node in parts.received[index]:
         value = node.meta["val"]
         if not value.is_contiguous():
-            env[node] = graph.call_function(laid_out, (env[node], tuple(value.stride())))
+            env[node] = graph.call_function(with_strides, (env[node], tuple(value.stride())))
         elif parts.memory.of(node) & changed:  # what was received is the runtime's, and a leaf of autograd
             env[node] = graph.call_method("clone", (env[node],))
     for node in nodes:
@@ -123,13 +123,13 @@ def stage_graph(parts: Assignment, index: int, names: Sequence[str]) -> tuple[fx
     return graph, [str(node.target) for node in batch]
 
 
-def laid_out(received: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+def with_strides(received: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     """A copy with the strides that the value has in the model: what is received is contiguous, but views follow strides."""
     once = received[tuple(slice(None) if step else slice(1) for step in stride)]
     copied = torch.empty_strided(once.shape, stride, dtype=received.dtype, device=received.device).copy_(once)
     return copied.expand(received.shape)
 
 
-def read_from_batch(nodes: Sequence[fx.Node]) -> tuple[str, ...]:
+def batch_argument_names(nodes: Sequence[fx.Node]) -> tuple[str, ...]:
     """The model's arguments that some of these nodes are."""
     return tuple(str(node.target) for node in nodes if node.op == "placeholder")

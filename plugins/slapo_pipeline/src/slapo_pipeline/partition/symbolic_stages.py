@@ -21,8 +21,8 @@ from slapo_tracing.graphs import TracedModule, argument_values, guard_of, plain_
 from slapo_tracing.nodes import autocast_state, expect, expect_outputs, is_mode_node
 
 from ..assignment.node_assignment import Assigner, Assignment
-from ..tracing.flat_trace import cut_positions, opened_by
-from .module_tree import prune
+from ..tracing.flat_trace import cut_positions, inlined_paths
+from .module_tree import prune_tree
 from .stage_module import StageGuard, stage_graph
 
 _UNKNOWN = torch.empty(1, device="meta", requires_grad=True)
@@ -30,7 +30,7 @@ _UNKNOWN = torch.empty(1, device="meta", requires_grad=True)
 
 
 @dataclass
-class AnyShape(StageGuard):
+class AnyShapeGuard(StageGuard):
     """Takes values of every shape; see ``StageGuard``."""
 
     def check(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class AnyShape(StageGuard):
         return values
 
 
-def symbolic_parts(root: nn.Module, cuts: Sequence[str]) -> Assignment:
+def symbolic_assignment(root: nn.Module, cuts: Sequence[str]) -> Assignment:
     """Return the nodes of the model's graphs by stages.
 
     Args:
@@ -57,7 +57,7 @@ def symbolic_parts(root: nn.Module, cuts: Sequence[str]) -> Assignment:
         BuildError: a forward that takes example inputs to trace.
         ScheduleError: a cut leaves a stage without anything to run.
     """
-    graph = _Flattened(root, opened_by(cuts)).graph
+    graph = _FlatGraph(root, inlined_paths(cuts)).graph
     return Assigner(graph, root, [position for position, _ in cut_positions(root, graph, cuts)]).run()
 
 
@@ -73,11 +73,11 @@ def symbolic_stage(root: nn.Module, parts: Assignment, index: int, keep: set[str
     names = [node.name for node in parts.received[index]]
     graph, batch = stage_graph(parts, index, names)
     received = tuple((name, (), _UNKNOWN.dtype) for name in names)
-    guard = AnyShape(index, received, dict.fromkeys(batch), root.training, autocast_state(), None, None)
-    return TracedModule(prune(root, keep), graph, guard)
+    guard = AnyShapeGuard(index, received, dict.fromkeys(batch), root.training, autocast_state(), None, None)
+    return TracedModule(prune_tree(root, keep), graph, guard)
 
 
-class _Flattened:
+class _FlatGraph:
     """One graph of a model, down to the modules that no cut lies in.
 
     Args:

@@ -13,10 +13,10 @@ from torch import fx, nn
 from slapo_tracing.graphs import TracedModule
 from slapo_tracing.nodes import compile_graph, expect, is_mode_node
 
-from ..assignment.alias_analysis import Memory
+from ..assignment.alias_analysis import AliasAnalysis
 
 
-class ValueConditions:
+class ValueGuard:
     """Answers about values of the batch that a forward's Python code was given while it was traced.
 
     They are computed as in the model, by the part of the graph that needs the batch alone: no parameter, buffer or module.
@@ -30,12 +30,12 @@ class ValueConditions:
     def __init__(self, traced: TracedModule, root: nn.Module) -> None:
         self._run: Callable[..., None] | None = None
         self._names: list[str] = []
-        nodes = _needed(traced.graph, root)
+        nodes = _batch_only_checks(traced.graph, root)
         if nodes:
             self._build(traced, nodes)
 
     def _build(self, traced: TracedModule, nodes: list[fx.Node]) -> None:
-        graph, memory = fx.Graph(), Memory(nodes)
+        graph, memory = fx.Graph(), AliasAnalysis(nodes)
         env: dict[fx.Node, fx.Node] = {}
         for node in nodes:
             copied = env[node] = graph.node_copy(node, env.__getitem__)
@@ -60,14 +60,14 @@ class ValueConditions:
         return True
 
 
-def _needed(graph: fx.Graph, root: nn.Module) -> list[fx.Node]:
+def _batch_only_checks(graph: fx.Graph, root: nn.Module) -> list[fx.Node]:
     """Return the checks that the batch alone decides and all that they need, in order."""
     order = [node for node in graph.nodes if not is_mode_node(node)]
     own: set[fx.Node] = set()
     for node in order:
-        if _is_of_batch(node, root) and own.issuperset(node.all_input_nodes):
+        if _is_batch_only(node, root) and own.issuperset(node.all_input_nodes):
             own.add(node)
-    memory = Memory(order)
+    memory = AliasAnalysis(order)
     found: set[fx.Node] = set()
     for check in order:
         if check in own and check.target is expect:
@@ -76,13 +76,13 @@ def _needed(graph: fx.Graph, root: nn.Module) -> list[fx.Node]:
     return [node for node in order if node in found]
 
 
-def _is_of_batch(node: fx.Node, root: nn.Module) -> bool:
+def _is_batch_only(node: fx.Node, root: nn.Module) -> bool:
     if node.op == "get_attr":
         return "." not in str(node.target) and not hasattr(root, str(node.target))
     return node.op in ("placeholder", "call_function", "call_method") and not node.meta.get("draws")
 
 
-def _with_sources(check: fx.Node, memory: Memory, order: list[fx.Node]) -> set[fx.Node]:
+def _with_sources(check: fx.Node, memory: AliasAnalysis, order: list[fx.Node]) -> set[fx.Node]:
     """Return a node, all that its value is made from, and what has changed that in place before it."""
     place = {node: index for index, node in enumerate(order)}
     found: set[fx.Node] = set()

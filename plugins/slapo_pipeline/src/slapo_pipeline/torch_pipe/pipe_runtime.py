@@ -15,11 +15,11 @@ from torch.utils import _pytree as pytree
 from slapo_core import BuildError, Program, forward_signature, named_inputs
 from slapo_tracing.nodes import difference, fingerprint
 
-from .stage_runtime import like, model_result, note_built, sendable
+from .stage_runtime import mark_local_stage, meta_like, model_result, sendable
 from .tied_gradients import sum_tied_gradients
 
 
-class Runtime:
+class PipeRuntime:
     """State that the stages of one pipe on this rank share.
 
     Args:
@@ -39,8 +39,8 @@ class Runtime:
         self, index: int, device: torch.device, group: dist.ProcessGroup | None, output: Callable[[Any], Any] | None
     ) -> PipelineStage:
         """Make the runtime of a stage."""
-        note_built(self.program, index)
-        module = CarryingStage(self.program, index, self.example, output)
+        mark_local_stage(self.program, index)
+        module = BatchForwardingStage(self.program, index, self.example, output)
         if not any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
             module.to(device)
         stage = TiedStage(self, module, index, device, group)
@@ -64,7 +64,12 @@ class TiedStage(PipelineStage):
     """A stage that leaves the gradients of tied parameters to the runtime: others of this rank may hold them as well."""
 
     def __init__(
-        self, runtime: Runtime, module: CarryingStage, index: int, device: torch.device, group: dist.ProcessGroup | None
+        self,
+        runtime: PipeRuntime,
+        module: BatchForwardingStage,
+        index: int,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
     ) -> None:
         num_stages = len(runtime.program.stages)
         super().__init__(module, index, num_stages, device, module.received_like(), module.sent_like(), group=group)
@@ -83,7 +88,7 @@ class TiedStage(PipelineStage):
             self._runtime.finish(self, grad_scale_factor)
 
 
-class CarryingStage(nn.Module):
+class BatchForwardingStage(nn.Module):
     """A stage that also passes on what later stages read from the batch.
 
     Args:
@@ -102,8 +107,8 @@ class CarryingStage(nn.Module):
         self._inputs, self._batch_inputs, self._output = stage.inputs, stage.batch_inputs, output
         self._outputs = () if self._is_last else program.stages[index + 1].inputs
         self._example = example
-        self._carried_in = () if self._is_first else _carried(program, index, example)
-        self._carried_out = () if self._is_last else _carried(program, index + 1, example)
+        self._carried_in = () if self._is_first else _forwarded_arguments(program, index, example)
+        self._carried_out = () if self._is_last else _forwarded_arguments(program, index + 1, example)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run one micro-batch."""
@@ -121,13 +126,13 @@ class CarryingStage(nn.Module):
 
     def received_like(self) -> tuple[torch.Tensor, ...]:
         """The values it receives, as tensors without numbers."""
-        return (*map(like, self._inputs), *self._carried_like(self._carried_in))
+        return (*map(meta_like, self._inputs), *self._carried_like(self._carried_in))
 
     def sent_like(self) -> tuple[torch.Tensor, ...]:
         """Return tensors without numbers like those that the stage gives."""
         if self._is_last:
-            return tuple(map(like, self._results(model_result(self.module))))
-        return (*map(like, self._outputs), *self._carried_like(self._carried_out))
+            return tuple(map(meta_like, self._results(model_result(self.module))))
+        return (*map(meta_like, self._outputs), *self._carried_like(self._carried_out))
 
     def _results(self, result: Any) -> tuple[torch.Tensor, ...]:
         found = result if self._output is None else self._output(result)
@@ -165,7 +170,7 @@ class CarryingStage(nn.Module):
         return {name: batch[name] for name in (*self._carried_in, *self._batch_inputs) if name in batch}
 
 
-def _carried(program: Program, index: int, example: Mapping[str, Any]) -> tuple[str, ...]:
+def _forwarded_arguments(program: Program, index: int, example: Mapping[str, Any]) -> tuple[str, ...]:
     """Names of the model's arguments with tensors that a stage or one behind it reads."""
     read = dict.fromkeys(name for stage in program.stages[index:] for name in stage.batch_inputs)
     return tuple(sorted(name for name in read if name in example and _tensors(example[name])))

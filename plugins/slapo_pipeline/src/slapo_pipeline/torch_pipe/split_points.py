@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ._torch_private import SplitPoint
 
 _POINTS: dict[str, Where] = {"BEGINNING": "before", "END": "after"}
-_NOTED = "_slapo_split_points"
+_POINTS_ATTRIBUTE = "_slapo_split_points"
 """Attribute of a module with its split points."""
 
 
@@ -30,7 +30,7 @@ def annotate_split_points(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> Non
     """
     for cut in split_points(mod, spec):
         module = mod.get_submodule(cut)
-        module.__dict__[_NOTED] = tuple(dict.fromkeys([*module.__dict__.get(_NOTED, ()), cut.where]))
+        module.__dict__[_POINTS_ATTRIBUTE] = tuple(dict.fromkeys([*module.__dict__.get(_POINTS_ATTRIBUTE, ()), cut.where]))
 
 
 def split_points(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> list[Cut]:
@@ -38,10 +38,10 @@ def split_points(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> list[Cut]:
     return [Cut(_checked(mod, path), _where(path, point)) for path, point in spec.items()]
 
 
-def noted_points(mod: nn.Module) -> Iterator[Cut]:
+def annotated_points(mod: nn.Module) -> Iterator[Cut]:
     """The cuts that were noted on modules of a model."""
     for path, module in mod.named_modules():
-        for where in module.__dict__.get(_NOTED, ()) if path else ():
+        for where in module.__dict__.get(_POINTS_ATTRIBUTE, ()) if path else ():
             yield Cut(path, where)
 
 

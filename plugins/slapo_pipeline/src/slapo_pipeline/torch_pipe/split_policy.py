@@ -11,12 +11,12 @@ from torch import fx, nn
 from slapo_core import BuildError
 from slapo_tracing.nodes import is_mode_node, is_opaque
 
-from ..assignment.block_inlining import Flat
+from ..assignment.block_inlining import DividedGraph
 from ..assignment.node_assignment import Assigner
 from ..partition.partitioner import Partitioner
 from ..tracing.flat_trace import is_custom, trace_flat
 from ..tracing.pipe_split import is_mark, pipe_split
-from ..tracing.root_hooks import hooks_aside
+from ..tracing.root_hooks import without_root_hooks
 
 SplitPolicy = Callable[[fx.GraphModule], fx.GraphModule]
 
@@ -35,8 +35,8 @@ class PolicyPartitioner(Partitioner):
         self._policy = policy
 
     def _cut(self, inputs: Mapping[str, Any]) -> Any:
-        with hooks_aside(self.root):
-            flat = trace_flat(self.root, inputs, list(_smallest(self.root, "")))
+        with without_root_hooks(self.root):
+            flat = trace_flat(self.root, inputs, list(_leaf_paths(self.root, "")))
         marked = self._policy(flat)
         if not isinstance(marked, fx.GraphModule) or not _is_traced(marked.graph):
             raise BuildError(
@@ -44,10 +44,10 @@ class PolicyPartitioner(Partitioner):
                 "that it is given, and return that"
             )
         positions = _positions(marked.graph)
-        return self._of(Flat(flat, Assigner(marked.graph, self.root, positions).run()), inputs)
+        return self._of(DividedGraph(flat, Assigner(marked.graph, self.root, positions).run()), inputs)
 
 
-def _smallest(module: nn.Module, path: str) -> Iterator[str]:
+def _leaf_paths(module: nn.Module, path: str) -> Iterator[str]:
     """Paths of the modules that stay whole."""
     for name, child in module._modules.items():
         here = f"{path}.{name}" if path else name
@@ -55,7 +55,7 @@ def _smallest(module: nn.Module, path: str) -> Iterator[str]:
             continue
         opens = child._modules and (is_custom(child) or isinstance(child, (nn.Sequential, nn.ModuleList, nn.ModuleDict)))
         if opens and not is_opaque(child):
-            yield from _smallest(child, here)
+            yield from _leaf_paths(child, here)
         else:
             yield here
 

@@ -48,14 +48,14 @@ def build_stage(
     if tied := [tie.names[0] for tie in program.ties if stage in tie.stages]:
         remedy = "call slapo.pipeline.sum_tied_gradients(program) before each step of the optimizer"
         get_logger().warning("stage %d shares %s with other stages; %s", stage, ", ".join(map(repr, tied)), remedy)
-    note_built(program, stage)
-    module = RunStage(this.module, last, output)
+    mark_local_stage(program, stage)
+    module = StageRunner(this.module, last, output)
     sent = (
-        tuple(map(like, program.stages[stage + 1].inputs))
+        tuple(map(meta_like, program.stages[stage + 1].inputs))
         if not last
-        else tuple(map(like, module.results(model_result(this.module))))
+        else tuple(map(meta_like, module.results(model_result(this.module))))
     )
-    received = tuple(map(like, this.inputs))
+    received = tuple(map(meta_like, this.inputs))
     group = group or pipeline_group(program)
     return PipelineStage(module, stage, len(program.stages), torch.device(device), received, sent, group=group)
 
@@ -66,18 +66,18 @@ def sendable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if tensor._is_view() else tensor
 
 
-def note_built(program: Program, stage: int) -> None:
+def mark_local_stage(program: Program, stage: int) -> None:
     """Note that this rank runs a stage."""
-    program.stages[stage].module.__dict__[_BUILT] = True
+    program.stages[stage].module.__dict__[_LOCAL] = True
 
 
-def built_stages(program: Program) -> set[int]:
+def local_stages(program: Program) -> set[int]:
     """Return the stages that this rank runs; all, where none was built here."""
-    built = {stage.index for stage in program.stages if _BUILT in stage.module.__dict__}
+    built = {stage.index for stage in program.stages if _LOCAL in stage.module.__dict__}
     return built or {stage.index for stage in program.stages}
 
 
-_BUILT = "_slapo_built_here"
+_LOCAL = "_slapo_built_here"
 """Attribute of the module of a stage that this rank runs."""
 
 
@@ -87,7 +87,7 @@ def pipeline_group(program: Program) -> dist.ProcessGroup | None:
     return mesh.get_group("pp") if mesh is not None and "pp" in (mesh.mesh_dim_names or ()) else None
 
 
-class RunStage(nn.Module):
+class StageRunner(nn.Module):
     """A stage as a runtime calls it, which sends contiguous tensors.
 
     Args:
@@ -132,10 +132,10 @@ def model_result(module: nn.Module) -> Any:
         raise BuildError(
             f"the last stage is a {type(module).__name__} that was not traced here; let what made it build its stages"
         )
-    return _of_nodes(module.graph.output_node().args[0])
+    return _node_values(module.graph.output_node().args[0])
 
 
-def _of_nodes(value: Any) -> Any:
+def _node_values(value: Any) -> Any:
     """A result with the values of its nodes; a node that makes an object makes it."""
     if isinstance(value, fx.Node):
         if "val" in value.meta:
@@ -144,14 +144,14 @@ def _of_nodes(value: Any) -> Any:
             raise BuildError(
                 f"the model's result comes from {value.target!r}, which gives no tensor; cut inside of that module"
             )
-        return value.target(*map(_of_nodes, value.args))  # type: ignore[operator]
+        return value.target(*map(_node_values, value.args))  # type: ignore[operator]
     if isinstance(value, dict):
-        return {key: _of_nodes(part) for key, part in value.items()}
+        return {key: _node_values(part) for key, part in value.items()}
     if isinstance(value, (tuple, list)):
-        return (list if isinstance(value, list) else tuple)(map(_of_nodes, value))
+        return (list if isinstance(value, list) else tuple)(map(_node_values, value))
     return value
 
 
-def like(value: Boundary | torch.Tensor) -> torch.Tensor:
+def meta_like(value: Boundary | torch.Tensor) -> torch.Tensor:
     """Return a tensor without numbers."""
     return torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=value.requires_grad)

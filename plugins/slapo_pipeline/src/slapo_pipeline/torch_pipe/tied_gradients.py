@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from slapo_core import Program
 
-from .stage_runtime import built_stages, pipeline_group
+from .stage_runtime import local_stages, pipeline_group
 
 
 def sum_tied_gradients(program: Program, group: dist.ProcessGroup | None = None) -> None:
@@ -25,7 +25,7 @@ def sum_tied_gradients(program: Program, group: dist.ProcessGroup | None = None)
     trained = [(parameter, stages) for parameter, stages in tied if parameter.requires_grad]
     if not trained:
         return
-    group, built = group or pipeline_group(program), built_stages(program)
+    group, built = group or pipeline_group(program), local_stages(program)
     held = [not built.isdisjoint(stages) for _, stages in trained]  # others have no optimizer that would empty a gradient
     given = [here and parameter.grad is not None for (parameter, _), here in zip(trained, held, strict=True)]
     counts = torch.tensor(given, device=trained[0][0].device, dtype=torch.int32)

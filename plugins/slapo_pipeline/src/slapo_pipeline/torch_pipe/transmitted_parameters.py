@@ -14,7 +14,7 @@ from slapo_core import Boundary, Program, Stage, TieGroup
 from slapo_tracing.nodes import MODULE_TABLES, shallow_copy
 
 
-def transmitted(program: Program, is_chosen: Callable[[TieGroup], bool]) -> Program:
+def transmit_parameters(program: Program, is_chosen: Callable[[TieGroup], bool]) -> Program:
     """Return a program whose first stage that uses a tie sends its value on, and gets all of its gradient.
 
     Args:
@@ -34,9 +34,9 @@ def transmitted(program: Program, is_chosen: Callable[[TieGroup], bool]) -> Prog
         if now is program:
             return made
         if id(now) not in known:
-            if len(known) >= _KEPT:
+            if len(known) >= _MAX_PROGRAMS:
                 known.clear()
-            known[id(now)] = (now, transmitted(now, is_chosen))
+            known[id(now)] = (now, transmit_parameters(now, is_chosen))
         return known[id(now)][1]
 
     left = tuple(tie for tie in program.ties if tie not in chosen)
@@ -44,7 +44,7 @@ def transmitted(program: Program, is_chosen: Callable[[TieGroup], bool]) -> Prog
     return made
 
 
-_KEPT = 16
+_MAX_PROGRAMS = 16
 
 
 def _value(program: Program, tie: TieGroup) -> Boundary:

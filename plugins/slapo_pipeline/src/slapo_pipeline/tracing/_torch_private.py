@@ -14,7 +14,7 @@ from torch.utils import _pytree
 
 
 @contextmanager
-def pipe_split_calls(instead: Callable[[], Any]) -> Iterator[None]:
+def replaced_pipe_split(instead: Callable[[], Any]) -> Iterator[None]:
     """Meanwhile ``torch.distributed.pipelining.pipe_split()`` calls ``instead``: what it calls else, no tracer here sees."""
     if "torch.distributed.pipelining" not in sys.modules:  # then no model calls it
         yield

@@ -28,14 +28,14 @@ class Cut(str):
         return cut
 
 
-def where_of(path: str) -> Where | int:
+def cut_position(path: str) -> Where | int:
     """Return where a stage ends or begins at the module at a path: without a ``Cut``, after it."""
     return path.where if isinstance(path, Cut) else "after"
 
 
 def is_at_mark(path: str) -> bool:
     """Return whether the cut lies inside of the module's own forward."""
-    return isinstance(where_of(path), int)
+    return isinstance(cut_position(path), int)
 
 
 def cuts(steps: Iterable[Step]) -> list[str]:

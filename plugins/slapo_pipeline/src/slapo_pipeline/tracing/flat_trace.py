@@ -15,8 +15,8 @@ from slapo_tracing import trace_module
 from slapo_tracing.graphs import TracedModule
 from slapo_tracing.nodes import is_mode_node
 
-from .cuts import CUT_AT_MARKS, CUT_PIPELINE_STAGE, is_at_mark, where_of
-from .pipe_split import is_mark, marked
+from .cuts import CUT_AT_MARKS, CUT_PIPELINE_STAGE, cut_position, is_at_mark
+from .pipe_split import is_mark, torch_marks_recorded
 
 
 def trace_flat(root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str], apart: Collection[str] = ()) -> TracedModule:
@@ -37,7 +37,7 @@ def trace_flat(root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str], 
 
 def _trace(root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str], apart: Collection[str]) -> TracedModule:
     tables: set[str] = set()
-    with marked():
+    with torch_marks_recorded():
         try:
             return trace_module(root, inputs, leaf=_leaf(cuts, apart, tables), by_values=True)
         except TraceError:
@@ -89,24 +89,24 @@ def cut_positions(root: nn.Module, graph: fx.Graph, cuts: Sequence[str]) -> list
     """
     names = {id(module): name for name, module in root.named_modules()}
     nodes = list(graph.nodes)
-    found = sorted((_end(nodes, names[id(root.get_submodule(path))], path), path) for path in cuts)
+    found = sorted((_cut_position(nodes, names[id(root.get_submodule(path))], path), path) for path in cuts)
     at_mark = any(map(is_at_mark, cuts))
     work = [index for index, node in enumerate(nodes) if node.op == "call_module" or (at_mark and _computes(node))]
     _check_work_between(work, found)
     return found
 
 
-def _end(nodes: Sequence[fx.Node], name: str, cut: str) -> int:
+def _cut_position(nodes: Sequence[fx.Node], name: str, cut: str) -> int:
     """Place of the last node before a cut at the module ``name``."""
-    where = where_of(cut)
+    where = cut_position(cut)
     if isinstance(where, int):
-        marks = [index for index, node in enumerate(nodes) if is_mark(node) and _place(node) == name]
+        marks = [index for index, node in enumerate(nodes) if is_mark(node) and _module_path(node) == name]
         if where < len(marks):
             return marks[where]
         many = f"{len(marks)} marks of this module's forward" if marks else "no mark of this module's forward"
         message = f"the model runs into {many} on the example inputs, so there is no mark {where}"
         raise ScheduleError(message, path=cut, primitive=CUT_AT_MARKS)
-    runs = _runs(nodes, name)
+    runs = _node_positions(nodes, name)
     if not runs:
         message = (
             "the model does not run this module on the example inputs, or on a micro-batch, as text alone runs no vision part; "
@@ -116,13 +116,13 @@ def _end(nodes: Sequence[fx.Node], name: str, cut: str) -> int:
     return runs[-1] if where == "after" else runs[0] - 1
 
 
-def _runs(nodes: Sequence[fx.Node], name: str) -> list[int]:
+def _node_positions(nodes: Sequence[fx.Node], name: str) -> list[int]:
     """Places of the nodes that a module, or one inside it, runs."""
     skipped = ("placeholder", "get_attr", "output")
-    return [index for index, node in enumerate(nodes) if node.op not in skipped and _is_inside(_place(node), name)]
+    return [index for index, node in enumerate(nodes) if node.op not in skipped and _is_inside(_module_path(node), name)]
 
 
-def _place(node: fx.Node) -> str:
+def _module_path(node: fx.Node) -> str:
     """Path of the module that the node calls, or whose forward has it."""
     return str(node.target if node.op == "call_module" else node.meta.get("module", ""))
 
@@ -131,7 +131,7 @@ def _is_inside(path: str, name: str) -> bool:
     return path == name or path.startswith(f"{name}.")
 
 
-def opened_by(cuts: Iterable[str]) -> set[str]:
+def inlined_paths(cuts: Iterable[str]) -> set[str]:
     """Paths of the modules that a trace for these cuts goes into: those around them, and those cut at a mark."""
     parents = {path[:end] for path in cuts for end, letter in enumerate(path) if letter == "."}
     return parents | {path for path in cuts if is_at_mark(path)}
@@ -139,13 +139,13 @@ def opened_by(cuts: Iterable[str]) -> set[str]:
 
 def _leaf(cuts: Sequence[str], apart: Collection[str], tables: set[str] | None) -> Callable[[str, nn.Module], bool]:
     """Return a test of which modules stay whole. Paths of opened tables go into ``tables``; with None they stay whole."""
-    parents = opened_by(cuts)
+    parents = inlined_paths(cuts)
     ends = set(cuts) - parents
 
     def leaf(path: str, module: nn.Module) -> bool:
         if path in parents or (is_custom(module) and any(_is_inside(path, name) for name in apart)):
             return False
-        if path in ends or tables is None or not is_table(module):
+        if path in ends or tables is None or not is_parameterless(module):
             return True
         tables.add(path)
         return False
@@ -153,7 +153,7 @@ def _leaf(cuts: Sequence[str], apart: Collection[str], tables: set[str] | None) 
     return leaf
 
 
-def is_table(module: nn.Module) -> bool:
+def is_parameterless(module: nn.Module) -> bool:
     """Return whether a module is traced into without a cut in it: a model's own, without parameters."""
     return is_custom(module) and next(module.parameters(), None) is None
 

@@ -12,9 +12,9 @@ from torch import fx, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ._torch_private import pipe_split_calls
+from ._torch_private import replaced_pipe_split
 
-_watchers: list[Callable[[], None]] = []
+_mark_callbacks: list[Callable[[], None]] = []
 
 
 def pipe_split() -> None:
@@ -34,7 +34,7 @@ def mark() -> torch.Tensor:
     if has_torch_function((None,)):  # a torch function mode is on, the tracer's for one
         recorded: torch.Tensor = handle_torch_function(mark, (None,))
         return recorded
-    for watcher in _watchers:
+    for watcher in _mark_callbacks:
         watcher()
     return torch.empty(0)
 
@@ -45,13 +45,13 @@ def is_mark(node: fx.Node) -> bool:
 
 
 @contextmanager
-def marked() -> Iterator[None]:
+def torch_marks_recorded() -> Iterator[None]:
     """Record the marks of ``torch.distributed.pipelining.pipe_split`` too."""
-    with pipe_split_calls(mark):
+    with replaced_pipe_split(mark):
         yield
 
 
-class Marks:
+class MarkRecorder:
     """Who runs into marks while a model runs; a context.
 
     Args:
@@ -65,12 +65,12 @@ class Marks:
         self._paths = {id(module): path for path, module in root.named_modules()}
         self._running: list[nn.Module] = []
 
-    def __enter__(self) -> Marks:
+    def __enter__(self) -> MarkRecorder:
         with ExitStack() as stack:
             stack.callback(register_module_forward_pre_hook(self._begin).remove)
             stack.callback(register_module_forward_hook(self._end, always_call=True).remove)
-            _watchers.append(self._seen)
-            stack.callback(_watchers.remove, self._seen)
+            _mark_callbacks.append(self._seen)
+            stack.callback(_mark_callbacks.remove, self._seen)
             self._close = stack.pop_all()
         return self
 
