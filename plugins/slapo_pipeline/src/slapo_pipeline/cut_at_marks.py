@@ -1,4 +1,4 @@
-"""``cut_at_marks``: stages end where the model's own forward says so."""
+"""``cut_at_marks``: stages end at the ``pipe_split()`` marks in the model's own forward."""
 
 from __future__ import annotations
 
@@ -20,22 +20,21 @@ from .tracing.root_hooks import is_indivisible, without_root_hooks
 
 
 class CutAtMarksPrimitive(Primitive):
-    """End a pipeline stage at each ``pipe_split()`` that the forward of this module, or of one inside it, runs into.
+    """End a pipeline stage at each ``pipe_split()`` that the forward of this module, or of a module inside it, reaches.
 
     Marks are calls of ``slapo.pipeline.pipe_split()``, or of ``torch.distributed.pipelining.pipe_split()``, in the model's own
-    code. To find them the model runs once on the example inputs, without computing. Besides marks, the schedule may have cuts
-    at modules.
+    code. To find them, the model is traced once on the example inputs. The schedule may also have cuts at modules.
 
     Rewrite:
         encode(x); pipe_split(); decode(x)  -->  [encode(x)] [decode(x)]        sch.cut_at_marks()
 
     Args:
-        numbers: Only these marks, and only in this module's own forward: numbers from 0 in the order in which it runs into
-            them, over all its calls in one run of the model. Default: all marks, of the modules inside too.
+        numbers: Only these marks, and only in this module's own forward, counted from 0 in the order in which it reaches
+            them, over all its calls in one run of the model. Default: all marks, also of the modules inside.
 
     Raises:
-        ScheduleError: no mark, or one that is cut at already or lies inside a module that is wrapped or has hooks; no example
-            inputs; a number that is none.
+        ScheduleError: no mark; a mark that is cut already, or lies inside a module that is wrapped or has hooks; no example
+            inputs; an invalid number.
         TraceError: the model cannot be traced.
     """
 
@@ -44,7 +43,7 @@ class CutAtMarksPrimitive(Primitive):
 
     @staticmethod
     def check(schedule: Schedule, *numbers: int) -> list[tuple[str, int]]:
-        """The marks: paths of modules, and of each how many marks its forward runs into."""
+        """Return paths of modules, each with the number of marks that its forward reaches; empty if numbers are given."""
         if not numbers:
             return _marks_below(schedule)
         for number in numbers:
@@ -59,7 +58,7 @@ class CutAtMarksPrimitive(Primitive):
 
     @staticmethod
     def apply(schedule: Schedule, *numbers: int) -> None:
-        """Nothing to change: the journal holds the cuts."""
+        """Record the marks; the model does not change, as the journal holds the cuts."""
         schedule.metadata.primitives[CUT_AT_MARKS].update(numbers)
         top = schedule.get_top_schedule()
         for path, count in schedule.checked:
@@ -67,12 +66,12 @@ class CutAtMarksPrimitive(Primitive):
 
     @staticmethod
     def init_metadata() -> set[int]:
-        """Numbers of the marks of this module's own forward that are cut at."""
+        """Return the numbers of the marks of this module's own forward that are cut."""
         return set()
 
 
 def marks_of_model(root: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
-    """Return the path of the module in whose forward each mark is, in the order in which the model runs into them.
+    """Return per mark the path of the module whose forward has it, in the order in which the model reaches them.
 
     Args:
         root: The model.

@@ -1,4 +1,4 @@
-"""A partition as text: for a look at what each stage runs, holds, receives and sends, and at its code."""
+"""A partition as text: the modules, parameters and transfers of each stage, and its code."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _SPACES = {"torch": torch, "F": F, "operator": operator}
 
 
 def describe(partitioned: Program | Schedule, code: bool = False) -> str:
-    """The stages as text to print: modules, parameters, what is received, read from the batch and sent, bytes, and ties.
+    """Return a text of the stages: modules, parameters, received values, batch arguments, sent values, bytes and ties.
 
-    Shapes and bytes are those of one transfer, for inputs like the ones the program was made for.
+    Shapes and bytes are those of one transfer, for the inputs the program was made for.
 
     Args:
         partitioned: A program, or any handle of a schedule, which is partitioned first.
         code: Also show each stage's code; see ``stage_code``.
 
     Raises:
-        BuildError: neither of the two.
+        BuildError: the argument is neither of the two.
         BuildError, ScheduleError, TraceError: see ``generate_pipeline_partition``.
     """
     program = program_of(partitioned, "describe", "a Program or a schedule")
@@ -59,7 +59,7 @@ def describe(partitioned: Program | Schedule, code: bool = False) -> str:
 
 
 def stage_code(program: Program, stage: int) -> str:
-    """Return the operations of one stage as text that reads like Python: a line each, with shape and dtype of the result.
+    """Return the operations of one stage as Python-like text, one per line, with shape and dtype of each result.
 
     Args:
         program: The stages.
@@ -86,7 +86,7 @@ def stage_code(program: Program, stage: int) -> str:
 
 
 def _runs(paths: Iterable[str]) -> list[str]:
-    """Paths, where neighbours of a list stand together: ``h.0``, ``h.1``, ``h.2`` as ``h.0-2``."""
+    """Return the paths with consecutive members of a list joined: ``h.0``, ``h.1``, ``h.2`` become ``h.0-2``."""
     runs: list[tuple[str, list[str]]] = []
     for path in paths:
         prefix, _, name = path.rpartition(".")
@@ -171,5 +171,5 @@ def _text(value: Any) -> str:
 
 
 def _attribute(path: str) -> str:
-    """``h.0.attn`` as Python has it: ``self.h[0].attn``."""
+    """Return a path as a Python expression: ``h.0.attn`` becomes ``self.h[0].attn``."""
     return "self" + "".join(f"[{name}]" if name.isdecimal() else f".{name}" for name in path.split("."))

@@ -30,30 +30,31 @@ Boundaries = Sequence[str] | Callable[[str, nn.Module], bool]
 class PipelinePrimitive(Primitive):
     """Cut the whole model into pipeline stages: after given modules, or so that the largest stage costs least.
 
-    The stages may be uneven, and end at any depth, in an encoder and in a decoder alike. Places are looked for between the
-    model's blocks as they run, which are the members of its lists and what stands before and after these; where they are too
-    few the blocks are taken apart, as long as no more has to be sent than between blocks. Of all placements with the least
-    largest cost the one that sends least is taken, of these the most even. What the partitioner refuses is not taken.
-    Nothing is run on real weights to find the costs, which are those of the example inputs as one micro-batch.
+    The stages may be uneven, and end at any depth, in an encoder as well as in a decoder. Stages end between blocks: the
+    members of module lists, and the modules before and after these. If there are too few places, blocks are divided where no
+    more bytes cross than between blocks. Of all cuts with the least largest cost, those that send the fewest bytes are taken,
+    then the most even ones. Cuts that the partitioner refuses are skipped. The costs need no real weights,
+    and are those of the example inputs as one micro-batch.
 
-    The stages stand in ``sch.metadata.primitives["pipeline"]``, a ``StageTable``, and are logged.
+    ``sch.metadata.primitives["pipeline"]`` is the ``StageTable`` of the stages, which is also logged.
 
     Rewrite:
         h.0 .. h.11  -->  [h.0 .. h.3] [h.4 .. h.7] [h.8 .. h.11]        sch.pipeline(3)
 
     Args:
-        stages: How many; default: one per rank of the mesh's ``pp`` axis. Each rank must get as many.
-        boundaries: Instead: after which modules a stage ends, paths below the model or globs; or a function of a module's
-            path and the module that says so for each. Where it says so of the module that runs last, the last stage ends.
-        balance: What a stage costs. ``"parameters"``: bytes of parameters, a tied one counted where it is used first.
-            ``"flops"``: FLOPs of its forward. ``"memory"``: four times the bytes of each parameter it uses, for the weight, the
-            gradient and two states of the optimizer in the weight's dtype, once for a frozen one; and what its forward saves
-            for the backward, as often as it has micro-batches in flight under 1F1B: ``min(stages - stage, microbatches)``.
-        microbatches: Parts of a batch, for ``"memory"``; default: as many as there are stages.
-        leaf_modules: Modules that no stage ends in, a vision part for one: classes, class names or globs of paths, or one.
+        stages: Number of stages; default: one per rank of the mesh's ``pp`` axis. It must be a multiple of these ranks.
+        boundaries: Alternative to ``stages``: the modules after which a stage ends, as paths below the model or globs; or a
+            function of a module's path and the module that returns whether a stage ends after it. For the module that runs
+            last, True ends the last stage.
+        balance: Cost of a stage. ``"parameters"``: bytes of parameters; a tied one counts where it is used first. ``"flops"``:
+            FLOPs of its forward. ``"memory"``: four times the bytes of each trained parameter, for the weight, the gradient
+            and two optimizer states in the weight's dtype, and the bytes of each frozen one; plus the bytes its forward saves
+            for the backward, times the micro-batches in flight under 1F1B, ``min(stages - stage, microbatches)``.
+        microbatches: Micro-batches per batch, for ``"memory"``; default: the number of stages.
+        leaf_modules: Modules that no stage ends in, such as a vision tower: one or several classes, class names or globs.
 
     Raises:
-        ScheduleError: not the whole model, cut already, no example inputs, an argument that is wrong, or too many stages.
+        ScheduleError: not the whole model, cut already, no example inputs, an invalid argument, or too many stages.
         TraceError: the model cannot be traced, or the partitioner refuses; see ``cut_pipeline_stage``.
     """
 
@@ -70,7 +71,7 @@ class PipelinePrimitive(Primitive):
         microbatches: int | None = None,
         leaf_modules: Leaves = None,
     ) -> tuple[StageTable, CachedTrace]:
-        """Find the cuts."""
+        """Find the cuts; return their table and the trace for the build."""
         _check_model(schedule)
         _check_options(balance, microbatches)
         inputs = unshared_tensors(named_batch(schedule.mod, schedule.example_inputs))
@@ -101,7 +102,7 @@ class PipelinePrimitive(Primitive):
         microbatches: int | None = None,
         leaf_modules: Leaves = None,
     ) -> None:
-        """Cut there."""
+        """Cut the model at the modules that ``check`` found."""
         table: StageTable
         table, kept = schedule.checked
         for path in table.cuts:
@@ -112,7 +113,7 @@ class PipelinePrimitive(Primitive):
 
 
 def _leaves(model: nn.Module, leaf_modules: Leaves) -> set[str]:
-    """Paths of the modules that the argument names."""
+    """Return the paths of the modules that the argument names."""
     named = named_leaves(model, leaf_modules, primitive=NAME)
     return {path for path, module in model.named_modules() if id(module) in named}
 
@@ -166,7 +167,7 @@ def _check_ranks(schedule: Schedule, number: int) -> None:
 
 
 def _paths_of_entries(schedule: Schedule, boundaries: Sequence[str]) -> list[str]:
-    """Paths of the modules that the entries name."""
+    """Return the paths of the modules that the entries match."""
     given = "paths or globs of modules after which a stage ends, e.g. ['h.3', 'h.7']"
     if isinstance(boundaries, str) or not isinstance(boundaries, Sequence):
         raise _error(f"boundaries is {boundaries!r}; give a list of {given}")
@@ -187,7 +188,7 @@ def _paths_of_entries(schedule: Schedule, boundaries: Sequence[str]) -> list[str
 
 
 def _paths_of_policy(schedule: Schedule, accepts: Callable[[str, nn.Module], bool]) -> list[str]:
-    """Paths of the modules that a policy accepts."""
+    """Return the paths of the modules that a policy accepts."""
     found = [path for path, module in schedule.mod.named_modules() if path and accepts(path, module)]
     if not found:
         raise _error("boundaries accepts no module; let the function return True for those after which a stage ends")

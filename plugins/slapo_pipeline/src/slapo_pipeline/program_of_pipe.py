@@ -1,4 +1,4 @@
-"""A program from a ``torch.distributed.pipelining.Pipe`` that torch has made already."""
+"""The program of a ready ``Pipe`` of ``torch.distributed.pipelining``."""
 
 from __future__ import annotations
 
@@ -39,38 +39,38 @@ __all__ = ["program_of_pipe"]
 
 _TABLES = ("_parameters", "_buffers")
 _pipe_options: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
-"""Model to the ``Pipe`` that the build under way was given."""
+"""Model to the ``Pipe`` that the current build was given."""
 
 
 def store_pipe_option(schedule: Schedule, config: dict[str, Any]) -> None:
-    """Take the option ``pipe`` of a build out of its options, for ``program_of_pipe_option``."""
+    """Move the build option ``pipe`` out of the options, for ``program_of_pipe_option``."""
     _pipe_options.pop(schedule.root_module, None)
     if (pipe := config.pop("pipe", None)) is not None:
         _pipe_options[schedule.root_module] = pipe
 
 
 def program_of_pipe_option(schedule: Schedule) -> Program | None:
-    """The program of the ``Pipe`` that the build under way was given, once; None where it was given none."""
+    """Return the program of the ``Pipe`` that the current build was given, once; None without one."""
     pipe = _pipe_options.pop(schedule.root_module, None)
     return None if pipe is None else program_of_pipe(pipe, schedule)
 
 
 def program_of_pipe(pipe: Any, schedule: Schedule) -> Program:
-    """The program whose stages are those of a ready ``Pipe``, on the parameters of the schedule's model.
+    """Return a program of the stages of a ready ``Pipe``, on the parameters of the schedule's model.
 
     Parameters have their names in the model; one that torch copied for several stages is one again, and its stages are listed
-    in ``ties``. What a stage does not send to its neighbour passes through the stages between. The result has the structure
-    of the model's. The model and the stages run once on the example inputs, to find what crosses and to compare the results.
+    in ``ties``. A value for a stage that is not the next one passes through the stages between. The result has the structure
+    of the model's. The model and the stages run once on the example inputs, to find the boundaries and compare the results.
 
     Args:
-        pipe: From ``torch.distributed.pipelining.pipeline(model, ...)``, which is not changed; or from ``slapo.pipeline``, made
-            of the very model of the schedule, and without parameters that are transmitted.
+        pipe: From ``torch.distributed.pipelining.pipeline(model, ...)``; it does not change. Or from ``slapo.pipeline``, made
+            of the schedule's own model and without transmitted parameters.
         schedule: Of the same model, in the mode the ``Pipe`` was made in, without steps; its ``example_inputs`` are a
             micro-batch of the shapes that the ``Pipe`` was made with, with a tensor of its own for each argument.
 
     Raises:
-        BuildError: no ``Pipe``, or not one of this model: other parameters, arguments or results; the schedule has steps, which
-            the ``Pipe`` knows nothing of, or no example inputs; the mesh has a number of pipeline ranks that does not fit.
+        BuildError: no ``Pipe``, or one of another model, with other parameters, arguments or results; the schedule has steps,
+            which the ``Pipe`` lacks, or no example inputs; the number of stages is no multiple of the pipeline ranks.
     """
     if isinstance(pipe, Pipe):
         return _own_program(pipe, schedule)
@@ -79,9 +79,7 @@ def program_of_pipe(pipe: Any, schedule: Schedule) -> Program:
     graphs = [pipe.get_stage_module(index) for index in range(len(calls.arguments))]
     inputs = unshared_tensors(named_batch(root, schedule.example_inputs))
     if unknown := [name for name in calls.inputs if name not in forward_signature(root).parameters]:
-        raise BuildError(
-            f"the Pipe takes {unknown[0]!r}, no argument of the model; tensors inside of structures cannot be named"
-        )
+        raise BuildError(f"the Pipe takes {unknown[0]!r}, no argument of the model; tensors inside structures cannot be named")
     if missing := [name for name in calls.inputs if name not in inputs]:
         raise BuildError(f"the Pipe takes {missing[0]!r}, which the example inputs lack; give them all that it was made with")
     keep = assign_modules(root, [_tensors_of(graph, root) for graph in graphs])
@@ -118,7 +116,7 @@ def program_of_pipe(pipe: Any, schedule: Schedule) -> Program:
 
 
 def _own_program(pipe: Pipe, schedule: Schedule) -> Program:
-    """The program of a ``Pipe`` of our own stages."""
+    """Return the program of a ``Pipe`` of this package."""
     program = pipe.program
     if program.module is not schedule.root_module:
         raise BuildError("the Pipe was made of another model; make it of the schedule's, which it leaves as it is")
@@ -130,14 +128,14 @@ def _own_program(pipe: Pipe, schedule: Schedule) -> Program:
 
 
 class TorchPipeStage(nn.Module):
-    """A stage of a ``Pipe``, called as a ``Stage`` is, that holds its part of the model under the model's names.
+    """A stage of torch's ``Pipe`` with the calling convention of ``Stage``, and the model's parameters under their names.
 
     Args:
         graph: The stage's module in the ``Pipe``.
         root: The model.
-        keep: Paths of what the stage holds.
-        calls: Of the ``Pipe``.
-        index: Of the stage.
+        keep: Paths of the members that the stage holds.
+        calls: Calls of all stages of the ``Pipe``.
+        index: Index of the stage.
     """
 
     def __init__(self, graph: nn.Module, root: nn.Module, keep: set[str], calls: StageCalls, index: int) -> None:
@@ -163,7 +161,7 @@ class TorchPipeStage(nn.Module):
         self._is_last = last
 
     def forward(self, *received: torch.Tensor, **batch: Any) -> Any:
-        """Run the stage: what it sends on, or the model's result."""
+        """Run the stage; return the values that it sends on, or the model's result."""
         known = {**dict(zip(self.received, received, strict=True)), **{name: batch[name] for name in self.batch_inputs}}
         result = self.__dict__["pipe_module"](*_with_values(self._arguments, known))
         known.update({name: result if place is None else result[place] for name, place in self._values.items()})
@@ -202,7 +200,7 @@ def _check_fits(num_stages: int, schedule: Schedule) -> None:
 
 
 def _tensors_of(graph: nn.Module, root: nn.Module) -> set[str]:
-    """Names of the model's tensors that a stage holds; parameters the model has not are an error."""
+    """Return the names of the model's tensors that a stage holds; refuse parameters that the model lacks."""
     own = {**dict(root.named_parameters(remove_duplicate=False)), **dict(root.named_buffers(remove_duplicate=False))}
     parameters = dict(graph.named_parameters(remove_duplicate=False))
     for name, tensor in parameters.items():
@@ -213,13 +211,13 @@ def _tensors_of(graph: nn.Module, root: nn.Module) -> set[str]:
 
 
 def _with_shared_tables(graph: nn.Module, held: nn.Module | None) -> nn.Module:
-    """A copy of a stage's modules that share the tables of parameters and buffers with those of the same path in ``held``."""
+    """Copy a stage's modules; each copy shares the tables of parameters and buffers with the module of its path in ``held``."""
     copied: nn.Module = object.__new__(type(graph))
     copied.__dict__.update(graph.__dict__)
     if held is not None:
         known = {name for table in _TABLES for name in held.__dict__[table]}
         for name, constant in graph._buffers.items():
-            if name not in known:  # a tensor of the forward's, no buffer of the model's
+            if name not in known:  # a constant of the forward, no buffer of the model
                 held.register_buffer(name, constant, persistent=False)
         for table in _TABLES:
             copied.__dict__[table] = held.__dict__[table]
@@ -232,14 +230,14 @@ def _with_shared_tables(graph: nn.Module, held: nn.Module | None) -> nn.Module:
 
 
 def _paths(graph: nn.Module, root: nn.Module) -> Iterator[str]:
-    """Modules of the model that a stage runs: those without modules of their own."""
+    """Yield the paths of the model's modules without children that a stage runs."""
     for path, module in graph.named_modules():
         if path and not module._modules and hasattr(module, "graph") and paths.find(root, path) is not None:
             yield path
 
 
 def _run(root: nn.Module, modules: Sequence[TorchPipeStage], inputs: Mapping[str, Any]) -> list[tuple[Boundary, ...]]:
-    """Run the model and the stages on the same inputs: what crosses. Results that differ are an error."""
+    """Run the model and the stages on the same inputs; return the boundaries. Results that differ are an error."""
     with _restored_state(root), torch.enable_grad():
         state = torch.random.get_rng_state()
         args, kwargs = call_arguments(root, inputs)
@@ -268,7 +266,7 @@ def _run(root: nn.Module, modules: Sequence[TorchPipeStage], inputs: Mapping[str
 
 
 def _check_owners(root: nn.Module, modules: Sequence[TorchPipeStage], changed: set[int]) -> None:
-    """Each process has buffers of its own: what one stage changes, no other may use."""
+    """Refuse a buffer that one stage changes and another uses: every process has a copy of its own."""
     for name, tensor in root.named_buffers():
         users = [module.index for module in modules if any(tensor is own for own in module.buffers())]
         if id(tensor) in changed and len(users) > 1:
@@ -294,7 +292,7 @@ def _is_close(given: Any, expected: Any) -> bool:
 
 @contextmanager
 def _restored_state(root: nn.Module) -> Iterator[None]:
-    """Put buffers and random numbers back at the end."""
+    """Restore buffers and random states at the end of the context."""
     before = copy.deepcopy({name: tensor.detach() for name, tensor in root.named_buffers()})
     devices = {tensor.device for tensor in root.parameters() if tensor.device.type not in ("cpu", "meta")}
     try:

@@ -1,4 +1,4 @@
-"""From a number of stages to the modules that end them."""
+"""Search for the modules that end a given number of stages, so that the largest stage costs least."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .stage_table import StageRow, StageTable
 from .unit_costs import Costs
 
 _MAX_REFUSALS = 16
-"""Placements that the partitioner may refuse before the search ends."""
+"""Choices of cuts that the partitioner may refuse before the search ends."""
 
 
 def given_cuts(
@@ -32,25 +32,25 @@ def given_cuts(
     *,
     all_end: bool = True,
 ) -> tuple[StageTable, CachedTrace]:
-    """The stages that end after given modules, and the trace that shows them.
+    """Return the stages that end after given modules, and the trace they were found in.
 
     Args:
         root: The model.
         inputs: A batch, by name.
-        ends: Paths, in any order.
-        balance: What to show of each stage; see ``Costs``.
-        microbatches: How many a batch has; default: as many as there are stages.
-        all_end: Whether one after which nothing runs is an error; else it ends the last stage.
+        ends: Paths of the modules, in any order.
+        balance: The cost to show of each stage; see ``Costs``.
+        microbatches: Micro-batches per batch; default: the number of stages.
+        all_end: Whether a module with nothing after it is an error; else it ends the last stage.
 
     Raises:
-        ScheduleError: one does not run, or nothing runs between two or after the last.
-        TraceError: the partitioner refuses them.
+        ScheduleError: a module does not run, or nothing runs between two of them or after the last.
+        TraceError: the partitioner refuses these stages.
     """
     units = Units(root, inputs, ends, ends, all_end=all_end)
     cuts = tuple(range(1, len(units)))
     if (refusal := units.refusal(cuts)) is not None:
         raise refusal
-    return _table(units, Costs(units, balance, len(units), microbatches or len(units)), cuts), units.kept()
+    return _table(units, Costs(units, balance, len(units), microbatches or len(units)), cuts), units.cached_trace()
 
 
 def search_cuts(
@@ -61,37 +61,37 @@ def search_cuts(
     microbatches: int | None,
     leaves: Collection[str] = (),
 ) -> tuple[StageTable, CachedTrace]:
-    """The stages whose largest cost is least, and the trace that shows them.
+    """Return the stages whose largest cost is least, and the trace they were found in.
 
     Args:
         root: The model.
         inputs: A batch, by name.
-        stages: How many.
-        balance: What to balance; see ``Costs``.
-        microbatches: How many a batch has; default: as many as there are stages.
+        stages: Number of stages.
+        balance: The cost to balance; see ``Costs``.
+        microbatches: Micro-batches per batch; default: the number of stages.
         leaves: Paths of modules that no stage ends in.
 
     Raises:
         ScheduleError: the model has too few places where a stage can end.
-        TraceError: the model cannot be traced, or the partitioner refuses all placements.
+        TraceError: the model cannot be traced, or the partitioner refuses all choices of cuts.
     """
     search = _Search(root, inputs, stages, balance, microbatches or stages, leaves)
-    level, placement = search.coarse()
-    while (whole := _split_largest_stage(level, placement)) != level.units.whole:
+    level, choice = search.coarse()
+    while (whole := _split_largest_stage(level, choice)) != level.units.whole:
         try:
             finer = search.level(whole)
             better = finer.best()
         except (ScheduleError, TraceError):
-            break  # what is inside the blocks is of no use; they stay whole
-        if better.largest >= placement.largest:
+            break  # the blocks cannot be divided; keep the cuts between them
+        if better.largest >= choice.largest:
             break
-        level, placement = finer, better
-    level.warn_of_refused(placement)
-    return _table(level.units, level.costs, placement.cuts), level.units.kept()
+        level, choice = finer, better
+    level.warn_of_refused(choice)
+    return _table(level.units, level.costs, choice.cuts), level.units.cached_trace()
 
 
 class _Search:
-    """The search for one placement, in blocks that are taken apart further and further."""
+    """The search for one choice of cuts, at levels that divide the blocks further and further."""
 
     def __init__(
         self,
@@ -105,14 +105,14 @@ class _Search:
         self.root, self.inputs, self.stages, self.balance, self.microbatches = root, inputs, stages, balance, microbatches
         self.leaves = leaves
         self.widest: int | None = None
-        """Bytes that cross between the members of lists; a place where more crosses is none."""
+        """Largest number of bytes that cross between members of module lists; a cut that more bytes cross is not taken."""
 
     def level(self, whole: Sequence[str]) -> _Level:
-        """The model with these blocks whole."""
+        """Return the level at which these blocks are whole."""
         return _Level(self, Units(self.root, self.inputs, whole))
 
     def coarse(self) -> tuple[_Level, CutChoice]:
-        """The best placement between blocks that are taken apart only as far as there are too few."""
+        """Return the best cuts between blocks; blocks are divided only while there are too few places."""
         level = self.level(blocks(self.root, self.leaves))
         self.widest = _largest_crossing(level)
         while True:
@@ -132,7 +132,7 @@ class _Search:
 
 
 class _Level:
-    """The model as a row of units, and what the stages made of them cost."""
+    """The model as a sequence of units, and the costs of stages of these units."""
 
     def __init__(self, search: _Search, units: Units) -> None:
         self.search, self.units = search, units
@@ -142,7 +142,7 @@ class _Level:
 
     @property
     def wide(self) -> list[int]:
-        """Cuts that more crosses than the places between members of lists."""
+        """Cuts that more bytes cross than any place between members of module lists."""
         widest = self.search.widest
         return [cut for cut, size in enumerate(self.sent, 1) if widest is not None and size > widest]
 
@@ -157,19 +157,19 @@ class _Level:
         return Costs(self.units, self.search.balance, self.search.stages, self.search.microbatches)
 
     def best(self) -> CutChoice:
-        """The best placement that is not refused; or what the partitioner says of the best."""
+        """Return the best cuts that are not refused; raise the partitioner's error for the best if all are."""
         first: ScheduleError | TraceError | None = None
-        for placement in islice(
+        for choice in islice(
             cuts_by_cost(self.costs, self.sent, self.search.stages, [*self.refused, *self.wide]), _MAX_REFUSALS
         ):
-            err = self.units.refusal(placement.cuts) or _refusal(self.units, placement.cuts)
+            err = self.units.refusal(choice.cuts) or _refusal(self.units, choice.cuts)
             if err is None:
-                return placement
+                return choice
             first = first or err
         raise first or _too_few_places(self.search.stages, self.num_places)
 
     def warn_of_refused(self, taken: CutChoice) -> None:
-        """Say what would be better, were it not refused."""
+        """Warn if refused cuts would have a smaller largest cost."""
         better = best_cuts(self.costs, self.sent, self.search.stages, self.wide)
         if better is None or better.largest >= taken.largest:
             return
@@ -181,23 +181,23 @@ class _Level:
         get_logger().warning(message, more * 100, where, refusal)
 
 
-def _split_largest_stage(level: _Level, placement: CutChoice) -> list[str]:
-    """The blocks, those of the dearest stage taken apart that cost more than stages do on average."""
-    units, ends = level.units, [0, *placement.cuts, len(level.units)]
+def _split_largest_stage(level: _Level, choice: CutChoice) -> list[str]:
+    """Return the blocks, with those of the most expensive stage divided that cost more than the average stage."""
+    units, ends = level.units, [0, *choice.cuts, len(level.units)]
     costs = [level.costs(stage, begin, end) for stage, (begin, end) in enumerate(pairwise(ends))]
-    dearest = costs.index(placement.largest)
-    dear = {
+    largest = costs.index(choice.largest)
+    expensive = {
         unit
-        for unit in range(ends[dearest], ends[dearest + 1])
-        if level.costs(dearest, unit, unit + 1) * len(costs) > sum(costs)
+        for unit in range(ends[largest], ends[largest + 1])
+        if level.costs(largest, unit, unit + 1) * len(costs) > sum(costs)
     }
-    opened = {path for unit, path in units.calls() if unit in dear}
+    divided = {path for unit, path in units.calls() if unit in expensive}
     leaves = level.search.leaves
-    return [part for path in units.whole for part in (inner_blocks(units.root, path, leaves) if path in opened else [path])]
+    return [part for path in units.whole for part in (inner_blocks(units.root, path, leaves) if path in divided else [path])]
 
 
 def _largest_crossing(level: _Level) -> int | None:
-    """Bytes that cross between the members of lists; None where no stage can end at any."""
+    """Return the largest number of bytes that cross between members of module lists; None if no stage can end there."""
     units = level.units
     sizes = [
         size for path, size in zip(units.paths, level.crossing, strict=True) if size is not None and is_member(units.root, path)
@@ -214,7 +214,7 @@ def _too_few_places(stages: int, places: int) -> ScheduleError:
 
 
 def _refusal(units: Units, cuts: Sequence[int]) -> ScheduleError | TraceError | None:
-    """Why the partitioner refuses, where it takes less of the model apart than it was for finding places."""
+    """Return the partitioner's error, or None. Needed only where the partitioner inlines fewer modules than the search did."""
     paths = [units.paths[cut - 1] for cut in cuts]
     if inlined_paths(paths) == inlined_paths(units.whole):
         return None

@@ -1,4 +1,4 @@
-"""What stages a model has come to, as a table to read."""
+"""Table of a model's stages: modules, parameters, costs and received bytes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class StageRow:
     Args:
         first: Path of the first module it runs.
         last: Path of the last.
-        parameters: How many numbers its parameters hold; one of several stages counts in each.
-        parameter_bytes: Their size.
-        cost: What was balanced: bytes of the parameters that are used here first, FLOPs of a forward, or bytes of memory.
+        parameters: Number of elements of its parameters; a shared parameter counts in each of its stages.
+        parameter_bytes: Bytes of its parameters.
+        cost: The balanced cost: bytes of the parameters that are used here first, FLOPs of a forward, or bytes of memory.
         received: Bytes it receives from the stage before.
     """
 
@@ -34,9 +34,9 @@ class StageTable:
     """The stages in order; printed as a table.
 
     Args:
-        balance: What ``cost`` is of each stage: ``"parameters"``, ``"flops"`` or ``"memory"``.
-        stages: In order.
-        cuts: Paths of the modules that end them, but for the last.
+        balance: Kind of the costs: ``"parameters"``, ``"flops"`` or ``"memory"``.
+        stages: One row per stage.
+        cuts: Paths of the modules that end all stages but the last.
     """
 
     balance: str
@@ -60,7 +60,7 @@ class StageTable:
 
 
 def _with_prefix(amount: int) -> str:
-    """Three digits and a decimal prefix: ``1.23 M``."""
+    """Format a number with three digits and a decimal prefix: ``1.23 M``."""
     value, prefix = float(amount), 0
     while value >= 999.5 and prefix + 1 < len(_PREFIXES):
         value, prefix = value / 1000, prefix + 1

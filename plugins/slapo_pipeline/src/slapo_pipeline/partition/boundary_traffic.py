@@ -1,4 +1,4 @@
-"""How many bytes cross each boundary of a program, with every micro-batch."""
+"""Bytes that cross each boundary of a program with every micro-batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slapo_core import Boundary, Program
 
 @dataclass(frozen=True)
 class BoundaryValues:
-    """What crosses one boundary with every micro-batch.
+    """The values that cross one boundary with every micro-batch.
 
     Args:
         values: Sent by one stage to the next, in order.
@@ -31,7 +31,7 @@ class BoundaryValues:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What crosses the boundaries of a program; as text it is a table.
+    """The values that cross the boundaries of a program; ``str`` gives a table.
 
     Args:
         boundaries: In order; the first lies between stages 0 and 1.
@@ -52,14 +52,14 @@ class Traffic:
 
 
 def boundary_bytes(program: Program) -> Traffic:
-    """The bytes that one micro-batch of the shape the program was made for sends over each boundary, and back.
+    """Return the bytes that one micro-batch sends over each boundary, forward and backward.
 
     Args:
-        program: In stages.
+        program: The program; the bytes are those of the input shapes it was made for.
     """
     return Traffic(tuple(BoundaryValues(stage.inputs) for stage in program.stages[1:]))
 
 
 def value_bytes(value: Boundary) -> int:
-    """Bytes of one value."""
+    """Return the bytes of one value."""
     return math.prod(value.shape) * value.dtype.itemsize

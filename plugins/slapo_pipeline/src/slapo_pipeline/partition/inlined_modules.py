@@ -1,4 +1,4 @@
-"""What a plan took over from the modules that it took apart: a plan is good for as long as they stay as they were."""
+"""The modules that a program's graphs inline; the program is valid until their hooks, wrappers or tensors are replaced."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _TABLES = ("_modules", "_parameters", "_buffers")
 
 
 class InlinedModules:
-    """The modules that a plan took apart.
+    """The hooks, wrappers, modules and tensors of a model at the time it was cut.
 
     Args:
         root: The model.
-        paths: Paths of modules that were taken apart; those around them were too.
-        used: Per stage the paths of modules, parameters and buffers that it calls or reads.
+        paths: Paths of the inlined modules; the modules around them are inlined, too.
+        used: Per stage the paths of the modules, parameters and buffers that it calls or reads.
         stages: The modules of the stages.
     """
 
@@ -38,12 +38,15 @@ class InlinedModules:
                 ):  # no constant of the graph
                     self._used[-1][1].setdefault(tuple(outer), []).append(name)
 
-    def is_wrapped_anew(self, root: nn.Module) -> bool:
-        """Whether hooks or wrappers of a module that was taken apart came or went."""
+    def wrapping_changed(self, root: nn.Module) -> bool:
+        """Return whether an inlined module gained or lost a hook or wrapper."""
         return any(_wrapping(_module_at(root, path)) != before for path, before in self._wrapping.items())
 
-    def is_replaced(self, root: nn.Module) -> bool:
-        """Whether the model has another module, parameter or buffer now than a stage: engines replace them in both."""
+    def has_replaced_members(self, root: nn.Module) -> bool:
+        """Return whether a module, parameter or buffer of the model is no longer the one a stage has.
+
+        An engine replaces a member in both, which is no difference.
+        """
         return any(
             _member(held, name) is not _member(holds, name)
             for stage, holders in self._used

@@ -19,14 +19,14 @@ from .stage_module import StageGuard, with_strides
 
 
 class StageArguments(NamedTuple):
-    """Arguments, names and liveness of the stages of a partitioned module, in the order of its graph: the same on every rank.
+    """Arguments, names and liveness of the stages of a partitioned module, in the order of its graph; equal on every rank.
 
-    A value out of a tuple is named ``node.0``, ``node.0.1``, …
+    An item of a tuple is named ``node.0``, ``node.0.1``, …
 
     Args:
         stage_id_2_arg_names: Stage to the names of its arguments.
         stage_id_2_name: Stage to its name.
-        liveness: Stage to the names of the tensors that must be alive when it starts: those it or a later one reads.
+        liveness: Stage to the names of the tensors that must be alive when it starts: those that it or a later stage reads.
     """
 
     stage_id_2_arg_names: dict[int, list[str]]
@@ -37,11 +37,11 @@ class StageArguments(NamedTuple):
 class PartitionedModule(fx.GraphModule):
     """The stages of a program as children, ``submod_0``, ``submod_1`` and so on, on the very parameters of the model.
 
-    It is called as the model. For inputs of other shapes, or in the other mode, the model is cut anew, at the same places.
+    The module is called as the model is. Inputs of other shapes, or the other mode, have the model cut anew at the same places.
 
     Args:
         program: The stages.
-        name: The name of a stage's child.
+        name: Function from the index of a stage to the name of its child.
     """
 
     program: Program
@@ -59,7 +59,7 @@ class PartitionedModule(fx.GraphModule):
         self.training = program.module.training
 
     def recompile(self) -> Any:
-        """Compile the graph; it runs as ``run_stages``, where the call is one it was made for."""
+        """Compile the graph as ``run_stages``, which serves calls like the one it was made for; ``forward`` stays ours."""
         code = super().recompile()
         cls: Any = type(self)
         cls.run_stages = cls.forward
@@ -92,7 +92,7 @@ class PartitionedModule(fx.GraphModule):
         return module.run_stages(**{name: batch[name] for name in names if name in batch})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PartitionedModule:
-        """A copy of the model and its stages, for inputs of the same shapes."""
+        """Copy the model and its stages; the copy serves inputs of the same shapes alone."""
         program = self.program
         module = copy.deepcopy(program.module, memo)
         stages = tuple(dataclasses.replace(stage, module=copy.deepcopy(stage.module, memo)) for stage in program.stages)
@@ -100,10 +100,10 @@ class PartitionedModule(fx.GraphModule):
 
 
 def stage_arguments(graph: fx.Graph) -> StageArguments:
-    """Return what the graph of a partitioned module tells of its stages: each call of a module is one.
+    """Return the arguments, names and liveness of the stages in the graph of a partitioned module.
 
     Args:
-        graph: Placeholders, calls of modules in order, parts of their results, and an output.
+        graph: Placeholders, one call of a module per stage in order, items of their results, and an output.
     """
     calls = list(graph.find_nodes(op="call_module"))
     stage_of = {call: index for index, call in enumerate(calls)}
@@ -131,7 +131,7 @@ def _values(call: fx.Node) -> Iterator[fx.Node]:
 
 
 def _name_and_source(node: fx.Node) -> tuple[str, fx.Node]:
-    """The name of a value and the node whose part it is."""
+    """Return the name of a value and the node that it is an item of."""
     keys: list[str] = []
     while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         keys.append(str(node.args[1]))
@@ -141,15 +141,15 @@ def _name_and_source(node: fx.Node) -> tuple[str, fx.Node]:
 
 
 class _StageCall(NamedTuple):
-    """A stage that takes what it reads and gives what it makes; what passes through it is left out.
+    """A stage without the values that it only passes on.
 
     Args:
-        stage: Its number.
-        module: Its module.
-        reads: Names of the values it receives.
-        batch: Names of the model's arguments it reads.
-        gives: Names of the values in its result; None where that is the model's.
-        is_tuple: Whether its result is a tuple of these.
+        stage: Index of the stage.
+        module: Module of the stage.
+        reads: Names of the received values that it reads.
+        batch: Names of the model's arguments that it reads.
+        gives: Names of the values in its result; None if the result is the model's.
+        is_tuple: Whether the result is a tuple of these values.
     """
 
     stage: int
@@ -185,15 +185,15 @@ def _stage_call(stage: Stage, sent: list[str] | None) -> _StageCall:
 
 
 def is_used(node: fx.Node, is_last: bool) -> bool:
-    """Return whether more is done with a received value than to put it back in its layout and to send it on.
+    """Return whether a stage does more with a received value than restore its strides and send it on.
 
-    What the last stage gives is not sent on, but is the model's result.
+    The output of the last stage counts as a use, as it is the model's result.
     """
     return any(is_used(user, is_last) if user.target is with_strides else is_last or user.op != "output" for user in node.users)
 
 
 def _without(graph: fx.Graph, passed: set[fx.Node], sent: list[str] | None, gives: list[str] | None) -> fx.Graph:
-    """A copy of a stage's graph without what passes through it."""
+    """Copy a stage's graph without the values that it only passes on."""
     copied, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     result: Any = copied.graph_copy(graph, copies)
     if sent is not None and gives is not None:
@@ -220,7 +220,7 @@ def _graph(program: Program, parts: list[_StageCall], name: Callable[[int], str]
             args, kwargs = call_arguments(program.module, known)
         result = graph.call_module(name(part.stage), args, dict(kwargs))
         for index, value in enumerate(part.gives or ()):
-            # what passes through a stage that was not traced here has a name already
+            # a stage that was not traced here also returns values that it passes on; these have a node already
             known[value] = graph.call_function(operator.getitem, (result, index)) if part.is_tuple else result
     graph.output(result)
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output", "call_module"))
@@ -228,7 +228,7 @@ def _graph(program: Program, parts: list[_StageCall], name: Callable[[int], str]
 
 
 def _inputs(program: Program, parts: list[_StageCall]) -> list[str]:
-    """The model's arguments that some stage reads, in the order of its forward."""
+    """Return the model's arguments that some stage reads, in the order of its signature."""
     parameters = forward_signature(program.module).parameters
     if len(parts) == 1 and not parts[0].batch:
         several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -1,4 +1,4 @@
-"""From a schedule with cuts to a program in stages."""
+"""Partitioning of a schedule with cuts into a program of stages, and the cache of such programs."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ _MAX_PROGRAMS = 16
 
 
 def partition(schedule: Schedule) -> Program | None:
-    """The program in stages, or None when the schedule has no cuts.
+    """Return the program in stages, or None if the schedule has no cuts.
 
     Raises:
-        BuildError: the mesh has another number of pipeline ranks; no example inputs, and a forward that ``torch.fx`` cannot
-            trace; a module around a cut was wrapped since; a parameter of a lazy module has no shape yet.
-        ScheduleError: a cut leaves a stage without anything to run.
-        TraceError: the model cannot be traced, or something that is no tensor would have to cross a boundary.
+        BuildError: the number of stages is no multiple of the mesh's pipeline ranks; no example inputs, and a forward that
+            ``torch.fx`` cannot trace; a module around a cut was wrapped later; a lazy parameter has no shape yet.
+        ScheduleError: a cut leaves a stage with no node to run.
+        TraceError: the model cannot be traced, or a value that is not a tensor would have to cross a boundary.
     """
     places = cuts(schedule.journal)
     if not places:
@@ -76,25 +76,25 @@ def partition(schedule: Schedule) -> Program | None:
 
 
 def pipeline_ranks(mesh: DeviceMesh | None) -> int | None:
-    """Size of the mesh's axis ``pp``; None without one."""
+    """Return the size of the mesh's axis ``pp``, or None if there is no such axis."""
     return mesh["pp"].size() if mesh is not None and "pp" in (mesh.mesh_dim_names or ()) else None
 
 
 class _CachedProgram(NamedTuple):
     program: Program
     attributes: Attributes
-    opened: InlinedModules
-    conditions: ValueGuard
+    inlined: InlinedModules
+    value_guard: ValueGuard
 
 
 class Partitioner:
-    """Cuts one model at fixed places, for any shape of input.
+    """Divider of one model at fixed cuts, for inputs of any shape.
 
     Args:
         root: The model.
         places: Paths of the modules that end a stage.
         mesh: Device mesh, or None in one process.
-        kept: A trace of it, from placing the cuts.
+        kept: Trace of the model from the search for cuts.
     """
 
     def __init__(self, root: nn.Module, places: list[str], mesh: DeviceMesh | None, kept: CachedTrace | None = None) -> None:
@@ -103,25 +103,25 @@ class Partitioner:
         self._state = StateOwnership(root)
 
     def program(self, training: bool, inputs: Mapping[str, Any]) -> Program:
-        """The program for a mode and for inputs like these; see ``Program.replan``.
+        """Return the program for a mode and for inputs like these; see ``Program.replan``.
 
-        Which parameters are trained counts too, as it decides what gradients cross; so do the types of all, which engines
-        change. And so do values of the batch that the forward's Python code asks for. And so does what the graph has taken over
-        from modules: where an attribute, hook, parameter, buffer or submodule is another one now, a new program is made.
+        A program serves a call with the same mode, shapes, trained parameters (they decide which gradients cross), dtypes
+        (engines change them), and values of the batch that the forward's Python code reads. It is made anew if an attribute,
+        hook, parameter, buffer or submodule that its graphs inline was replaced.
 
         Raises:
-            BuildError: a module around a cut was wrapped since.
+            BuildError: a module around a cut was wrapped later.
         """
         parameters = [(parameter.requires_grad, parameter.dtype) for parameter in self.root.parameters()]
         trained, types = bytes(trained for trained, _ in parameters), hash(tuple(dtype for _, dtype in parameters))
         key = repr((training, torch.is_grad_enabled(), trained, types, autocast_state(), fingerprint(dict(inputs))))
         with _training_mode(self.root, training):
             plans = self._programs.setdefault(key, [])
-            plan = next((plan for plan in plans if plan.conditions.hold(inputs)), None)
-            if plan is not None and plan.opened.is_wrapped_anew(self.root):
+            plan = next((plan for plan in plans if plan.value_guard.admits(inputs)), None)
+            if plan is not None and plan.inlined.wrapping_changed(self.root):
                 check_cuts(self.root, self.places)
                 plans.clear()
-            elif plan is not None and (plan.attributes.changed(self.root) or plan.opened.is_replaced(self.root)):
+            elif plan is not None and (plan.attributes.changed(self.root) or plan.inlined.has_replaced_members(self.root)):
                 plans.clear()
             if plan is None or plan not in plans:
                 plan = self._cut(unshared_tensors(inputs))
@@ -132,10 +132,10 @@ class Partitioner:
         return plan.program
 
     def first_program(self, inputs: Mapping[str, Any] | None) -> Program:
-        """The program for example inputs; without any, that of the model's graphs, whose ``replan`` makes those with shapes.
+        """Return the program for example inputs, or one without shapes if there are none; its ``replan`` adds shapes.
 
         Raises:
-            BuildError: a forward that takes example inputs to trace.
+            BuildError: the forward cannot be traced without example inputs.
         """
         if inputs is None:
             try:
@@ -147,34 +147,34 @@ class Partitioner:
 
     def _symbolic_program(self) -> Program:
         with without_root_hooks(self.root):
-            parts = symbolic_assignment(self.root, self.places)
-        used = [_used_paths(nodes) for nodes in parts.nodes]
+            assignment = symbolic_assignment(self.root, self.places)
+        used = [_used_paths(nodes) for nodes in assignment.nodes]
         keep = assign_modules(self.root, used)
-        modules = [symbolic_stage(self.root, parts, index, kept) for index, kept in enumerate(keep)]
-        return self._assembled(parts, used, keep, modules)
+        modules = [symbolic_stage(self.root, assignment, index, kept) for index, kept in enumerate(keep)]
+        return self._assemble(assignment, used, keep, modules)
 
     def _cut(self, inputs: Mapping[str, Any]) -> _CachedProgram:
-        kept, self._kept = self._kept and self._kept.take(self.root, inputs, self.places), None
+        kept, self._kept = self._kept and self._kept.pop_if_valid(self.root, inputs, self.places), None
         with without_root_hooks(self.root):
             coarse = divide_graph(self.root, kept or trace_flat(self.root, inputs, self.places), self.places)
             fine = with_inlined_blocks(self.root, inputs, self.places, coarse)
         if fine is not None:
             try:
-                return self._of(fine, inputs)
+                return self._program_of_graph(fine, inputs)
             except TraceError:
-                get_logger().debug("pipeline: blocks stay whole, as what they are made of cannot be divided")
-        return self._of(coarse, inputs)
+                get_logger().debug("pipeline: blocks are not inlined, as their contents cannot be divided")
+        return self._program_of_graph(coarse, inputs)
 
-    def _of(self, flat: DividedGraph, inputs: Mapping[str, Any]) -> _CachedProgram:
-        root, (traced, parts) = self.root, flat
-        used = [_used_paths(nodes) for nodes in parts.nodes]
+    def _program_of_graph(self, flat: DividedGraph, inputs: Mapping[str, Any]) -> _CachedProgram:
+        root, (traced, assignment) = self.root, flat
+        used = [_used_paths(nodes) for nodes in assignment.nodes]
         keep = assign_modules(root, used)
-        modules = [stage_module(traced, root, parts, index, kept, inputs) for index, kept in enumerate(keep)]
-        program = self._assembled(parts, used, keep, modules)
+        modules = [stage_module(traced, root, assignment, index, kept, inputs) for index, kept in enumerate(keep)]
+        program = self._assemble(assignment, used, keep, modules)
         guard = guard_of(traced)
         assert guard is not None
         assert guard.attributes is not None
-        inside = {str(node.meta.get("module", "")) for nodes in parts.nodes for node in nodes}
+        inside = {str(node.meta.get("module", "")) for nodes in assignment.nodes for node in nodes}
         return _CachedProgram(
             program,
             guard.attributes,
@@ -182,14 +182,14 @@ class Partitioner:
             ValueGuard(traced, root),
         )
 
-    def _assembled(
-        self, parts: Assignment, used: list[set[str]], keep: list[set[str]], modules: Sequence[nn.Module]
+    def _assemble(
+        self, assignment: Assignment, used: list[set[str]], keep: list[set[str]], modules: Sequence[nn.Module]
     ) -> Program:
         root = self.root
-        self._state.check(parts)
+        self._state.check(assignment)
         if self.mesh is not None:
-            self._state.check_holders(used, keep)
-        stages = [_stage(index, module, parts) for index, module in enumerate(modules)]
+            self._state.check_weight_owners(used, keep)
+        stages = [_stage(index, module, assignment) for index, module in enumerate(modules)]
         move_root_hooks(root, modules, [stage.batch_inputs for stage in stages])
         named = dict(root.named_parameters())
         return Program(
@@ -214,12 +214,12 @@ def _training_mode(root: nn.Module, training: bool) -> Iterator[None]:
             module.training = mode
 
 
-def _stage(index: int, module: nn.Module, parts: Assignment) -> Stage:
-    nodes = parts.nodes[index]
+def _stage(index: int, module: nn.Module, assignment: Assignment) -> Stage:
+    nodes = assignment.nodes[index]
     return Stage(
         index=index,
         module=module,
-        inputs=tuple(map(_boundary, parts.received[index])),
+        inputs=tuple(map(_boundary, assignment.received[index])),
         batch_inputs=batch_argument_names(nodes),
         paths=tuple(dict.fromkeys(str(node.target) for node in nodes if node.op == "call_module")),
     )
@@ -235,9 +235,9 @@ def _used_paths(nodes: list[fx.Node]) -> set[str]:
 
 
 def check_cuts(root: nn.Module, places: list[str]) -> None:
-    """Refuse cuts that the model cannot be taken apart for.
+    """Refuse a cut whose module is gone, or lies inside a module that was wrapped later.
 
-    Modules around a cut are taken apart; one that was wrapped after the cut would lose what wraps it.
+    The modules around a cut are inlined, which would drop a wrapper.
     """
     for path in places:
         if paths.find(root, path) is None:

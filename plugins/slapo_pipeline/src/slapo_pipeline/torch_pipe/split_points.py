@@ -1,4 +1,4 @@
-"""Split points: where a pipe is cut, said by the names of modules."""
+"""Split points: cuts of a pipe before or after modules, given by their paths."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _POINTS_ATTRIBUTE = "_slapo_split_points"
 
 
 def annotate_split_points(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> None:
-    """Note split points on modules, for ``pipeline`` and ``Pipe.from_tracing``. Forwards stay as they are.
+    """Record split points on modules, for ``pipeline`` and ``Pipe.from_tracing``. Forwards do not change.
 
     Args:
         mod: The model.
         spec: Paths of modules below it to ``SplitPoint.BEGINNING``, before the module's forward, or ``SplitPoint.END``, after.
 
     Raises:
-        AttributeError: a path that names no module; names the last part of it that exists. Nothing was noted.
-        ValueError: no split point.
+        AttributeError: a path names no module; the message has the longest prefix that exists. Nothing was recorded.
+        ValueError: a value is not a split point.
     """
     for cut in split_points(mod, spec):
         module = mod.get_submodule(cut)
@@ -34,12 +34,12 @@ def annotate_split_points(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> Non
 
 
 def split_points(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> list[Cut]:
-    """Return the cuts that a specification stands for; the errors are those of ``annotate_split_points``."""
+    """Return the cuts of a specification; errors as for ``annotate_split_points``."""
     return [Cut(_checked(mod, path), _where(path, point)) for path, point in spec.items()]
 
 
 def annotated_points(mod: nn.Module) -> Iterator[Cut]:
-    """The cuts that were noted on modules of a model."""
+    """Yield the cuts that were recorded on the modules of a model."""
     for path, module in mod.named_modules():
         for where in module.__dict__.get(_POINTS_ATTRIBUTE, ()) if path else ():
             yield Cut(path, where)

@@ -1,4 +1,4 @@
-"""Stages that end where a function of the traced model puts marks."""
+"""Cuts by a split policy: a function that puts marks into the traced model's graph."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SplitPolicy = Callable[[fx.GraphModule], fx.GraphModule]
 
 
 class PolicyPartitioner(Partitioner):
-    """Cuts one model where a policy says, for any shape of input.
+    """Divider of one model at the marks of a policy, for inputs of any shape.
 
     Args:
         root: The model.
-        policy: Puts calls of ``pipe_split`` into the graph of the model, down to modules without modules of their own, and
-            returns it.
+        policy: Function that puts calls of ``pipe_split`` into the model's graph and returns it. In the graph every module
+            without children is one node.
     """
 
     def __init__(self, root: nn.Module, policy: SplitPolicy) -> None:
@@ -44,11 +44,11 @@ class PolicyPartitioner(Partitioner):
                 "that it is given, and return that"
             )
         positions = _positions(marked.graph)
-        return self._of(DividedGraph(flat, Assigner(marked.graph, self.root, positions).run()), inputs)
+        return self._program_of_graph(DividedGraph(flat, Assigner(marked.graph, self.root, positions).run()), inputs)
 
 
 def _leaf_paths(module: nn.Module, path: str) -> Iterator[str]:
-    """Paths of the modules that stay whole."""
+    """Yield the paths of the modules that are one node each."""
     for name, child in module._modules.items():
         here = f"{path}.{name}" if path else name
         if child is None:
@@ -65,7 +65,7 @@ def _is_traced(graph: fx.Graph) -> bool:
 
 
 def _positions(graph: fx.Graph) -> list[int]:
-    """Return the positions where stages end, and take the marks out of the graph."""
+    """Return the positions where stages end, and remove the marks from the graph."""
     positions: list[int] = []
     kept: list[fx.Node] = []
     for node in list(graph.nodes):

@@ -18,7 +18,7 @@ def named_batch(root: nn.Module, inputs: Any) -> dict[str, Any]:
 
 
 def unshared_tensors(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs with a tensor of its own for each argument: one given twice could not be told apart in a graph."""
+    """Return the inputs with one tensor object per argument: a graph cannot tell two uses of one object apart."""
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().requires_grad_(tensor.requires_grad)

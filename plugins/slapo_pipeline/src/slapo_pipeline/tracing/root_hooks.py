@@ -18,7 +18,7 @@ _TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_back
 
 @contextmanager
 def without_root_hooks(root: nn.Module) -> Iterator[None]:
-    """Take the hooks of the whole model off, but those that are traced with its forward, and put them back at the end."""
+    """Remove the hooks of the whole model while the context is open, except those that are traced with its forward."""
     tables = {name: root.__dict__[name] for name in _TABLES if not all(map(_is_traced, root.__dict__[name].values()))}
     for name, table in tables.items():
         root.__dict__[name] = OrderedDict((key, hook) for key, hook in table.items() if _is_traced(hook))
@@ -29,7 +29,7 @@ def without_root_hooks(root: nn.Module) -> Iterator[None]:
 
 
 def is_indivisible(root: nn.Module, module: nn.Module) -> bool:
-    """Return whether a module runs as one piece around a cut; the hooks of the whole model alone are no reason."""
+    """Return whether a module has hooks or wrappers, so that no cut can lie inside; hooks of the whole model move instead."""
     if module is not root:
         return is_opaque(module)
     with without_root_hooks(root):
@@ -39,7 +39,7 @@ def is_indivisible(root: nn.Module, module: nn.Module) -> bool:
 def move_root_hooks(root: nn.Module, stages: Sequence[nn.Module], batch_inputs: Sequence[Sequence[str]]) -> None:
     """Put the hooks of the whole model on its first and last stage, where each runs once per micro-batch, in order.
 
-    A hook is given the whole model as its module, and what its stage is called with.
+    A hook receives the whole model as its module, and the arguments of its stage.
 
     Args:
         root: The model.
@@ -47,7 +47,7 @@ def move_root_hooks(root: nn.Module, stages: Sequence[nn.Module], batch_inputs: 
         batch_inputs: Per stage the arguments of the model that it reads.
 
     Raises:
-        BuildError: a backward hook of the old kind.
+        BuildError: a backward hook that is not a full backward hook.
     """
     hooks = [[(key, hook) for key, hook in root.__dict__[name].items() if not _is_traced(hook)] for name in _TABLES]
     before, after, backward_pre, backward = hooks
@@ -60,7 +60,7 @@ def move_root_hooks(root: nn.Module, stages: Sequence[nn.Module], batch_inputs: 
         stages[0].register_full_backward_pre_hook(_with_model(root, hook))
     if backward and not root._is_full_backward_hook:
         raise BuildError(
-            f"the {type(root).__name__} has a backward hook of the old kind, which no stage can run; "
+            f"the {type(root).__name__} has a backward hook that is not a full backward hook, which no stage can run; "
             "use register_full_backward_hook"
         )
     for _, hook in backward:
@@ -108,7 +108,7 @@ def _run_forward_hooks(
 
 
 def _positional_call(root: nn.Module, named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return these arguments by position as far as can be: a hook without ``with_kwargs`` sees no others."""
+    """Return as many arguments as possible by position: a hook without ``with_kwargs`` sees no others."""
     args: list[Any] = []
     for name, each in forward_signature(root).parameters.items():
         if each.kind is each.VAR_POSITIONAL and name in named:
