@@ -114,7 +114,7 @@ FOREIGN = torch.Generator(), numpy.random.default_rng(), random.Random()
 def test_a_generator_that_nobody_can_find_is_told_in_the_first_backward(place: int) -> None:
     model = nn.Sequential(Noisy(None, lambda held: noise(FOREIGN[place])))
     create_schedule(model)["0"].checkpoint()
-    with pytest.raises(ScheduleError, match=r"checkpoint\('0'\): the recompute finds other numbers than the forward"):
+    with pytest.raises(ScheduleError, match=r"checkpoint\('0'\): the recomputation gives other numbers than the forward"):
         gradients(model)
 
 

@@ -16,10 +16,10 @@ from torch import nn
 
 from ..implementations._torch_private import is_dry_run, is_traced_or_compiled
 
-_ZEROS, _MEANS = "slapo_eager", "slapo_sdpa"
+_EAGER_WITH_ZEROS, _SDPA_WITH_MEANS = "slapo_eager", "slapo_sdpa"
 """Names of an eager attention that returns zeros, and of an ``sdpa`` that returns means."""
-_TRANSFORMERS_NAMES = {_ZEROS: "eager", _MEANS: "sdpa"}
-_FULLY_MASKED_RESULTS = {"eager": "means", "sdpa": "zeros", _ZEROS: "zeros", _MEANS: "means"}
+_TRANSFORMERS_NAMES = {_EAGER_WITH_ZEROS: "eager", _SDPA_WITH_MEANS: "sdpa"}
+_FULLY_MASKED_RESULTS = {"eager": "means", "sdpa": "zeros", _EAGER_WITH_ZEROS: "zeros", _SDPA_WITH_MEANS: "means"}
 _EAGER = "eager_attention_forward"
 _eager: dict[type, Callable[..., Any]] = {}
 """Class of an attention to the eager attention of its model."""
@@ -39,7 +39,7 @@ def keep_fully_masked_results(model: nn.Module, before: Iterable[tuple[Any, str 
         model: A Transformers' model.
         before: Its configs, with the attention name of each before the change.
     """
-    ours: dict[str, str] = {"eager": _ZEROS, "sdpa": _MEANS}
+    ours: dict[str, str] = {"eager": _EAGER_WITH_ZEROS, "sdpa": _SDPA_WITH_MEANS}
     told = [(config, now) for config, name in before if _differ(name, now := config._attn_implementation)]
     if told and _can_be_renamed(model):
         _register()
@@ -74,10 +74,10 @@ def _words(constant: object) -> Collection[object]:
 
 def _register() -> None:
     masks, models = sys.modules["transformers.masking_utils"], sys.modules["transformers.modeling_utils"]
-    models.AttentionInterface.register(_ZEROS, _eager_with_zeros)
-    models.AttentionInterface.register(_MEANS, _sdpa_with_means)
-    masks.AttentionMaskInterface.register(_ZEROS, _bool_mask)
-    masks.AttentionMaskInterface.register(_MEANS, _bool_or_additive_mask)
+    models.AttentionInterface.register(_EAGER_WITH_ZEROS, _eager_with_zeros)
+    models.AttentionInterface.register(_SDPA_WITH_MEANS, _sdpa_with_means)
+    masks.AttentionMaskInterface.register(_EAGER_WITH_ZEROS, _bool_mask)
+    masks.AttentionMaskInterface.register(_SDPA_WITH_MEANS, _bool_or_additive_mask)
 
 
 def _bool_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
