@@ -63,7 +63,7 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
         inner(graph)
         found.append([str(node.target) for node in graph.nodes if node.op == "call_function"])
 
-    monkeypatch.setattr(_torch_inductor_pass, "_sums_apart", seen)
+    monkeypatch.setattr(_torch_inductor_pass, "_replace_row_sums", seen)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # no pass runs for what is there already
     return found
 

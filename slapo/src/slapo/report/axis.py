@@ -1,4 +1,4 @@
-"""Where values lie on an axis of a chart, and where its ticks are."""
+"""Axis of a chart: positions of values and ticks."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def rank_table(record: RunRecord) -> str:
 
 
 def stage_table(record: RunRecord) -> str:
-    """What each stage runs; only of a model that is cut."""
+    """Table of the modules of each stage; empty for a model without cuts."""
     if len(record.stage_paths) < 2:
         return ""
     rows = [(index, ", ".join(paths)) for index, paths in enumerate(record.stage_paths)]
@@ -59,7 +59,7 @@ def settings_table(record: RunRecord) -> str:
 
 
 def version_table(record: RunRecord) -> str:
-    """What was installed."""
+    """Table of the installed versions."""
     return _table(("package", "version"), list(record.versions.items()), "words")
 
 

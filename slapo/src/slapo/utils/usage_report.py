@@ -35,10 +35,10 @@ def report_memory(msg: str = "", report_gc: bool = False) -> int:
         gc.collect()
     where = "GPU" if torch.cuda.is_available() else "CPU"
     used, most = _gpu_memory() if torch.cuda.is_available() else _cpu_memory()
-    _say(f"{f'{msg}: ' if msg else ''}{where} memory {used / _MIB:.1f} MiB, at most {most / _MIB:.1f} MiB")
+    _print_on_first_rank(f"{f'{msg}: ' if msg else ''}{where} memory {used / _MIB:.1f} MiB, at most {most / _MIB:.1f} MiB")
     if report_gc:
         for tensor in [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]:
-            _say(f"{type(tensor).__name__} {list(tensor.shape)} {tensor.dtype} on {tensor.device}")
+            _print_on_first_rank(f"{type(tensor).__name__} {list(tensor.shape)} {tensor.dtype} on {tensor.device}")
     return used
 
 
@@ -72,7 +72,7 @@ def report_time(model: nn.Module, inputs: Any, backward: bool = False, repeat: i
         forward, back = zip(*(_timed(model, inputs, backward) for _ in range(repeat + 1)), strict=True)
     times = Times(_median(forward[1:]), _median(back[1:]) if backward else None)
     behind = "" if times.backward is None else f", backward {times.backward * 1e3:.2f} ms"
-    _say(f"{type(model).__name__}: forward {times.forward * 1e3:.2f} ms{behind}, the median of {repeat}")
+    _print_on_first_rank(f"{type(model).__name__}: forward {times.forward * 1e3:.2f} ms{behind}, the median of {repeat}")
     return times
 
 
@@ -87,7 +87,7 @@ def profile_perf(model: nn.Module, inputs: Any, backward: bool = False, row_limi
         _timed(model, inputs, backward)
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     table: str = found.key_averages().table(sort_by=f"{kind}_time_total", row_limit=row_limit)
-    _say(table)
+    _print_on_first_rank(table)
     return table
 
 
@@ -147,6 +147,6 @@ def _cpu_memory() -> tuple[int, int]:
     return used, max(used, most)
 
 
-def _say(text: str) -> None:
+def _print_on_first_rank(text: str) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(text, flush=True)

@@ -1,6 +1,6 @@
 """Outputs of chosen operators that a forward keeps, so that the recomputation does not run these operators.
 
-It differs from torch's ``create_selective_checkpoint_contexts`` as follows. A policy gets the index of each call of an operator.
+It differs from torch's ``create_selective_checkpoint_contexts`` as follows. A policy gets the index of each operator call.
 An output that is changed later is recomputed. A kept operator that draws random numbers sets the random state as after its
 run in the forward. A second backward recomputes the outputs that the first has freed.
 """

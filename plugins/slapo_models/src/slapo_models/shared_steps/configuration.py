@@ -9,7 +9,7 @@ from typing import Any
 
 from slapo_core import Schedule, ScheduleError, UnknownNameError
 
-CREATION = ("example_inputs", "group", "mesh", "plugins")
+CREATE_SCHEDULE_OPTIONS = ("example_inputs", "group", "mesh", "plugins")
 """Names that go to ``create_schedule``, where ``apply_schedule`` is given a model."""
 
 METHODS = ("uniform", "head")
@@ -71,11 +71,11 @@ class Configuration:
         for name in options:
             if name not in known:
                 whose = f"the schedule {key!r}"
-                raise UnknownNameError.of("configuration name", name, [*known, *CREATION], whose=whose)
+                raise UnknownNameError.of("configuration name", name, [*known, *CREATE_SCHEDULE_OPTIONS], whose=whose)
         given = {name: value for name, value in options.items() if value is not None}
         configuration = cls(key, **given)
         configuration._check_values(schedule)
-        for name, reason in {**_LACKS, **lacks}.items():
+        for name, reason in {**_UNSUPPORTED, **lacks}.items():
             if getattr(configuration, name) != getattr(cls, name):
                 raise configuration.error(schedule, f"{name}={getattr(configuration, name)!r} cannot be served, {reason}")
         return configuration
@@ -122,4 +122,4 @@ class Configuration:
             raise self.error(schedule, message)
 
 
-_LACKS = {"fuse_conv": "its schedules fuse no convolutions; call compile() on the blocks, which does"}
+_UNSUPPORTED = {"fuse_conv": "its schedules fuse no convolutions; call compile() on the blocks, which does"}

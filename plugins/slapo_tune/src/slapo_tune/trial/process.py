@@ -28,7 +28,7 @@ OUTPUT_BYTES = 16 * 2**20
 
 @dataclass(frozen=True)
 class TrialOutput:
-    """What a trial printed, and how it ended.
+    """Output and end of a trial.
 
     Args:
         stdout: The end of its output.
@@ -102,7 +102,7 @@ def kill_whole(process: subprocess.Popen[bytes], mark: str) -> None:
     """Kill the process, its group, and whatever has the mark in its environment: processes in sessions of their own, too."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    left = process_cleanup.kill_marked(f"{MARK}={mark}")
+    left = process_cleanup.kill_trial_processes(f"{MARK}={mark}")
     with suppress(subprocess.TimeoutExpired):
         process.wait(process_cleanup.KILL_SECONDS)
     if left or process.returncode is None:

@@ -22,7 +22,7 @@ START_SECONDS = 0.2
 """How long a process that the tuner was starting when it ended may take until it has its own environment."""
 
 
-def kill_marked(mark: str) -> list[int]:
+def kill_trial_processes(mark: str) -> list[int]:
     """Kill all processes with ``VARIABLE=value`` in their environment, in any session, and return those that do not end."""
     deadline = time.monotonic() + KILL_SECONDS
     while (found := [*_marked(mark)]) and time.monotonic() < deadline:
@@ -44,4 +44,4 @@ def _marked(mark: str) -> Iterator[int]:
 if __name__ == "__main__":
     if not sys.stdin.buffer.read():  # the pipe was closed without a word
         time.sleep(START_SECONDS)
-        kill_marked(sys.argv[1])
+        kill_trial_processes(sys.argv[1])
