@@ -104,3 +104,52 @@ def test_versions_move_in_lockstep() -> None:
 def test_the_development_setup_installs_every_folder() -> None:
     installed = re.findall(r"^-e (.+)$", (TOP / "requirements-dev.txt").read_text(), re.MULTILINE)
     assert {(TOP / folder).resolve() for folder in installed} == {folder.resolve() for folder in folders().values()}
+
+
+CORE_ALONE = """
+import torch, slapo_core
+from torch import nn
+sch = slapo_core.create_schedule(nn.Sequential(nn.Linear(4, 4), nn.GELU()))
+sch["1"].replace(nn.ReLU())
+sch["0"].annotate("weight", "kept", True)
+module, _ = slapo_core.build(sch)
+module(torch.ones(2, 4)).sum().backward()
+problems = []
+calls = (
+    lambda s: s.trace(),
+    lambda s: s.find("0"),
+    lambda s: s.replace(nn.ReLU(), [("", "relu")]),
+    lambda s: s["0"].shard("weight", 0),
+)
+for needs_more in calls:
+    try:
+        needs_more(slapo_core.create_schedule(nn.Sequential(nn.Linear(4, 4))))
+    except (slapo_core.SlapoError, AttributeError) as error:
+        problems.append(str(error))
+print("\\n".join(problems))
+"""
+
+
+def test_core_alone_replaces_and_names_the_package_that_does_the_rest(installed: Callable[[str], Environment]) -> None:
+    lines = installed("slapo-core").run("python", "-c", CORE_ALONE).splitlines()
+    assert [line.rpartition("pip install ")[2] for line in lines] == ["slapo-tracing"] * 3 + ["slapo-sharding"]
+
+
+TRAINS = """
+import torch, slapo_core
+from torch import nn
+torch.manual_seed(0)
+sch = slapo_core.create_schedule(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)))
+sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+engine = slapo_core.build(sch, target="deepspeed", optimizer=sgd, loss_fn=nn.functional.mse_loss)
+x, y = torch.randn(8, 4), torch.randn(8, 4)
+print(*(engine.train_batch(x, labels=y).item() for _ in range(3)))
+"""
+
+
+@pytest.mark.needs("deepspeed")
+def test_core_and_an_engine_alone_train(installed: Callable[[str], Environment]) -> None:
+    printed = installed("slapo-deepspeed").run("python", "-c", TRAINS).splitlines()[-1]
+    losses = [float(text) for text in printed.split()]
+    assert len(losses) == 3
+    assert losses[0] > losses[1] > losses[2]

@@ -213,8 +213,8 @@ def one_rank_apart(engine: Any) -> None:
 
 
 def clipped_to_half(engine: Any) -> None:
-    options = engine._options
-    engine._options = replace(options, clip=options.clip / 2)
+    options = engine.options
+    engine.options = replace(options, clip=options.clip / 2)
 
 
 def nothing(engine: Any) -> None:

@@ -60,12 +60,13 @@ class DeepSpeedEngine(BatchEngine):
         module: This rank's stage, or the model; with stage 3 of ZeRO its parameters are empty between steps.
         optimizer: DeepSpeed's, around the one given; None where there is none.
         lr_scheduler: The schedule of its learning rate, or None.
+        options: What it was built with.
     """
 
     def __init__(self, program: Program, options: DeepSpeedOptions) -> None:
         dtype = DTYPES[options.settled_precision]
         super().__init__(program, options, options.parts, dtype, options.trains)
-        self._options = options
+        self.options = options
         self._device_type = program.mesh.device_type if program.mesh is not None else "cpu"
         self._saver = Saver(program)
         compare_across_ranks(options.agreed(), program.mesh)
@@ -173,7 +174,7 @@ class DeepSpeedEngine(BatchEngine):
 
     def _check_trained(self, part: Batch) -> None:
         self._used.check_new()
-        size, rows = self._options.configured_rows(self.program.axis_size("dp")), self._options.batch_rows.number(part)
+        size, rows = self.options.configured_rows(self.program.axis_size("dp")), self.options.batch_rows.number(part)
         if size is not None and rows is not None and rows != size[1]:
             raise BuildError(
                 f"a micro-batch has {rows} rows, but by {size[0]} in DeepSpeed's config it has {size[1]}; leave it out of the "
@@ -190,7 +191,7 @@ class DeepSpeedEngine(BatchEngine):
         held = [group for group in optimizer.param_groups if group["params"]]
         if not held:
             raise BuildError("optimizer= has no parameter of a rank's stage; give one of all of the model's parameters")
-        if len(held) < len(optimizer.param_groups) and is_rate(self._options.lr_scheduler):
+        if len(held) < len(optimizer.param_groups) and is_rate(self.options.lr_scheduler):
             raise BuildError(
                 "a rank's stage has no parameter of one of the optimizer's groups, which lr_scheduler= was made for; "
                 "give a factory, lambda optimizer: ..."
@@ -223,7 +224,7 @@ class DeepSpeedEngine(BatchEngine):
         """
         self._check_weights()
         self.averages.check_idle("save")
-        given = self.model, self.module, path, self.program, self._options.zero_stage, Position(self.steps, extra)
+        given = self.model, self.module, path, self.program, self.options.zero_stage, Position(self.steps, extra)
         return self._saver.write(lambda ranks, copies: save_load.prepared(*given, ranks, copies, self.averages), wait)
 
     def load(self, path: str | PathLike[str]) -> Any:
@@ -242,7 +243,7 @@ class DeepSpeedEngine(BatchEngine):
         self._check_open()
         self.averages.check_idle("load")
         self._saver.settle()
-        given = self.model, self.module, path, self.program, self._options.zero_stage
+        given = self.model, self.module, path, self.program, self.options.zero_stage
         found = save_load.checked(*given, self.averages)
         with self._reading():
             save_load.load(self.model, self.module, found, self.program)
@@ -256,7 +257,7 @@ class DeepSpeedEngine(BatchEngine):
         Each stands under its first original name.
         """
         self._check_weights()
-        return master_weights.pieces(self.model, self.module, self.program, self._options.zero_stage)
+        return master_weights.pieces(self.model, self.module, self.program, self.options.zero_stage)
 
     def masters(self) -> Iterator[MasterValue]:
         """Iterate over this rank's ranges of what DeepSpeed's optimizer steps, and the buffers."""
@@ -278,7 +279,7 @@ class DeepSpeedEngine(BatchEngine):
 
         With stage 3 of ZeRO they are empty else; with the others nothing is done. Changes made inside are lost.
         """
-        if self._options.zero_stage < 3:
+        if self.options.zero_stage < 3:
             yield
             return
         with self._deepspeed.zero.GatheredParameters(list(self.module.parameters()), modifier_rank=None):
@@ -344,7 +345,7 @@ class DeepSpeedEngine(BatchEngine):
 
     def _train(self, batch: MicroBatches) -> tuple[torch.Tensor, list[LossReduction]]:
         self._skipped = self.model.skipped_steps
-        if not self._options.zero_stage:
+        if not self.options.zero_stage:
             self.model.zero_grad()  # another engine's backward may have made some
         self._counted.clear()
         if self._stage is not None:

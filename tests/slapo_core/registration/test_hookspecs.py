@@ -43,6 +43,8 @@ def arguments() -> dict[str, Any]:
         "config": {},
         "engine": PlainEngine(sch.mod),
         "app": typer.Typer(),
+        "subject": sch,
+        "html": False,
         "manager": pluggy.PluginManager(NAME),
     }
 

@@ -150,7 +150,7 @@ def test_dialects_and_models_are_registered_like_primitives() -> None:
     registry = Registry([plugin])
     assert registry.names("dialect") == ["odd"]
     with pytest.raises(PluginError, match="is not a subclass of Dialect"):
-        registry.dialect("odd")
+        registry.get("dialect", "odd")
     assert callable(registry.get("model", "gpt2"))
     with pytest.raises(PluginError, match="'0123456789' is not a function"):
         registry.get("model", "none")

@@ -65,6 +65,7 @@ class TorchEngine(AveragedEngine):
 
     Attributes:
         program: The program that runs.
+        options: What it was built with.
         module: This rank's stage, all its stages in one tree, or the model.
         optimizer: Of this rank's trainable parameters; None when there are none, or none was asked for.
         lr_scheduler: The schedule of its learning rate, or None.
@@ -77,7 +78,7 @@ class TorchEngine(AveragedEngine):
 
     def __init__(self, program: Program, options: Options) -> None:
         self.program = program
-        self._options = options
+        self.options = options
         self._mesh = program.mesh
         self._modes = Modes(program.module)
         self._first = TorchFirstStep(program, options)
@@ -143,7 +144,7 @@ class TorchEngine(AveragedEngine):
             BuildError: no optimizer factory was given; the batch cannot be cut into equal micro-batches; the micro-batches or
                 ranks have different numbers of labels; the engine was closed; another rank failed.
         """
-        if self._options.optimizer is None:
+        if self.options.optimizer is None:
             raise BuildError("this engine was built without an optimizer and only evaluates; pass optimizer= to build")
         self.averages.check_idle("train_batch")
         self.module.zero_grad(set_to_none=True)
@@ -207,8 +208,8 @@ class TorchEngine(AveragedEngine):
         return model_state.masters(self.module)
 
     def _trained(self) -> Trained:
-        waits = self._options.lr_scheduler is not None and self.lr_scheduler is None
-        rate, trains = (self._missed if waits else self.lr_scheduler), self._options.optimizer is not None
+        waits = self.options.lr_scheduler is not None and self.lr_scheduler is None
+        rate, trains = (self._missed if waits else self.lr_scheduler), self.options.optimizer is not None
         progress = Progress(rate, self._loss_scale, self._labels, trains)
         return Trained(self.program, self.module, self.optimizer, progress, self.averages)
 
@@ -263,7 +264,7 @@ class TorchEngine(AveragedEngine):
             result.unused += self._shards.num_unused() if training and self._shards is not None else 0
             loss = self._reduced_loss(result, training, share)
             self._losses.end(training)
-            if self._options.record_timeline:
+            if self.options.record_timeline:
                 rank = dist.get_rank() if dist.is_initialized() else 0
                 place = {"rank": rank, "dp": self.program.axis_rank("dp"), "tp": self.program.axis_rank("tp")}
                 self.timeline = [{**place, **action} for action in result.actions]
@@ -277,19 +278,19 @@ class TorchEngine(AveragedEngine):
         """Return a runner, a maker of a forward-only runner, micro-batches and labels; touches no other rank."""
         if training and self._is_closed:
             raise BuildError("this engine was closed and trains no more; build another one, or close it later")
-        batch = arguments_of(self.program.module, *given, self._options)
+        batch = arguments_of(self.program.module, *given, self.options)
         self._content = content(batch) if self._shares_batches else 0
-        rows = self._options.batch_rows
-        schedule = schedule_of(self._options.pipeline_schedule, self.program, self._options.microbatches, rows.number(batch))
+        rows = self.options.batch_rows
+        schedule = schedule_of(self.options.pipeline_schedule, self.program, self.options.microbatches, rows.number(batch))
         parts = split(batch, schedule[1], several=variadic(self.program.module), rows=rows)
         is_compared = not self._labels.value or len(parts) > 1 or not self._is_alone  # to count waits for the device
         low, high = counted_labels(parts, self._ignored) if is_compared else ((0, 0), (0, 0))
         shape = fingerprint([training, schedule, *(signature(rows.alike(part)) for part in parts[:1])])
         marks = self._first.marks(parts, training)
         self._facts = BatchFacts([shape, *low, min(marks)], [shape, *high, max(marks)])
-        check_labels(batch, self.program.module, self._options.loss_fn, self._options.loss_over is None)
+        check_labels(batch, self.program.module, self.options.loss_fn, self.options.loss_over is None)
         self._losses.count(parts)
-        labels = [part.pop("labels", None) if self._options.loss_fn is not None else None for part in parts]
+        labels = [part.pop("labels", None) if self.options.loss_fn is not None else None for part in parts]
         forward_runner = partial(self._runner, parts, training, schedule, forward_only=True)
         return self._runner(parts, training, schedule), forward_runner, parts, labels
 
@@ -297,18 +298,18 @@ class TorchEngine(AveragedEngine):
         backward = training and not forward_only
         if len(self.program.stages) == 1:
             if (call := self._whole) is None:
-                call = self._whole = StageCall(self.program.stages[0], None, self._options, self._device.type)
+                call = self._whole = StageCall(self.program.stages[0], None, self.options, self._device.type)
             walk = self._shards.walk if self._shards is not None else None
             return lambda parts, labels, share: run_whole(call, parts, labels, share, backward, self._replicas, walk)
         from .pipeline import StagePlan  # noqa: PLC0415  importing torch.distributed.pipelining costs a second
 
         key = (training, forward_only, schedule, *map(signature, parts))
         assert self.program.replan is not None
-        with torch.set_grad_enabled(training), precision(self._options, self._device.type):
+        with torch.set_grad_enabled(training), precision(self.options, self._device.type):
             programs = [self.program.replan(training, part) for part in parts]  # the same, unless the model has changed
         plan: StagePlan | None = self._plans.get(key)
         if plan is None or not plan.serves(programs):
-            plan = self._plans[key] = StagePlan(programs, self._options, schedule, self._mine, backward, self._replicas)
+            plan = self._plans[key] = StagePlan(programs, self.options, schedule, self._mine, backward, self._replicas)
             if len(self._plans) > _KEPT_PLANS:
                 self._plans.pop(next(iter(self._plans)))
             if self._shards is not None:
@@ -351,7 +352,7 @@ class TorchEngine(AveragedEngine):
     @property
     def _averages_late(self) -> bool:
         """Return whether gradients are averaged over replicas after the last backward: one in two parts runs no hooks."""
-        kind = kind_of(self._options.pipeline_schedule)
+        kind = kind_of(self.options.pipeline_schedule)
         several = len(self.program.stages) > 1 and kind.stages_per_rank != 1
         return self.program.axis_size("dp") > 1 and self._shards is None and several
 
@@ -380,7 +381,7 @@ class TorchEngine(AveragedEngine):
         used = self._shards.used() if self._shards is not None else ()
         unchecked = training and self._holdings.num_unchecked(used)
         if training and result.failure is None:
-            result.failure = self._holdings.sparse_gradient(clips=bool(self._options.clip))
+            result.failure = self._holdings.sparse_gradient(clips=bool(self.options.clip))
         if result.failure is not None and self._peers is not None:
             self._peers.meet(result.failure)
         is_double = any(loss.dtype is torch.float64 for loss in result.losses)
@@ -409,7 +410,7 @@ class TorchEngine(AveragedEngine):
         """Refuse a step in which ranks have parts of a gradient and take each for the whole."""
         if self._unchecked:
             try:
-                self._holdings.check_gradients(low_precision=self._options.precision != "fp32")
+                self._holdings.check_gradients(low_precision=self.options.precision != "fp32")
             except Exception:
                 self._start_over()
                 raise
@@ -430,20 +431,20 @@ class TorchEngine(AveragedEngine):
         self._holdings.reduce_ties()
 
     def _clip(self) -> float | None:
-        return float(self._holdings.clip(self._options.clip)) if self._options.clip else None
+        return float(self._holdings.clip(self.options.clip)) if self.options.clip else None
 
     def _update(self, loss: torch.Tensor) -> None:
         self.grad_norm = self._clip()
         if self.optimizer is not None:
             self.optimizer.step()
             step_rate(self.lr_scheduler, loss)
-        elif self._options.lr_scheduler is not None:
+        elif self.options.lr_scheduler is not None:
             self._missed.add(loss.item())
 
     def _make_replicas(self) -> None:
         self._release()
         # DistributedDataParallel refuses a stage without trainable parameters, which has nothing to reduce
-        if self.program.axis_size("dp") == 1 or not self._holdings.trainable or self._options.optimizer is None:
+        if self.program.axis_size("dp") == 1 or not self._holdings.trainable or self.options.optimizer is None:
             return
         check_dense(self.module)
         if not self._averages_late and self._shards is None:
@@ -452,7 +453,7 @@ class TorchEngine(AveragedEngine):
 
     def _prepare_shards(self) -> None:
         """Do what may fail, while the model is as it was."""
-        given = self._options.optimizer
+        given = self.options.optimizer
         if given is not None:
             check_dense(self.module)
         if isinstance(given, torch.optim.Optimizer):
@@ -461,25 +462,25 @@ class TorchEngine(AveragedEngine):
     def _shard(self) -> None:
         from .fsdp.sharded_replicas import ShardedReplicas  # noqa: PLC0415  importing torch.distributed.fsdp costs a second
 
-        self._shards = ShardedReplicas(self.program, self.module, self._options.fsdp_units)
+        self._shards = ShardedReplicas(self.program, self.module, self.options.fsdp_units)
 
     def _begin_shards(self) -> None:
-        given = self._options.optimizer
+        given = self.options.optimizer
         assert self._shards is not None
         self._shards.begin(groups_in(given) if isinstance(given, torch.optim.Optimizer) else ())
         self._holdings = Holdings(self.program, self.module)
 
     def _make_optimizer(self) -> None:
         """Make the optimizer where there is something to train, and the schedule of its learning rate. Collective."""
-        given = self._options.optimizer
+        given = self.options.optimizer
         if given is None:
             return
         trainable = [] if self.optimizer is not None else self._holdings.trainable
-        layout = model_state.layout(self.program, self.module).with_blocks(self._options.optimizer_blocks)
+        layout = model_state.layout(self.program, self.module).with_blocks(self.options.optimizer_blocks)
         making = OptimizerMaking(given, layout, self.module, trainable, is_adopted=self._shards is not None)
         self._together(making.begin)
         making.step_whole()
-        self._together(lambda: making.finish(self._options.lr_scheduler))
+        self._together(lambda: making.finish(self.options.lr_scheduler))
         making.discard_unstepped()
         if making.optimizer is not None:
             self.optimizer, self.lr_scheduler = making.optimizer, making.rate

@@ -52,7 +52,7 @@ def consolidate_model(
         unchecked = {"check": False} if "shard" in sch.registry.names("primitive") else {}  # steps may follow
         config: dict[str, Any] = {**unchecked, **kwargs}
         if target is not None and sch.mesh is None and sch.group is not None:
-            sch.registry.dialect(target)  # it runs stages along a mesh; without one each rank holds all of them
+            sch.registry.get("dialect", target)  # it runs stages along a mesh; without one each rank holds all of them
             target = None
             config = {name: value for name, value in config.items() if name in ("check", "weights")}
         plan = BuildPlan.of(sch, target, **config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slapo_core import Engine, PlainEngine, Registry, Schedule, UnknownNameError, build, default_registry
+from slapo_core import Dialect, Engine, PlainEngine, Registry, Schedule, UnknownNameError, build, default_registry
 
 __all__ = ["get_all_dialects", "get_dialect_cls", "init_target_engine"]
 
@@ -39,9 +39,11 @@ def get_dialect_cls(
         UnknownNameError: no such dialect or class, without ``allow_none``.
     """
     try:
-        dialect = (plugins or default_registry()).dialect(target or "None")
+        dialect: type[Dialect] = (plugins or default_registry()).get("dialect", target or "None")
     except UnknownNameError:
         if not allow_none and (target is not None or cls_type != "runtime_engine"):
             raise
         return PlainEngine if cls_type == "runtime_engine" else None
-    return dialect.classes.get(cls_type) if allow_none else dialect.get(cls_type)
+    if cls_type not in dialect.classes and not allow_none:
+        raise UnknownNameError.of("dialect class", cls_type, dialect.classes, whose=f"target {dialect.name!r}")
+    return dialect.classes.get(cls_type)

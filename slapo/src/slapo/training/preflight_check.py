@@ -33,7 +33,7 @@ def check_run(settings: Settings, trains: bool = True, reads: bool = True) -> No
     Raises:
         SlapoError: whatever a rank would fail with: data, model, schedule, target.
     """
-    dialect = default_registry().dialect(settings.target)
+    dialect = default_registry().get("dialect", settings.target)
     if trains and reads:
         read_corpus(settings)
     with init_empty_weights():

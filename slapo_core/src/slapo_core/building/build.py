@@ -147,7 +147,7 @@ class BuildPlan:
         if sch._root.target is not None:
             raise BuildError(f"the schedule was built for {sch._root.target!r} already; start a new schedule to build again")
         options = {name: config.pop(name, default) for name, default in DEFAULTS.items()}
-        dialect = sch.registry.dialect(target) if target is not None else None
+        dialect = sch.registry.get("dialect", target) if target is not None else None
         fillers = sch.registry.hook.slapo_before_build(schedule=sch, target=target, config=config)
         program = build_program(sch)
         if dialect is not None:

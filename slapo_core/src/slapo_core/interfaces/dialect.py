@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
-from ..reporting.errors import BuildError, UnknownNameError
+from ..reporting.errors import BuildError
 from .engine import Engine
 from .program import Program
 
@@ -50,13 +50,6 @@ class Dialect(ABC):
     def trains_in_place(cls, **config: Any) -> bool:
         """Return whether replicas that hold the whole model train its parameters in the memory that they have."""
         return False
-
-    @classmethod
-    def get(cls, kind: str) -> type:
-        """The class of a classic kind."""
-        if kind not in cls.classes:
-            raise UnknownNameError.of("dialect class", kind, cls.classes, whose=f"target {cls.name!r}")
-        return cls.classes[kind]
 
     @classmethod
     @abstractmethod

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from .renderable import Renderable
 
-class Engine(ABC):
+
+class Engine(Renderable, ABC):
     """A model ready to train on this rank.
 
     Attributes:

@@ -177,6 +177,19 @@ def slapo_after_build(engine: Engine) -> None:
     """
 
 
+@hookspec(firstresult=True)
+def slapo_render(subject: Any, html: bool) -> str | None:
+    """Text of a schedule, program or engine for ``print``, or HTML for a notebook; the first that is not None is shown.
+
+    It must change nothing and communicate with no rank, as other ranks may not print.
+
+    Example:
+        >>> @hookimpl
+        ... def slapo_render(subject, html):
+        ...     return f"<b>{type(subject).__name__}</b>" if html else repr(subject)
+    """
+
+
 @hookspec
 def slapo_commands(app: Any) -> None:
     """Add commands to the ``slapo`` command line; ``app`` is its ``typer.Typer``.

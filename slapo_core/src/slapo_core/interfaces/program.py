@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..modules.forward_arguments import named_inputs
 from ..modules.parameters import ShardSpec
+from .renderable import Renderable
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ class TieGroup:
     stages: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Program:
+@dataclass(frozen=True, repr=False)
+class Program(Renderable):
     """A scheduled model, cut into one or more stages.
 
     Args:
@@ -91,6 +92,9 @@ class Program:
     ties: tuple[TieGroup, ...] = ()
     replan: Callable[[bool, Mapping[str, Any]], Program] | None = None
     placement: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"Program({type(self.module).__name__}: {len(self.stages)} stage{'s' * (len(self.stages) > 1)})"
 
     def rank_of(self, stage: int) -> int:
         """The rank along the axis ``pp`` that runs a stage; several stages may be on one."""

@@ -67,7 +67,7 @@ def _on_subgraphs(schedule: Schedule) -> type[Primitive]:
     try:
         return cast("type[Primitive]", schedule.registry.get("subgraph primitive", "replace"))
     except UnknownNameError as err:
-        needed = "a subgraph is part of a traced graph; pip install slapo-tracing"
+        needed = "a subgraph is part of a traced graph, which slapo-tracing makes; pip install slapo-tracing"
         raise ScheduleError(needed, path=schedule.path, primitive="replace") from err
 
 

@@ -31,6 +31,20 @@ CALLED_ON_SCHEDULES = ("primitive", "query")
 
 _BASES: dict[str, type] = {"primitive": Primitive, "dialect": Dialect, "codec": Codec, "subgraph primitive": Primitive}
 
+HOMES = {
+    "slapo-deepspeed": ("deepspeed",),
+    "slapo-fusion": ("compile", "decompose", "fuse"),
+    "slapo-kernels": ("use_kernels",),
+    "slapo-megatron": ("megatron",),
+    "slapo-memory": ("checkpoint", "offload"),
+    "slapo-pipeline": ("cut_at_marks", "cut_pipeline_stage", "pipeline"),
+    "slapo-sharding": ("fork_rng", "shard", "sync", "sync_batch_norm", "tensor_parallel"),
+    "slapo-torch": ("torch",),
+    "slapo-tracing": ("find", "find_node", "find_subgraph", "trace", "trace_until"),
+    "slapo-training": ("full_state",),
+}
+"""Distribution to the primitives, queries and dialects that it provides, for the error where it is not installed."""
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -91,9 +105,8 @@ class Entry:
     def conflict(entries: Sequence[Entry]) -> PluginError:
         """Return the error for a name that several plugins provide."""
         owners = " and ".join(sorted(entry.provider for entry in entries))
-        what = f"{entries[0].kind} {entries[0].name!r}"
-        remedy = "uninstall one or disable it with SLAPO_DISABLE_PLUGINS"
-        return PluginError(f"{what} is provided by {owners}; {remedy}", owner=owners)
+        problem = f"{entries[0].kind} {entries[0].name!r} is provided by {owners}"
+        return PluginError(f"{problem}; uninstall one or disable it with SLAPO_DISABLE_PLUGINS", owner=owners)
 
     def _problem(self, target: Any) -> str | None:
         base = _BASES.get(self.kind)

@@ -13,11 +13,11 @@ from typing import Any, ClassVar, Literal, TypeVar, cast, overload
 import pluggy
 
 from ..interfaces.codec import Codec
-from ..interfaces.dialect import Dialect
 from ..interfaces.primitive import Primitive
+from ..interfaces.renderable import Renderable
 from ..reporting.errors import PluginError, UnknownNameError
 from ..reporting.failure_reason import failure_reason
-from .entries import CALLED_ON_SCHEDULES, HOOKS, Entry, class_name, entries_from
+from .entries import CALLED_ON_SCHEDULES, HOMES, HOOKS, Entry, class_name, entries_from
 from .plugins import PluginRecord, Plugins
 
 PrimitiveClass = TypeVar("PrimitiveClass", bound=type[Primitive])
@@ -101,10 +101,6 @@ class Registry:
         """Return the names of a kind, sorted; imports nothing."""
         return [entry.name for entry in self.entries(kind)]
 
-    def dialect(self, name: str) -> type[Dialect]:
-        """The dialect of a target."""
-        return cast("type[Dialect]", self.get("dialect", name))
-
     @cached_property
     def codecs(self) -> tuple[type[Codec], ...]:
         """The codecs of arguments in saved schedules."""
@@ -183,7 +179,9 @@ class Registry:
         entries = self._entries.get((kind, name), [])
         if not entries:
             failures = [failure for record in self.records if (failure := record.failure)]
-            raise UnknownNameError.of(kind, name, [entry.name for entry in self.entries(kind)], failures)
+            absent = HOMES.keys() - {f"slapo-{record.name}" for record in self.records}
+            missing = [f"{name!r} comes with {home}; pip install {home}" for home in absent if name in HOMES[home]]
+            raise UnknownNameError.of(kind, name, self.names(kind), [*failures, *missing])
         if len(entries) > 1:
             raise Entry.conflict(entries)
         return entries[0]
@@ -231,6 +229,9 @@ def default_registry() -> Registry:
             finally:
                 _Default.loading = False
         return _Default.registry
+
+
+Renderable._default_registry = staticmethod(default_registry)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..interfaces.renderable import Renderable
 from ..modules import paths
 from ..modules.holders import Holders, Place
 from ..modules.parameters import name_parameters, parameter_facts
@@ -127,7 +128,7 @@ class _ScheduleClass(type):
 
 
 @reserve_names
-class Schedule(metaclass=_ScheduleClass):
+class Schedule(Renderable, metaclass=_ScheduleClass):
     """One module of a model, and the words to say how it is to run: ``sch["h.0.mlp"].checkpoint()``.
 
     Every installed primitive is a method; ``dir(sch)`` lists them. A call returns the schedule, or the primitive's own value.
@@ -424,6 +425,9 @@ class Schedule(metaclass=_ScheduleClass):
 
     def __hash__(self) -> int:
         return hash((id(self._root), self._path))
+
+    def __str__(self) -> str:
+        return self._repr_html_(html=False) or f"{self!r}\n{self.journal}".rstrip()
 
     def __repr__(self) -> str:
         module = paths.find(self._root.module, self._path)

@@ -28,10 +28,10 @@ def before_build(schedule: Schedule, target: str | None, config: dict[str, Any])
     resolve_replicas(schedule)
     if config.get("check", True):
         check(schedule)
-        in_place = target is None or schedule.registry.dialect(target).trains_in_place(**config)
+        in_place = target is None or schedule.registry.get("dialect", target).trains_in_place(**config)
         if not in_place or not _has_replicas_alone(schedule):
             check_shared_memory(schedule.root_module)
-    if target is None or not schedule.registry.dialect(target).takes_check:
+    if target is None or not schedule.registry.get("dialect", target).takes_check:
         config.pop("check", None)
 
 

@@ -5,6 +5,14 @@ Example:
     >>> @pytest.mark.parametrize("check", primitive_checks("freeze", EXAMPLES), ids=str)
     ... def test_freeze_conforms(check):
     ...     check()
+
+An example is built several times: fresh models of one seed, in evaluation and in training. What is expected is computed
+before the step, and compared in one circumstance after the other: a second run, accumulated gradients, the other mode,
+other weights, a step of SGD. ``model_snapshot`` compares everything that the model's modules reach, objects by identity
+and values by bits, to tell whether a refused, failed or undone step left something behind. ``failure_injection`` makes
+a step fail in the middle: one of the Python calls made by the primitive's own folder raises. What a step changes on
+purpose its example declares, and it must then change. Where two things are combined, a refusal in one sentence with
+nothing changed is right. Examples on several ranks run each check as a job of its own.
 """
 
 from __future__ import annotations

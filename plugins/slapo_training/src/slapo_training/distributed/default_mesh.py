@@ -26,7 +26,7 @@ def default_mesh(sch: Schedule, target: str, given: dist.ProcessGroup | None) ->
     group, stages, error = sch.group, 1, None
     assert group is not None
     try:
-        if "data_parallel" not in sch.registry.dialect(target).capabilities:
+        if "data_parallel" not in sch.registry.get("dialect", target).capabilities:
             return None
         stages = len(build_program(sch).stages)
     except Exception as err:

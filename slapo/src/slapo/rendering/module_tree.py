@@ -1,0 +1,234 @@
+"""A module tree as plain data: per module its class, steps, parameters and stages; alike neighbours are one node."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from slapo_core import Program
+
+from .parameter_shapes import ParameterShape
+from .short_values import listed, printable, shortened
+from .step_places import StepPlaces
+
+_NUM_PARAMETERS, _NUM_STEPS = 6, 12
+"""Those of one module that are shown."""
+_NUM_REPEATED = 3
+"""Modules inside from which on the same are not shown again."""
+
+
+@dataclass
+class ModuleNode:
+    """One module, or several alike that follow each other.
+
+    Args:
+        name: Name in the module that holds it; ``"0-11"`` of several.
+        kind: Its class.
+        config: Its ``extra_repr``, on one line.
+        steps: Steps on the module.
+        parameters: Its own parameters, with shapes, ties and device.
+        notes: Stages that run it, or the place of a shared module.
+        borders: ``"before"`` and ``"after"`` it, where a stage ends there.
+        held: Numbers of parameters on this rank in one of the modules, with all inside.
+        total: Numbers of the whole parameters.
+        is_split: True where this rank holds a part of one of its own parameters.
+        children: Modules inside.
+        model_inside: Path of an earlier module with the same modules inside, where these are several.
+        copies: Number of modules that the node stands for.
+        steps_inside: Primitives on modules inside of one.
+        modules_inside: Number of modules inside of one.
+        is_changed_inside: True where anything was done to a module inside.
+    """
+
+    name: str
+    kind: str
+    config: str
+    steps: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    borders: tuple[str, ...] = ()
+    held: int = 0
+    total: int = 0
+    is_split: bool = False
+    children: list[ModuleNode] = field(default_factory=list)
+    model_inside: str = ""
+    copies: int = 1
+    steps_inside: Counter[str] = field(default_factory=Counter)
+    modules_inside: int = 0
+    is_changed_inside: bool = False
+
+    @property
+    def is_changed(self) -> bool:
+        """True where anything was done to the module itself."""
+        return bool(self.steps or self.is_split)
+
+
+class TreeBuilder:
+    """Makes the nodes of one module tree.
+
+    Args:
+        names: Of the whole model's tied parameters, see ``tied_names``.
+        places: The steps.
+        program: Where it has several stages these are noted, and a parameter on the meta device is counted as freed.
+    """
+
+    def __init__(
+        self, names: Mapping[int, tuple[str, ...]], places: StepPlaces | None = None, program: Program | None = None
+    ) -> None:
+        self._names, self._places = names, places or StepPlaces(())
+        self._stages: dict[str, set[int]] = {}
+        self._are_freed = False
+        if program is not None and len(program.stages) > 1:
+            self._are_freed = not all(parameter.is_meta for parameter in program.module.parameters())
+            for stage in program.stages:
+                for path in stage.paths:
+                    self._stages.setdefault(path, set()).add(stage.index)
+        self._keys: dict[tuple[Any, ...], int] = {}
+        self._models: dict[int, str] = {}  # number of an inside to the first path that has it
+        self._paths: dict[int, str] = {}  # of modules seen
+        self._counted: set[int] = set()  # parameters; of a tied one the first place counts
+
+    def node(self, module: nn.Module, path: str = "", name: str = "") -> ModuleNode:
+        """Return the node of a module and of all inside of it."""
+        return self._node(module, path, name, set()).node
+
+    def _node(self, module: nn.Module, path: str, name: str, around: set[int]) -> _Found:
+        """Return a node with what it is compared by.
+
+        Args:
+            module: The module.
+            path: Where it is.
+            name: What the node is called.
+            around: Stages of the closest module around it of which they are known.
+        """
+        node = ModuleNode(printable(name), printable(type(module).__name__), _config(module))
+        node.steps = _first(self._places.words.get(path, ()), _NUM_STEPS)
+        node.borders = tuple(self._places.borders.get(path, ()))
+        if (first := self._paths.setdefault(id(module), path)) != path:
+            node.notes = (f"the module of {printable(first) or 'the top'}",)
+            return _Found(node, self._key(node, path, 0), around)
+        own = self._stages.get(path, around)
+        self._add_parameters(node, module, path)
+        held = [(key, child) for key, child in vars(module)["_modules"].items() if child is not None]
+        found = {key: self._node(child, joined(path, key), key, own) for key, child in held}
+        stages = own if path in self._stages else own.union(*(child.stages for child in found.values()))
+        for child in found.values():
+            _note_stages(child, stages)
+        self._add_inside(node, path, found)
+        inside = self._number(*chain.from_iterable((key, child.key) for key, child in found.items()))
+        if node.modules_inside >= _NUM_REPEATED and (model := self._models.setdefault(inside, path)) != path:
+            node.model_inside = printable(model)
+        return _Found(node, self._key(node, path, inside, *sorted(stages if stages != around else ())), stages)
+
+    def _key(self, node: ModuleNode, path: str, *inside: int) -> int:
+        border = path if node.borders else ""  # is not folded
+        return self._number(node.kind, node.config, node.steps, node.parameters, node.notes, border, *inside)
+
+    def _number(self, *seen: Any) -> int:
+        return self._keys.setdefault(seen, len(self._keys))
+
+    def _add_inside(self, node: ModuleNode, path: str, found: dict[str, _Found]) -> None:
+        for name, (child, _, _) in found.items():
+            node.held, node.total = node.held + child.held, node.total + child.total
+            node.modules_inside += 1 + child.modules_inside
+            node.is_changed_inside |= child.is_changed or child.is_changed_inside
+            if steps := self._places.names.get(joined(path, name)):
+                node.steps_inside.update(steps)
+            if child.steps_inside:
+                node.steps_inside.update(child.steps_inside)
+        node.children = _folded(found.values())
+
+    def _add_parameters(self, node: ModuleNode, module: nn.Module, path: str) -> None:
+        words = []
+        for name, tensor in chain(vars(module)["_parameters"].items(), vars(module)["_buffers"].items()):
+            if tensor is None:
+                continue
+            shape = ParameterShape.of(tensor)
+            is_parameter, is_split = isinstance(tensor, nn.Parameter), shape is not None and bool(shape.split)
+            if is_parameter or is_split:
+                words.append(f"{printable(name)} {shape or 'without a shape yet'}{self._marks(tensor, joined(path, name))}")
+            node.is_split |= is_split
+            if is_parameter and shape is not None and id(tensor) not in self._counted:
+                self._counted.add(id(tensor))
+                node.held += 0 if self._are_freed and tensor.is_meta else shape.held
+                node.total += shape.total
+        node.parameters = _first(words, _NUM_PARAMETERS)
+
+    def _marks(self, tensor: torch.Tensor, place: str) -> str:
+        others = [printable(other) for other in self._names.get(id(tensor), ()) if other != place]
+        meta = " meta" if tensor.is_meta else ""
+        frozen = "" if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else " frozen"
+        return f"{meta}{frozen}{' = ' if others else ''}{listed(others, 2)}"
+
+
+def joined(path: str, name: str) -> str:
+    """Return the path of what a module has under a name, which may be any text."""
+    return f"{path}.{name}" if path else name
+
+
+def tied_names(module: nn.Module) -> dict[int, tuple[str, ...]]:
+    """Return the names of each parameter that has several, by its id. A shared module's parameters have one."""
+    names: dict[int, list[str]] = {}
+    for path, inner in module.named_modules():
+        for name, parameter in vars(inner)["_parameters"].items():
+            if parameter is not None:
+                names.setdefault(id(parameter), []).append(joined(path, name))
+    return {key: tuple(found) for key, found in names.items() if len(found) > 1}
+
+
+def _first(words: Sequence[str], limit: int) -> tuple[str, ...]:
+    more = len(words) - limit
+    return (*words[:limit], *([f"{more} more"] if more > 0 else []))
+
+
+def _config(module: nn.Module) -> str:
+    try:
+        return shortened(module.extra_repr())
+    except Exception:  # a model's own code, of a half-made or changed module say; looking at it must not fail
+        return ""
+
+
+class _Found(NamedTuple):
+    """A node with what it is compared by.
+
+    Args:
+        node: The node.
+        key: Equal for alike nodes.
+        stages: That run the module.
+    """
+
+    node: ModuleNode
+    key: int
+    stages: set[int]
+
+
+def _note_stages(found: _Found, around: set[int]) -> None:
+    """Note the stages of a module where they are not those of the module around it."""
+    if found.stages and found.stages != around:
+        word = "stage" if len(found.stages) == 1 else "stages"
+        found.node.notes = (*found.node.notes, f"{word} {', '.join(map(str, sorted(found.stages)))}")
+
+
+def _folded(children: Iterable[_Found]) -> list[ModuleNode]:
+    """Put alike neighbours together, each group under the names of its members."""
+    nodes = []
+    for _, group in groupby(children, lambda found: found.key):
+        first, *others = group
+        node = first.node
+        if others:
+            node.copies += len(others)
+            node.name = _joined([node.name, *(found.node.name for found in others)])
+        nodes.append(node)
+    return nodes
+
+
+def _joined(names: list[str]) -> str:
+    if all(name.isdecimal() for name in names):
+        return f"{names[0]}-{names[-1]}"
+    return ", ".join(names) if len(names) <= 3 else f"{names[0]} ... {names[-1]}"

@@ -1,0 +1,51 @@
+"""Steps of a journal by the module they were taken on, in short form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from slapo_core import Step
+
+from .short_values import short_call, tally
+
+CUTS = "cut_pipeline_stage"
+"""Name of the primitive that ends a stage."""
+
+
+class StepPlaces:
+    """Index of the steps by path, with those that a step took on other modules.
+
+    Args:
+        steps: Of a journal, in order.
+
+    Attributes:
+        words: Path to the steps there, e.g. ``["shard(weight, 0)", "sync(grad)"]``.
+        names: Path to the primitives there.
+        borders: Path to the places where a stage ends: ``"before"`` and ``"after"`` the module.
+    """
+
+    def __init__(self, steps: Iterable[Step]) -> None:
+        self.words: dict[str, list[str]] = {}
+        self.names: dict[str, list[str]] = {}
+        self.borders: dict[str, list[str]] = {}
+        for step in steps:
+            self._add(step)
+
+    def _add(self, step: Step) -> None:
+        inner = list(_elsewhere(step, step.path))
+        taken = f": {tally(child.name for child in inner)}" if inner else ""
+        self.words.setdefault(step.path, []).append(short_call(step.name, step.args, step.kwargs) + taken)
+        self.names.setdefault(step.path, []).append(step.name)
+        if step.name == CUTS:
+            self.borders.setdefault(step.path, []).append(step.kwargs.get("where", (*step.args, "after")[0]))
+        for child in inner:
+            self._add(child)
+
+
+def _elsewhere(step: Step, path: str) -> Iterator[Step]:
+    """Yield the steps that a step took on other modules; those on its own module are a part of it."""
+    for child in step.children:
+        if child.path != path:
+            yield child
+        else:
+            yield from _elsewhere(child, path)
