@@ -1,4 +1,4 @@
-"""What the ranks of the launcher's tests do. A module of its own, as the ranks import it."""
+"""Work of the ranks in the launcher's tests, in a module of its own as the ranks import it."""
 
 from __future__ import annotations
 

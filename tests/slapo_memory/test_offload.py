@@ -64,7 +64,7 @@ def scheduled() -> tuple[nn.Module, Schedule]:
 
 
 def copies() -> list[_CpuCopy]:
-    """What is away now, or has come back and is in use."""
+    """Return the copies that are on the CPU, or are back and in use."""
     return [value for value in gc.get_objects() if type(value) is _CpuCopy]
 
 

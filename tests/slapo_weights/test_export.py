@@ -53,7 +53,7 @@ def test_it_writes_what_save_pretrained_does(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "head"), [("mixtral", "AutoModelForCausalLM"), ("gpt2", "AutoModel")])
 def test_what_was_read_converted_is_written_as_it_was(name: str, head: str, tmp_path: Path) -> None:
-    """Of the whole model, and of its body, which leaves the prefix of its names and the head out."""
+    """Files of the whole model, and of its base model, whose names lack the prefix and the head."""
     FAMILIES[name].model().save_pretrained(tmp_path / "first")  # type: ignore[operator]
     model = getattr(transformers, head).from_pretrained(tmp_path / "first")
     model.save_pretrained(tmp_path / "theirs")

@@ -51,7 +51,7 @@ def make_record(**changes: object) -> RunRecord:
 
 
 class Page(HTMLParser):
-    """What a browser would make of the page: its elements, properly nested, and its text."""
+    """Parser of the page as a browser sees it: properly nested elements, and the text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -65,7 +65,7 @@ def test_they_agree(name: str, layout: dict[str, int], tmp_path: Path) -> None:
 
 
 def exchanged(rank: int, folder: str) -> dict[str, str]:
-    """What each engine says of the checkpoints of the others, of folders that differ by rank, and of broken ones."""
+    """Return each engine's errors for checkpoints of the others, for folders that differ by rank, and for broken ones."""
     found, mesh = {}, mesh_of(dp=2)
 
     def engine_of(target: str) -> Any:

@@ -1,4 +1,4 @@
-"""What ``use_kernels`` takes for what: modules that almost compute what a kernel does are left as they are."""
+"""Recognition of modules by ``use_kernels``: a module that almost computes a kernel keeps its forward."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ def test_one_of_those_that_are_alike_is_looked_at(counted: Counted) -> None:
 
 
 def test_parts_that_change_later_are_seen(counted: Counted) -> None:
-    """What is hooked to, or put in the place of, a part whose work a kernel does."""
+    """A hook on a child, or its replacement, prevents a kernel from doing the child's work."""
     model = nn.Sequential(Plain(nn.GELU()).eval())
     schedule, x, seen = create_schedule(model, plugins=counted.plugins), torch.randn(3, 8), list[int]()
     schedule.use_kernels("bias_act", force=COUNTED)

@@ -47,7 +47,7 @@ class Layers(nn.Module):
 
 
 def traffic(model: nn.Module, *paths: str) -> Traffic:
-    """Of the model, which comes apart as it should."""
+    """Return the traffic between the stages, after a comparison of the stages with the model."""
     return boundary_bytes(assert_same_as_model(model, {"x": torch.randn(4, 8)}, *paths))
 
 
@@ -232,7 +232,7 @@ def graphs(draw: st.DrawFn, size: int = 6, stages: int = 3) -> Graph:
 
 
 def runs(graph: Graph, received: Sequence[Set[fx.Node]]) -> bool:
-    """Whether each stage can run what only it runs, and send what the next receives."""
+    """Return whether each stage has the inputs of its nodes and of the values it sends."""
     there: set[fx.Node] = set()
     for stage, values in enumerate(received):
         if not values <= there:
