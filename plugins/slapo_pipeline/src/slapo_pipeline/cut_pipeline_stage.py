@@ -7,7 +7,7 @@ from typing import Any
 
 from slapo_core import Primitive, Schedule, ScheduleError
 
-from .tracing.cuts import CUT_PIPELINE_STAGE, Where, cut_where, cuts
+from .tracing.cuts import CUT_PIPELINE_STAGE, Where, cut_where, cuts_of_steps
 from .tracing.root_hooks import is_indivisible
 
 _MEANINGS = {"after": "a stage ends after this module", "before": "a stage begins with this module"}
@@ -48,7 +48,7 @@ class CutPipelineStagePrimitive(Primitive):
         if not schedule.path:
             beyond = "nothing comes after" if where == "after" else "a stage begins with"
             raise ScheduleError(f"{beyond} the whole model; cut {where} a module inside it", primitive=CUT_PIPELINE_STAGE)
-        known = (cut_where(cut) for cut in cuts(schedule.journal) if cut == schedule.path)
+        known = (cut_where(cut) for cut in cuts_of_steps(schedule.journal) if cut == schedule.path)
         if where in (*known, *schedule.metadata.primitives.get(CUT_PIPELINE_STAGE, ())):
             raise ScheduleError(f"{_MEANINGS[where]} already", path=schedule.path, primitive=CUT_PIPELINE_STAGE)
         refuse_inside_opaque(schedule, CUT_PIPELINE_STAGE)

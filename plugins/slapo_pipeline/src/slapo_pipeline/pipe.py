@@ -222,10 +222,10 @@ def _partitioner(module: nn.Module, batch: Mapping[str, Any], cuts: list[Cut], p
     marks = Counter(marks_of_model(module, batch))
     at_marks = [Cut(path, number) for path, count in marks.items() for number in range(count)]
     known = {(str(cut), cut.where) for cut in cuts}
-    noted = [cut for cut in annotated_points(module) if (str(cut), cut.where) not in known]
-    places: list[str] = [*cuts, *noted, *at_marks]
-    check_cuts(module, places)
-    return Partitioner(module, places, None)
+    annotated = [cut for cut in annotated_points(module) if (str(cut), cut.where) not in known]
+    all_cuts: list[str] = [*cuts, *annotated, *at_marks]
+    check_cuts(module, all_cuts)
+    return Partitioner(module, all_cuts, None)
 
 
 def _transmit_choice(module: nn.Module, spec: Any) -> Callable[[TieGroup], bool]:

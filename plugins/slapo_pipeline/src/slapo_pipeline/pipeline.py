@@ -18,7 +18,7 @@ from .balance.unit_costs import BALANCES
 from .cut_pipeline_stage import CutPipelineStagePrimitive
 from .partition.partitioner import CACHED_TRACE, pipeline_ranks
 from .tracing.batch_arguments import named_batch, unshared_tensors
-from .tracing.cuts import cuts
+from .tracing.cuts import cuts_of_steps
 from .tracing.root_hooks import is_indivisible, without_root_hooks
 from .tracing.trace_cache import CachedTrace
 
@@ -126,7 +126,7 @@ def _check_model(schedule: Schedule) -> None:
     if schedule.path:
         message = "stages are parts of the whole model; call it on the top schedule, sch.get_top_schedule()"
         raise ScheduleError(message, path=schedule.path, primitive=NAME)
-    if done := cuts(schedule.journal):
+    if done := cuts_of_steps(schedule.journal):
         where = f"at {str(done[0])!r}" if done[0] else "by a mark of its own"
         raise _error(f"the model is cut already, {where}; undo that, or make all cuts with cut_pipeline_stage")
     if schedule.example_inputs is None:

@@ -33,7 +33,7 @@ from .pipe import Pipe
 from .torch_pipe.transmitted_parameters import TransmittingStage
 from .tracing._torch_private import Name, StageCalls, flatten, stage_calls, unflatten
 from .tracing.batch_arguments import named_batch, unshared_tensors
-from .tracing.cuts import cuts
+from .tracing.cuts import cuts_of_steps
 
 __all__ = ["program_of_pipe"]
 
@@ -191,7 +191,7 @@ def _checked_calls(pipe: Any, schedule: Schedule) -> StageCalls:
 def _check_fits(num_stages: int, schedule: Schedule) -> None:
     """Refuse a schedule with steps, or a mesh for another number of stages."""
     if len(schedule.journal):
-        what = "cuts of its own" if cuts(schedule.journal) else "steps"
+        what = "cuts of its own" if cuts_of_steps(schedule.journal) else "steps"
         raise BuildError(f"the schedule has {what}, which the ready Pipe knows nothing of; cut with the schedule alone")
     mesh = schedule.mesh
     ranks = pipeline_ranks(mesh) or 1

@@ -26,7 +26,7 @@ from slapo_tracing.recording import Sandbox
 from .partition.partitioned_module import PartitionedModule
 from .partition.partitioner import Partitioner
 from .tracing.batch_arguments import named_batch
-from .tracing.cuts import Cut, cut_where, cuts
+from .tracing.cuts import Cut, cut_where, cuts_of_steps
 
 __all__ = ["add_partition_notation", "build_pipeline_model", "generate_pipeline_partition", "propagate_partition"]
 
@@ -165,7 +165,7 @@ def _cuts_below(sch: Schedule, end: Schedule) -> Iterator[str]:
     """Yield the cuts inside the module and those in the graphs of the modules around it, with paths below ``end``."""
     around = {sch.path[:place] for place, letter in enumerate(sch.path) if letter == "."} | ({""} if sch.path else set())
     around = {path for path in around if _is_inside(path, end.path)}
-    for cut in cuts(sch.journal):
+    for cut in cuts_of_steps(sch.journal):
         at_mark = isinstance(cut_where(cut), int)
         inside = _is_inside(cut, sch.path) and (at_mark or cut != sch.path)
         beside = (cut if at_mark else cut.rpartition(".")[0]) in around

@@ -43,7 +43,7 @@ class EngineInfo:
         return cls(engine, installed, tested, True, note, limits)
 
     @property
-    def words(self) -> str:
+    def label(self) -> str:
         """The engine and its version, in a table."""
         return f"{self.engine} {self.installed or 'not installed'}" if self.engine else ""
 

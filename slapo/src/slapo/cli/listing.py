@@ -114,7 +114,7 @@ def _dialect(entry: Entry, target: type | None) -> tuple[dict[str, str], EngineI
 def _with_engine(row: Mapping[str, str], engine: EngineInfo) -> dict[str, str]:
     provider = f"{row['distribution']} {row['version']}".strip()
     usable = "yes" if engine.usable else "no"
-    return {**row, "distribution": provider, "engine": engine.words, "tested": engine.tested, "usable": usable}
+    return {**row, "distribution": provider, "engine": engine.label, "tested": engine.tested, "usable": usable}
 
 
 def _plugin_row(registry: Registry, record: PluginRecord) -> dict[str, Any]:

@@ -76,12 +76,12 @@ def page(record: RunRecord) -> str:
 def _verdict(record: RunRecord) -> str:
     if not record.reference:
         return '<p class="verdict">Not compared with the unmodified model; <code>--reference</code> does.</p>'
-    value, step = record.largest
+    value, step = record.largest_difference
     largest = f"largest difference of the loss {_unbroken(f'{value:.1e}')}, at step {step} of {len(record.losses)}"
     if record.settings.dropout:
         return f'<p class="verdict">Not judged: with dropout the two runs draw different masks; {largest}.</p>'
     limit = _unbroken(f"{record.settings.tolerance:.0e}".replace("e-0", "e-"))
-    if record.agrees:
+    if record.is_within_tolerance:
         return f'<p class="verdict good"><b>Same as the unmodified model</b>, within {limit}: {largest}.</p>'
     return f'<p class="verdict bad"><b>Not the same as the unmodified model</b>: {largest}, above {limit}.</p>'
 

@@ -86,20 +86,20 @@ class RunRecord:
         return [abs(own - other) for own, other in zip(self.losses, self.reference, strict=False)]
 
     @property
-    def largest(self) -> tuple[float, int]:
+    def largest_difference(self) -> tuple[float, int]:
         """The largest difference and its step, counted from 1; a loss that is no number counts as infinitely far."""
         ranked = [(value if value == value else float("inf"), step) for step, value in enumerate(self.differences, 1)]
         return max(ranked, key=lambda entry: entry[0])
 
     @property
-    def agrees(self) -> bool:
+    def is_within_tolerance(self) -> bool:
         """True if the losses equal the reference's within the tolerance."""
-        return self.largest[0] <= self.settings.tolerance
+        return self.largest_difference[0] <= self.settings.tolerance
 
     @property
-    def refuted(self) -> bool:
+    def is_refuted(self) -> bool:
         """True if the losses differ from the reference's; never with dropout, as the masks differ."""
-        return bool(self.reference) and not self.settings.dropout and not self.agrees
+        return bool(self.reference) and not self.settings.dropout and not self.is_within_tolerance
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

@@ -67,18 +67,18 @@ def print_comparison(console: Console, record: RunRecord) -> None:
         column.justify = "right"
     every = -(-len(record.losses) // MAX_TABLE_ROWS)
     for step, (own, other) in enumerate(zip(record.losses, record.reference, strict=True), 1):
-        if step % every == 0 or step in (1, record.largest[1]):
+        if step % every == 0 or step in (1, record.largest_difference[1]):
             table.add_row(str(step), f"{own:.6f}", f"{other:.6f}", f"{abs(own - other):.1e}")
     console.print(table)
-    if not record.refuted:
+    if not record.is_refuted:
         console.print(verdict(record), highlight=False, soft_wrap=True)
 
 
 def verdict(record: RunRecord) -> str:
     """Return the sentence that says whether the losses agree."""
-    value, step = record.largest
+    value, step = record.largest_difference
     largest = f"largest difference {value:.1e}, at step {step}"
     if record.settings.dropout:
         return f"{largest}; not judged, as with dropout the two runs draw different masks"
-    word = "the same within" if record.agrees else "NOT the same: above"
+    word = "the same within" if record.is_within_tolerance else "NOT the same: above"
     return f"{largest}: {word} {record.settings.tolerance:.0e}"

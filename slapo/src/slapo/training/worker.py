@@ -69,7 +69,7 @@ def report_run(record: RunRecord, corpus: Corpus, console: Console) -> None:
         print_comparison(console, record)
     if settings.report:
         console.print(f"report: {write_report(record, Path(settings.report))}", highlight=False, soft_wrap=True)
-    if record.refuted:
+    if record.is_refuted:
         raise VerifyError(verdict(record))
 
 

@@ -32,7 +32,7 @@ from ..assignment.block_inlining import DividedGraph, divide_graph, with_inlined
 from ..assignment.node_assignment import Assignment
 from ..assignment.state_ownership import StateOwnership
 from ..tracing.batch_arguments import named_batch, unshared_tensors
-from ..tracing.cuts import cuts
+from ..tracing.cuts import cuts_of_steps
 from ..tracing.flat_trace import inlined_paths, trace_flat
 from ..tracing.root_hooks import is_indivisible, move_root_hooks, without_root_hooks
 from ..tracing.trace_cache import CachedTrace
@@ -57,22 +57,22 @@ def partition(schedule: Schedule) -> Program | None:
         ScheduleError: a cut leaves a stage with no node to run.
         TraceError: the model cannot be traced, or a value that is not a tensor would have to cross a boundary.
     """
-    places = cuts(schedule.journal)
-    if not places:
+    cuts = cuts_of_steps(schedule.journal)
+    if not cuts:
         return None
     mesh, root = schedule.mesh, schedule.root_module
     ranks = pipeline_ranks(mesh) or 1
-    if mesh is not None and (len(places) + 1) % ranks:
-        cut = "1 cut makes" if len(places) == 1 else f"{len(places)} cuts make"
+    if mesh is not None and (len(cuts) + 1) % ranks:
+        cut = "1 cut makes" if len(cuts) == 1 else f"{len(cuts)} cuts make"
         remedy = f"make a multiple of {ranks} stages, of which each rank runs as many"
-        raise BuildError(f"{cut} {len(places) + 1} stages, but the mesh has pp={ranks}; {remedy}")
-    check_cuts(root, places)
+        raise BuildError(f"{cut} {len(cuts) + 1} stages, but the mesh has pp={ranks}; {remedy}")
+    check_cuts(root, cuts)
     for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
         if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
             raise BuildError(f"{name!r} has no shape before the first call; run the model once before create_schedule")
     kept = schedule.metadata.primitives.pop(CACHED_TRACE, None)
     inputs = None if schedule.example_inputs is None else named_batch(root, schedule.example_inputs)
-    return Partitioner(root, places, mesh, kept).first_program(inputs)
+    return Partitioner(root, cuts, mesh, kept).first_program(inputs)
 
 
 def pipeline_ranks(mesh: DeviceMesh | None) -> int | None:
@@ -92,13 +92,13 @@ class Partitioner:
 
     Args:
         root: The model.
-        places: Paths of the modules that end a stage.
+        cuts: Paths of the modules that end a stage.
         mesh: Device mesh, or None in one process.
         kept: Trace of the model from the search for cuts.
     """
 
-    def __init__(self, root: nn.Module, places: list[str], mesh: DeviceMesh | None, kept: CachedTrace | None = None) -> None:
-        self.root, self.places, self.mesh, self._kept = root, places, mesh, kept
+    def __init__(self, root: nn.Module, cuts: list[str], mesh: DeviceMesh | None, kept: CachedTrace | None = None) -> None:
+        self.root, self.cuts, self.mesh, self._kept = root, cuts, mesh, kept
         self._programs: OrderedDict[Any, list[_CachedProgram]] = OrderedDict()
         self._state = StateOwnership(root)
 
@@ -119,7 +119,7 @@ class Partitioner:
             plans = self._programs.setdefault(key, [])
             plan = next((plan for plan in plans if plan.value_guard.admits(inputs)), None)
             if plan is not None and plan.inlined.wrapping_changed(self.root):
-                check_cuts(self.root, self.places)
+                check_cuts(self.root, self.cuts)
                 plans.clear()
             elif plan is not None and (plan.attributes.changed(self.root) or plan.inlined.has_replaced_members(self.root)):
                 plans.clear()
@@ -147,17 +147,17 @@ class Partitioner:
 
     def _symbolic_program(self) -> Program:
         with without_root_hooks(self.root):
-            assignment = symbolic_assignment(self.root, self.places)
+            assignment = symbolic_assignment(self.root, self.cuts)
         used = [_used_paths(nodes) for nodes in assignment.nodes]
         keep = assign_modules(self.root, used)
         modules = [symbolic_stage(self.root, assignment, index, kept) for index, kept in enumerate(keep)]
         return self._assemble(assignment, used, keep, modules)
 
     def _cut(self, inputs: Mapping[str, Any]) -> _CachedProgram:
-        kept, self._kept = self._kept and self._kept.pop_if_valid(self.root, inputs, self.places), None
+        kept, self._kept = self._kept and self._kept.pop_if_valid(self.root, inputs, self.cuts), None
         with without_root_hooks(self.root):
-            coarse = divide_graph(self.root, kept or trace_flat(self.root, inputs, self.places), self.places)
-            fine = with_inlined_blocks(self.root, inputs, self.places, coarse)
+            coarse = divide_graph(self.root, kept or trace_flat(self.root, inputs, self.cuts), self.cuts)
+            fine = with_inlined_blocks(self.root, inputs, self.cuts, coarse)
         if fine is not None:
             try:
                 return self._program_of_graph(fine, inputs)
@@ -178,7 +178,7 @@ class Partitioner:
         return _CachedProgram(
             program,
             guard.attributes,
-            InlinedModules(root, inside | inlined_paths(self.places), used, modules),
+            InlinedModules(root, inside | inlined_paths(self.cuts), used, modules),
             ValueGuard(traced, root),
         )
 
@@ -234,12 +234,12 @@ def _used_paths(nodes: list[fx.Node]) -> set[str]:
     return {str(node.target) for node in nodes if node.op in ("call_module", "get_attr")}
 
 
-def check_cuts(root: nn.Module, places: list[str]) -> None:
+def check_cuts(root: nn.Module, cuts: list[str]) -> None:
     """Refuse a cut whose module is gone, or lies inside a module that was wrapped later.
 
     The modules around a cut are inlined, which would drop a wrapper.
     """
-    for path in places:
+    for path in cuts:
         if paths.find(root, path) is None:
             raise BuildError(f"the model is cut at {path!r}, but that module is gone; undo the cut, or what removed the module")
         names = path.split(".")

@@ -38,7 +38,7 @@ def is_at_mark(path: str) -> bool:
     return isinstance(cut_where(path), int)
 
 
-def cuts(steps: Iterable[Step]) -> list[str]:
+def cuts_of_steps(steps: Iterable[Step]) -> list[str]:
     """Return the cuts of these steps and of their child steps, in the order in which they were taken."""
     found: list[str] = []
     for step in steps:
@@ -46,5 +46,5 @@ def cuts(steps: Iterable[Step]) -> list[str]:
             found.append(Cut(step.path, *step.args, **step.kwargs))
         elif step.name == CUT_AT_MARKS:
             found += [Cut(step.path, number) for number in step.args]
-        found += cuts(step.children)
+        found += cuts_of_steps(step.children)
     return found
