@@ -61,7 +61,7 @@ class Results:
 
     @property
     def best(self) -> tuple[str, float] | None:
-        """The configuration with the highest throughput, and this."""
+        """The configuration with the highest throughput, and this throughput."""
         found = {name: record["throughput"] for name, record in self.records.items() if record["error"] is None}
         return max(found.items(), key=lambda item: item[1]) if found else None
 
@@ -71,8 +71,8 @@ class Tuner:
 
     Args:
         settings: What to run.
-        database: Where results are; those that are there are not run again.
-        interruption: Ends the run before the next trial, and the trial that runs.
+        database: Database of results; configurations with a result do not run again.
+        interruption: Ends the run before the next trial, and a running trial.
     """
 
     def __init__(self, settings: Settings, database: Database, interruption: Interruption) -> None:

@@ -1,4 +1,4 @@
-"""Memory and time, as one line on the first rank."""
+"""Reports of memory and time, as one line on the first rank."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _MIB = 2**20
 
 
 def report_memory(msg: str = "", report_gc: bool = False) -> int:
-    """Print how much memory is in use, and how much was at most.
+    """Print the memory in use and its peak.
 
     Args:
-        msg: What stands in front.
+        msg: Prefix of the line.
         report_gc: Whether to collect garbage first and to print every tensor that is left.
 
     Returns:
-        Bytes in use: what torch has allocated on the current GPU, or, where there is none, what the process has resident.
+        Bytes in use: allocated by torch on the current GPU, or, without a GPU, resident memory of the process.
     """
     if report_gc:
         gc.collect()
@@ -46,8 +46,8 @@ class Times(NamedTuple):
     """Seconds of one run, the median of several.
 
     Args:
-        forward: Of the forward.
-        backward: Of the backward; None where it was not run.
+        forward: Seconds of the forward.
+        backward: Seconds of the backward; None if it was not run.
     """
 
     forward: float
@@ -55,13 +55,13 @@ class Times(NamedTuple):
 
 
 def report_time(model: nn.Module, inputs: Any, backward: bool = False, repeat: int = 5) -> Times:
-    """Print how long a model takes, after one run that does not count; its gradients are as before.
+    """Print the time of a model's run, after one warm-up run; its gradients are restored.
 
     Args:
-        model: Run as it is, in the mode it is in.
-        inputs: A dict of keyword arguments, a tuple or list of positional ones, or the only one.
-        backward: Whether to run the backward of the sum of all outputs that have a gradient.
-        repeat: How many runs count.
+        model: The model, which runs in its present mode.
+        inputs: A dict of keyword arguments, a tuple or list of positional ones, or a single argument.
+        backward: Whether to run the backward of the sum of all outputs that require a gradient.
+        repeat: Number of timed runs.
 
     Raises:
         ValueError: ``repeat`` is below 1, or no output has a gradient.
@@ -77,7 +77,7 @@ def report_time(model: nn.Module, inputs: Any, backward: bool = False, repeat: i
 
 
 def profile_perf(model: nn.Module, inputs: Any, backward: bool = False, row_limit: int = 100) -> str:
-    """Print the operators of one run that take most time, by torch's profiler; arguments as ``report_time``.
+    """Print the slowest operators of one run, by torch's profiler; arguments as in ``report_time``.
 
     Returns:
         The table.
@@ -93,7 +93,7 @@ def profile_perf(model: nn.Module, inputs: Any, backward: bool = False, row_limi
 
 @contextmanager
 def _gradients_kept(model: nn.Module) -> Iterator[None]:
-    """Put the gradients back at the end."""
+    """Restore the gradients at the end of the block."""
     gradients = {parameter: parameter.grad for parameter in model.parameters()}
     try:
         yield
