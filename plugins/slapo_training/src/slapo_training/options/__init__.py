@@ -6,5 +6,6 @@ have a module each. It may import ``slapo_core``, ``batches`` and ``losses``, wh
 """
 
 from .common_options import CommonOptions, is_rate
+from .engine_options import DTYPES, EngineOptions
 
-__all__ = ["CommonOptions", "is_rate"]
+__all__ = ["CommonOptions", "DTYPES", "EngineOptions", "is_rate"]
