@@ -29,7 +29,7 @@ def consolidate_model(
         target: Name of the dialect that will build, which decides the rank of each stage; None for the plain module.
         param_init_fn: Called with each module, children first. Default: the model's own ``_init_weights``, as in Transformers,
             else each module's ``reset_parameters``.
-        seed: Seed of the values; default: that of ``set_random_seed``. ``build(seed=)`` gives the same values.
+        seed: Seed of the values; default: the default seed of ``set_random_seed``. ``build(seed=)`` gives the same values.
         **kwargs: Options for ``build``, e.g. ``pipeline_schedule`` and ``microbatches``; or ``weights``, a folder to load from.
 
     Returns:

@@ -19,19 +19,19 @@ from .run_schedule import schedule_model
 AXES = ("pp", "dp", "tp")
 
 COMMON_OPTIONS = ("microbatches", "precision")
-"""Options that every target has; plugins see the others alone, as in ``slapo.build``."""
+"""Options that every target has; plugins see only the others, as in ``slapo.build``."""
 
 
 def check_run(settings: Settings, trains: bool = True, reads: bool = True) -> None:
-    """Do all that a rank does before it has weights.
+    """Do the work of a rank up to the weights, to find errors of data, model, schedule and target.
 
     Args:
-        settings: Of the run.
-        trains: Whether the target's engine is to run the stages; else the schedule is all that is looked at.
-        reads: Whether it does so on files.
+        settings: Settings of the run.
+        trains: Whether the target's engine will run the stages; else only the schedule is checked.
+        reads: Whether the run reads data files.
 
     Raises:
-        SlapoError: whatever a rank would fail with: data, model, schedule, target.
+        SlapoError: the error with which a rank would fail.
     """
     dialect = default_registry().get("dialect", settings.target)
     if trains and reads:

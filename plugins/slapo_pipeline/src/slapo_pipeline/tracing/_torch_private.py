@@ -17,7 +17,7 @@ from torch.utils import _pytree
 def replaced_pipe_split(instead: Callable[[], Any]) -> Iterator[None]:
     """Let ``torch.distributed.pipelining.pipe_split()`` call ``instead`` while the context is open.
 
-    The operator that it calls otherwise has no tensor argument, so no tracer here sees it.
+    No tracer here sees the operator that it calls otherwise.
     """
     if "torch.distributed.pipelining" not in sys.modules:  # then no model calls it
         yield
