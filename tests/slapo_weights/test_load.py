@@ -206,7 +206,7 @@ def test_only_a_vocabulary_is_padded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_file_of_the_base_model_goes_into_one_with_a_head(name: str, tmp_path: Path) -> None:
-    """What is missing then is initialised as it would be without weights, where that is asked for."""
+    """Missing tensors are initialised as without weights if ``missing`` names them."""
     source = save(name, tmp_path / "head")
     base = expected(name, source).base_model
     base.save_pretrained(tmp_path / "base")
