@@ -39,7 +39,7 @@ def test_every_primitive_is_documented(name: str) -> None:
 
 @pytest.mark.parametrize("name", REGISTRY.names("dialect"))
 def test_every_dialect_is_documented_and_says_what_it_can_do(name: str) -> None:
-    dialect: type[Dialect] = REGISTRY.dialect(name)
+    dialect: type[Dialect] = REGISTRY.get("dialect", name)
     assert inspect.getdoc(dialect)
     assert dialect.capabilities
 

@@ -1,7 +1,8 @@
-"""Private names of torch, behind plain functions; ``test_threads.py``, ``test_meeting.py``, ``test_verify.py`` tell of moves.
+"""Private names of torch, behind plain functions.
 
-They are the process groups of threads of torch's own tests; the store that the default process group was made with; the
-operators that collectives are to its dispatcher; and the modes that this is in.
+These are the threaded process groups of torch's own tests, the store of the default process group, the dispatcher's operators
+of collectives, and the stack of dispatch modes. ``test_thread_ranks.py``, ``test_failure_propagation.py`` and
+``test_verify.py`` fail when torch moves one.
 """
 
 from __future__ import annotations
