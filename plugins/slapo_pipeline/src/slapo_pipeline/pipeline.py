@@ -101,7 +101,7 @@ class PipelinePrimitive(Primitive):
         balance: str = "parameters",
         microbatches: int | None = None,
         leaf_modules: Leaves = None,
-        checked: tuple[StageTable, KeptTrace],
+        checked: tuple[StageTable, CachedTrace],
     ) -> None:
         """Cut the model at the modules that ``check`` found."""
         table, kept = checked
