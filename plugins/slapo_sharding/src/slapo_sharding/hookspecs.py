@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @hookspec
 def slapo_shard_rules() -> Sequence[ShardingRule | str]:  # type: ignore[empty-body]
-    """How modules of your classes are split: ``ShardingRule``s, asked in order, before those of this plugin.
+    """How modules of your classes are split: each a ``ShardingRule``, asked in order, before those of this plugin.
 
     Where ``"module:NAME"`` stands for a rule or a list of rules, it is imported when a schedule first shards something. If your
     plugin is of use without ``slapo-sharding`` too, mark the hook ``@hookimpl(optionalhook=True)``.
@@ -22,7 +22,7 @@ def slapo_shard_rules() -> Sequence[ShardingRule | str]:  # type: ignore[empty-b
     Example:
         >>> import torch
         >>> from torch import nn
-        >>> from slapo_sharding.rules.sharding_rule import Cut, ShardingRule
+        >>> from slapo_sharding import Cut, ShardingRule
         >>> class Scale(nn.Module):
         ...     def __init__(self, width):
         ...         super().__init__()
