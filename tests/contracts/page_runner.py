@@ -58,6 +58,11 @@ class Block(NamedTuple):
         found = FILE_NAME.match(self.source.partition("\n")[0])
         return found[1] if found else ""
 
+    @property
+    def content(self) -> str:
+        """What is written to that file."""
+        return self.source.partition("\n")[2]
+
 
 def blocks(page: Path) -> list[Block]:
     """Return the fenced blocks of a page."""
@@ -74,7 +79,7 @@ def run(page: Path) -> None:
     for block in blocks(page):
         if block.file:
             Path(block.file).parent.mkdir(parents=True, exist_ok=True)
-            Path(block.file).write_text(block.source.partition("\n")[2], encoding="utf-8")
+            Path(block.file).write_text(block.content, encoding="utf-8")
         elif block.language == "python":
             code = compile("\n" * (block.line - 1) + block.source, str(page), "exec")
             exec(code, namespace)  # noqa: S102  the page is ours

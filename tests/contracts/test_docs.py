@@ -15,6 +15,10 @@ from .page_runner import blocks
 
 DOCS = TOP / "docs"
 PAGES = [page for page in sorted(DOCS.rglob("*.md")) if {block.language for block in blocks(page)} & {"python", "sh"}]
+READMES = [
+    TOP.glob(each) for each in ("*.md", "*/README.md", "benchmarks/*/README.md", "examples/*/README.md", "plugins/*/README.md")
+]
+MARKDOWN = sorted({*DOCS.rglob("*.md"), *(page for found in READMES for page in found)})
 LANGUAGES = {"python", "sh", "toml", "text", "{eval-rst}", "{toctree}"}
 """The languages of blocks; Python that does not run, and shell that is not a command, have none."""
 
@@ -49,6 +53,22 @@ def test_the_pages_build_without_a_warning_and_load_nothing_from_elsewhere(tmp_p
     assert ran.returncode == 0, ran.stderr
     for page in tmp_path.rglob("*.html"):
         assert not re.findall(r'(?:src="|<link[^>]*href="|@import |url\()["\']?https?:', page.read_text(encoding="utf-8")), page
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and MyST make them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", re.sub(r"\[(.*?)\]\(.*?\)", r"\1", each)).lower().replace(" ", "-") for each in headings}
+
+
+@pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: page.relative_to(TOP).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for path, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", text):
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), path
+        assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
 
 
 def test_make_docs_is_strict() -> None:

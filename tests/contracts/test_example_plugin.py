@@ -11,7 +11,7 @@ from .page_runner import blocks
 
 EXAMPLE = TOP / "plugins" / "slapo_example"
 PAGE = TOP / "docs" / "plugins" / "write_a_primitive.md"
-FILES = [(block.file, block.source.partition("\n")[2]) for block in blocks(PAGE) if block.file][:3]
+FILES = [(block.file, block.content) for block in blocks(PAGE) if block.file][:3]
 """Path and content of the first files that the page tells the author to write: those of the package."""
 
 

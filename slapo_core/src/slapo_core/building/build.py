@@ -64,7 +64,7 @@ def build(
             ``loss_over``, for losses that are no mean over rows or labels; ``gradient_hooks``; ``optimizer_blocks``, for
             optimizers such as Muon; ``check`` and ``strict``, for the checks of the first step.
             ``help(slapo_training.options.CommonOptions)`` says what each means. ``slapo_weights`` takes ``weights``, a folder
-            of safetensors for weights on the meta device. The README of a dialect says what else it takes, for example
+            of safetensors for weights on the meta device. The guide to engines says what else each takes, for example
             ``config``, the engine's own configuration.
 
     Returns:
