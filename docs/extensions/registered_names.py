@@ -59,8 +59,8 @@ class Primitives(_Registered):
     """``primitives``: each as the method of a schedule that it is."""
 
     def descriptions(self, registry: Registry) -> Iterator[tuple[str, str]]:
-        for name in registry.primitive_names():
-            primitive = registry.primitive(name)
+        for name in registry.names("primitive"):
+            primitive = registry.get("primitive", name)
             signature = inspect.signature(primitive.apply)
             own = signature.replace(parameters=[*signature.parameters.values()][1:], return_annotation=signature.empty)
             heading = f".. py:method:: Schedule.{name}{stringify_signature(own, unqualified_typehints=True)}"
@@ -71,8 +71,8 @@ class Dialects(_Registered):
     """``dialects``: each as the target that it is."""
 
     def descriptions(self, registry: Registry) -> Iterator[tuple[str, str]]:
-        for name in registry.dialect_names():
-            dialect = registry.dialect(name)
+        for name in registry.names("dialect"):
+            dialect = registry.get("dialect", name)
             able = ", ".join(f"``{word}``" for word in sorted(dialect.capabilities))
             yield f".. describe:: target={name!r}", f"{inspect.cleandoc(str(dialect.__doc__))}\n\nIt can do {able}."
 
