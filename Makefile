@@ -9,7 +9,7 @@ PYTHON_GPU ?= $(BIN)/python
 STAMP := .venv/installed
 PROJECTS := pyproject.toml $(wildcard slapo_*/pyproject.toml) $(wildcard plugins/*/pyproject.toml)
 
-.PHONY: setup demo test test-all lint format bench gpu clean
+.PHONY: setup demo test test-all lint format docs bench gpu clean
 
 setup: $(STAMP)
 
@@ -36,6 +36,10 @@ lint: setup
 format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# The first page is build/docs/index.html. Needs no network once `setup` is done.
+docs: setup
+	$(BIN)/python -m sphinx -q -W --keep-going docs build/docs
 
 # The output is a whole page: `make -s bench > benchmarks/README.md`
 bench: setup

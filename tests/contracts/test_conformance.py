@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -13,8 +12,6 @@ from torch.nn import functional as F
 from slapo_core import Registry, Schedule, make, set_random_seed
 from slapo_pipeline.tracing import pipe_split
 from slapo_testing.conformance import Check, Example, Refused, primitive_checks
-
-from .conftest import TOP
 
 X = torch.linspace(-1, 1, 24).view(3, 8)
 
@@ -432,11 +429,3 @@ def test_our_primitives_conform(check: Check) -> None:
 
 def test_no_primitive_is_missing() -> None:
     assert sorted(PRIMITIVES) == Registry().names("primitive")
-
-
-def test_the_example_plugin_s_page_runs_the_kit() -> None:
-    page = (TOP / "plugins" / "slapo_example" / "README.md").read_text()
-    (source,) = re.findall(r"```python\n(import torch\n.*?)```", page, re.DOTALL)
-    names: dict[str, Any] = {}
-    exec(source, names)  # noqa: S102  the page is ours
-    names["test_freeze_conforms"]()

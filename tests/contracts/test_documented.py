@@ -10,12 +10,13 @@ import sys
 
 import pytest
 import typer
+from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 from slapo.cli.app import create_app
 from slapo_core import Dialect, Registry, call_signature
 
-from .conftest import TOP, folders
+from .conftest import TOP, declared, folders
 
 REGISTRY = Registry()
 COMMANDS = [
@@ -70,6 +71,18 @@ def test_every_distribution_has_a_page(name: str) -> None:
     assert len(text.split()) > 40, "say what it gives, with an example"
 
 
+@pytest.mark.parametrize("name", sorted(set(folders()) - {"slapo"}))
+def test_the_install_command_on_its_page_names_all_of_ours_that_it_needs(name: str) -> None:
+    found, needed, todo = folders(), set[str](), [name]
+    while todo:
+        needed.add(each := todo.pop())
+        own = {Requirement(line).name for line in declared(found[each])}
+        todo += sorted((own & set(found)) - needed)
+    commands = re.findall(r"^pip install (.*)$", (found[name] / "README.md").read_text(), re.MULTILINE)
+    wanted = {f"./{found[each].relative_to(TOP).as_posix()}" for each in needed}
+    assert all(wanted == {word for word in command.split() if word.startswith("./")} for command in commands)
+
+
 def test_the_command_line_says_one_sentence_for_an_unknown_primitive() -> None:
     result = subprocess.run(
         [sys.executable, "-c", "from slapo.cli.app import main; main()", "no-such-command"],
@@ -82,7 +95,7 @@ def test_the_command_line_says_one_sentence_for_an_unknown_primitive() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's compiler asks, of inputs that are no leaves
-@pytest.mark.parametrize("name", sorted(set(folders()) - {"slapo", "slapo-example"}))
+@pytest.mark.parametrize("name", sorted(set(folders()) - {"slapo"}))
 def test_the_example_on_its_page_runs(name: str) -> None:
     (source,) = re.findall(r"```python\n(.*?)```", (folders()[name] / "README.md").read_text(), re.DOTALL)
     exec(source, {"__name__": name})  # noqa: S102  the page is ours

@@ -1,35 +1,35 @@
-"""An author who follows the example plugin's README from an empty folder ends up with a working plugin."""
+"""An author who follows the page on primitives from an empty folder ends up with a working plugin."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 from .conftest import TOP, Environment, pip
+from .page_runner import blocks
 
 EXAMPLE = TOP / "plugins" / "slapo_example"
-README = (EXAMPLE / "README.md").read_text()
-NAMED = re.findall(r"^\*\*\d\.(?:(?!\*\*\d).)*?in `([\w./]+)`.*?```(?:toml|python)\n(.*?)```", README, re.MULTILINE | re.DOTALL)
-"""Path and content of each file the page tells the author to write."""
+PAGE = TOP / "docs" / "plugins" / "write_a_primitive.md"
+FILES = [(block.file, block.content) for block in blocks(PAGE) if block.file][:3]
+"""Path and content of the first files that the page tells the author to write: those of the package."""
 
 
 def test_the_page_shows_the_files_of_the_package() -> None:
-    assert [path for path, _ in NAMED] == ["pyproject.toml", "src/slapo_example/plugin.py", "src/slapo_example/freeze.py"]
-    for path, content in NAMED:
+    assert [path for path, _ in FILES] == ["pyproject.toml", "src/slapo_example/plugin.py", "src/slapo_example/freeze.py"]
+    for path, content in FILES:
         assert (EXAMPLE / path).read_text() == content
 
 
 def test_it_is_short() -> None:
-    lines = [line for path, content in NAMED if path.endswith(".py") for line in content.splitlines() if line.strip()]
+    lines = [line for path, content in FILES if path.endswith(".py") for line in content.splitlines() if line.strip()]
     assert len(lines) <= 17
 
 
 def test_following_the_page_shows_the_primitive(tmp_path: Path, installed: Callable[[str], Environment]) -> None:
     """Another test shows what ``slapo`` alone lists: this primitive is not among it."""
     project = tmp_path / "project"
-    for path, content in [*NAMED, ("src/slapo_example/__init__.py", ""), ("README.md", "")]:
+    for path, content in [*FILES, ("src/slapo_example/__init__.py", ""), ("README.md", "")]:
         (project / path).parent.mkdir(parents=True, exist_ok=True)
         (project / path).write_text(content)
     (project / "src/slapo_example/py.typed").touch()
@@ -45,12 +45,3 @@ def test_following_the_page_shows_the_primitive(tmp_path: Path, installed: Calla
     (row,) = [row for row in rows if row["name"] == "example"]
     assert row["provides"]["primitives"] == ["freeze"]
     assert "slapo_after_build" in row["provides"]["hooks"]
-
-
-def test_the_test_on_the_page_passes() -> None:
-    names: dict[str, object] = {}
-    (source,) = re.findall(r"```python\n(import torch\n.*?)```", README, re.DOTALL)
-    exec(source, names)  # noqa: S102  the page is ours
-    test = names["test_freeze"]
-    assert callable(test)
-    test()

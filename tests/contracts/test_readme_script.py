@@ -1,4 +1,4 @@
-"""The training script in the README runs as it stands."""
+"""The training scripts in the README and in the guide to own models train as the unmodified models do."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from . import page_runner
+
 README = Path(__file__).parents[2] / "README.md"
-LOSSES = README.parent / "plugins" / "slapo_training" / "README.md"
+GUIDE = README.parent / "docs" / "guides" / "own_model.md"
 
 
 def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -20,13 +22,14 @@ def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
 
 
-def blocks(language: str, page: Path = README) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+def blocks() -> list[str]:
+    """The Python of the README."""
+    return [block.source for block in page_runner.blocks(README) if block.language == "python"]
 
 
-def block(words: str, page: Path = README) -> str:
-    """The example that has these words."""
-    (found,) = (code for code in blocks("py", page) if words in code)
+def of_guide(name: str) -> str:
+    """The file of this name that the guide shows."""
+    (found,) = (block.content for block in page_runner.blocks(GUIDE) if block.file == name)
     return found
 
 
@@ -37,21 +40,17 @@ def losses_of(folder: Path, script: str, ranks: int) -> list[float]:
     return [float(line.split()[1]) for line in run.stdout.splitlines() if re.match(r"\d ", line)]
 
 
-def scripts() -> list[str]:
-    """The script that trains the README's own model, and the one that trains a model of Transformers."""
-    return [code for code in blocks("python") if "init_process_group" in code]
-
-
-def training_script() -> str:
-    _, script = scripts()
-    return script
+def script() -> str:
+    """The script that trains the README's own model."""
+    (found,) = (code for code in blocks() if "init_process_group" in code)
+    return found
 
 
 def hand_written(folder: Path) -> str:
     """Write the README's own model into a folder, and return the script that trains it."""
-    (model,) = (code for code in blocks("python") if "class GPT" in code)
+    (model,) = (code for code in blocks() if "class GPT" in code)
     (folder / "gpt.py").write_text(model, encoding="utf-8")
-    return scripts()[0]
+    return script()
 
 
 UNMODIFIED = """
@@ -96,25 +95,22 @@ def test_the_readmes_own_model_trains_as_the_unmodified_one(mesh: str, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.multiproc
-def test_the_readmes_training_loop_takes_the_place_of_its_first_one(tmp_path: Path) -> None:
-    start, _, end = hand_written(tmp_path).partition("adamw = ")
-    script = f"{start}{block('DistributedSampler(')}{end.partition('engine.close()')[2]}".replace("(2, 1, 2)", "(2, 2, 1)")
-    losses = losses_of(tmp_path, script, 4)
+def test_the_guides_training_loop_trains_and_exports(tmp_path: Path) -> None:
+    losses = losses_of(tmp_path, of_guide("train.py"), 2)
     assert len(losses) == 2
     assert losses[-1] < losses[0]
     assert (tmp_path / "weights" / "model.safetensors").exists()
 
 
 def test_ten_lines_take_the_readmes_own_model_there() -> None:
-    script = scripts()[0]
-    start, end = script.index("mesh = "), script.index("\n\nfor step")
-    assert len(script[start:end].splitlines()) <= 10
+    start, end = script().index("mesh = "), script().index("\n\nfor step")
+    assert len(script()[start:end].splitlines()) <= 10
 
 
 @pytest.mark.slow
 @pytest.mark.multiproc
-def test_the_readmes_script_trains_under_torchrun(tmp_path: Path) -> None:
-    losses = losses_of(tmp_path, training_script(), 4)
+def test_the_guides_script_trains_a_model_of_transformers(tmp_path: Path) -> None:
+    losses = losses_of(tmp_path, of_guide("llm.py"), 4)
     assert len(losses) == 5
     assert losses[-1] < losses[0]
 
@@ -122,9 +118,9 @@ def test_the_readmes_script_trains_under_torchrun(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.multiproc
 @pytest.mark.parametrize("mesh", ["(2, 1, 1)", "(1, 1, 2)", "(2,)"])
-def test_the_readmes_script_trains_on_two_ranks(mesh: str, tmp_path: Path) -> None:
-    """As the README says beside it: without the cut where there is no pipeline, without the rank where there is no axis."""
-    script = training_script().replace("(2, 1, 2)", mesh)
+def test_the_guides_script_trains_on_two_ranks(mesh: str, tmp_path: Path) -> None:
+    """As the guide says beside it: without the cut where there is no pipeline, without the rank where there is no axis."""
+    script = of_guide("llm.py").replace("(2, 1, 2)", mesh)
     if mesh == "(2,)":
         script = script.replace('("pp", "dp", "tp")', '("tp",)').replace('pp_rank=mesh["pp"].get_local_rank(), ', "")
     if mesh != "(2, 1, 1)":
@@ -136,22 +132,25 @@ def test_the_readmes_script_trains_on_two_ranks(mesh: str, tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.multiproc
-def test_the_readmes_loop_trains_the_model_of_its_script(tmp_path: Path) -> None:
-    loop = block("model, _ = slapo.build(sch)")
-    before, step, _ = training_script().replace("(2, 1, 2)", "(1, 1, 2)").partition("sch.tensor_parallel()")
-    shown = "    if dist.get_rank() == 0:\n        print(step, loss.item())\n"
-    losses = losses_of(tmp_path, f"{before}{step}\n{loop}{shown}dist.destroy_process_group()\n", 2)
+def test_the_guides_own_loop_trains(tmp_path: Path) -> None:
+    losses = losses_of(tmp_path, of_guide("loop.py"), 2)
     assert len(losses) == 5
     assert losses[-1] < losses[0]
 
 
+ENGINES = {
+    "deepspeed": 'config={"zero_optimization": {"stage": 1}}',
+    "megatron": 'precision="bf16", distributed_optimizer=True',
+}
+
+
 @pytest.mark.slow
 @pytest.mark.multiproc
-@pytest.mark.parametrize("target", ["deepspeed", "megatron"])
-def test_the_readmes_engines_train_the_model_of_its_script(target: str, tmp_path: Path) -> None:
-    rate, *lines = block('slapo.build(sch, "megatron"').splitlines()
-    (line,) = (line for line in lines if f'"{target}"' in line)
-    script = re.sub(r"^engine = .*$", f"{rate}\n{line}", training_script(), flags=re.MULTILINE)
+@pytest.mark.parametrize("target", sorted(ENGINES))
+def test_other_engines_train_the_model_of_the_guides_script(target: str, tmp_path: Path) -> None:
+    adamw = "partial(torch.optim.AdamW, lr=1e-3)"
+    line = f"engine = slapo.build(sch, '{target}', optimizer={adamw}, microbatches=8, {ENGINES[target]})"
+    script = re.sub(r"^engine = .*$", line, of_guide("llm.py"), flags=re.MULTILINE)
     losses = losses_of(tmp_path, script, 4)
     assert len(losses) == 5
     assert losses[-1] < losses[0]
@@ -186,8 +185,14 @@ images, texts = (each.chunk(2)[dist.get_rank()] for each in (images, texts))
 
 @pytest.mark.slow
 @pytest.mark.multiproc
-def test_the_readmes_contrastive_loss_is_that_of_the_whole_batch(tmp_path: Path) -> None:
-    train = block('loss_over="replicas"', LOSSES).replace("engine.train_batch", "loss = engine.train_batch")
+def test_the_guides_contrastive_loss_is_that_of_the_whole_batch(tmp_path: Path) -> None:
+    (shown,) = (each.source for each in page_runner.blocks(GUIDE) if "def contrast(" in each.source)
+    contrast = re.search(r"^def contrast\(.*?\n\n", shown, re.MULTILINE | re.DOTALL)
+    assert contrast
+    options = 'loss_fn=contrast, loss_over="replicas", microbatches=16, optimizer=adamw'
+    assert options.replace("adamw", "sgd") in shown
+    build = f'engine = slapo.build(sch, target="torch", {options})\nloss = engine.train_batch(image=images, text=texts)\n'
+    train = contrast[0] + build
     compared = "if dist.get_rank() == 0:\n    print(0, loss.item())\n    print(1, contrast(model(**whole), None).item())\n"
     ours, expected = losses_of(tmp_path, f"{TOWERS}{train}{compared}dist.destroy_process_group()\n", 2)
     assert ours == pytest.approx(expected, abs=1e-5)
@@ -212,7 +217,7 @@ main()
 @pytest.mark.slow
 @pytest.mark.multiproc
 def test_an_error_is_the_last_that_torchrun_says(tmp_path: Path) -> None:
-    assert "`torchrun --local-ranks-filter 0`" in README.read_text(encoding="utf-8")
+    assert "`torchrun --local-ranks-filter 0`" in GUIDE.read_text(encoding="utf-8")
     (tmp_path / "train.py").write_text(FAILING, encoding="utf-8")
     run = torchrun(tmp_path, "--local-ranks-filter", "0", "--nproc-per-node", "2", "train.py")
     *_, sentence, _empty, _rule = run.stderr.splitlines()

@@ -18,7 +18,7 @@ from slapo_testing import run_distributed
 from tests.engines import PLUGINS
 from tests.slapo_torch.layouts import adamw, mesh_of, message_of
 
-README = Path(__file__).parents[2] / "slapo_megatron" / "README.md"
+LIMITS = Path(__file__).parents[2] / "docs" / "limits.md"
 
 
 def model() -> nn.Module:
@@ -53,8 +53,9 @@ def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> No
         MegatronOptions.of(options)
 
 
-def test_the_table_in_the_readme_is_what_is_declared() -> None:
-    table = README.read_text().partition("| asked | instead |\n|---|---|\n")[2].partition("\n\n")[0]
+def test_the_table_of_limits_is_what_is_declared() -> None:
+    page = LIMITS.read_text().partition("\n## Megatron-Core\n")[2]
+    table = page.partition("| asked | instead |\n|---|---|\n")[2].partition("\n\n")[0]
     rows = [tuple(cell.strip() for cell in line.strip("|").split(" | ")) for line in table.splitlines()]
     assert rows == [(limit.asked, limit.instead) for limit in MegatronDialect.limits]
 

@@ -1,4 +1,4 @@
-"""The table of classes in the plugin's README: those that ``test_families.py`` compares with the unmodified model.
+"""The table of classes on the page of limits: those that ``test_families.py`` compares with the unmodified model.
 
 python -m tests.slapo_pipeline.family_table
 """

@@ -50,6 +50,6 @@ def test_there_are_sixty_classes_and_far_more_when_there_is_time() -> None:
 
 
 @pytest.mark.slow  # the names of the classes take making all models
-def test_the_readme_lists_them() -> None:
-    readme = Path(__file__).parents[2] / "plugins" / "slapo_pipeline" / "README.md"
-    assert table() in readme.read_text(), "put the output of python -m tests.slapo_pipeline.family_table there"
+def test_the_page_of_limits_lists_them() -> None:
+    page = Path(__file__).parents[2] / "docs" / "limits.md"
+    assert table() in page.read_text(), "put the output of python -m tests.slapo_pipeline.family_table there"

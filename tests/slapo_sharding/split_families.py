@@ -90,7 +90,7 @@ LEFT_WHOLE_ALONG = {
 
 
 class Refused(NamedTuple):
-    """Why a family is refused, as the README says it, and a part of the message."""
+    """Why a family is refused, as the page of limits says it, and a part of the message."""
 
     why: str
     told: str

@@ -22,7 +22,7 @@ def slapo_shard_rules() -> Sequence[ShardingRule | str]:  # type: ignore[empty-b
     Example:
         >>> import torch
         >>> from torch import nn
-        >>> from slapo_sharding.rules.sharding_rule import Cut, ShardingRule
+        >>> from slapo_sharding import Cut, ShardingRule
         >>> class Scale(nn.Module):
         ...     def __init__(self, width):
         ...         super().__init__()

@@ -1,4 +1,4 @@
-"""What DeepSpeed cannot do; the table in the README has the same words."""
+"""What DeepSpeed cannot do; the table in `docs/limits.md` has the same words."""
 
 from __future__ import annotations
 

@@ -159,9 +159,9 @@ def test_data_dependent_shapes_are_refused() -> None:
     assert "the sequence cannot be split: the result shape of where depends on data (" in first
 
 
-def test_the_readme_lists_refused_and_partly_split_families() -> None:
-    page = (Path(__file__).parents[4] / "plugins/slapo_sharding/README.md").read_text(encoding="utf-8")
-    part = page.partition("## Families that are refused, or split in part\n")[2].partition("\n## ")[0]
+def test_the_page_of_limits_lists_refused_and_partly_split_families() -> None:
+    page = (Path(__file__).parents[4] / "docs/limits.md").read_text(encoding="utf-8")
+    part = page.partition("## Sharding: families that are refused, or split in part\n")[2].partition("\n## ")[0]
     rows = {tuple(cell.strip() for cell in line.strip("|").split("|")) for line in part.splitlines() if line.startswith("|")}
     listed = {(name, "yes", "refused", why) for name, (why, _) in ALONG_REFUSED.items()}
     listed |= {(name, left.what, left.why) for name, left in LEFT_WHOLE.items() if left.what and left.why != NONE}
