@@ -1,4 +1,4 @@
-"""Parameters that a module's forward uses itself, in ``x @ self.w`` say, and that are split as those of layers are."""
+"""Shards of parameters that a module's forward uses directly, as in ``x @ self.w``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..dry_run.split_specs import ParameterSplit
 
 
 def split_parameters(schedule: Schedule, splits: Mapping[str, ParameterSplit]) -> None:
-    """Split parameters of a module that runs from a graph, which reduces what they give on this rank, or deal them out.
+    """Shard or distribute parameters of a module that runs from a graph, whose graph reduces the results.
 
-    The module is recorded as split, whatever is: whole values go in and come out, and those inside were looked at.
+    The module is recorded as split with whole inputs and outputs. Checks of its inside were made by the dry run.
 
     Args:
-        schedule: Of the module.
-        splits: Path of each parameter below the module to how it is split.
+        schedule: Schedule of the module.
+        splits: Path of each parameter below the module, to its split.
     """
     size, rank = schedule.world_size, schedule.rank
     spec = ShardSpec(0, (size,), rank, size, (size,), schedule.group)

@@ -1,4 +1,4 @@
-"""Entries of an ``nn.ModuleDict``, from which a model chooses by name, as from the adapters of a projection."""
+"""Entries of an ``nn.ModuleDict`` that a model selects by name, such as the adapters of a projection."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..local_sizes.adapted_modules import is_inside
 
 
 def unused_entries(root: nn.Module, layouts: Layouts, path: str) -> Iterator[str]:
-    """Yield the paths of the entries beside a module that ran, of the same class, which did not: it stands for them.
+    """Yield the entries of the same class beside a module that ran, which did not run themselves.
 
     Args:
-        root: The model.
-        layouts: The dry run of what the example inputs ran.
-        path: Of a module that ran. Only one in an ``nn.ModuleDict`` has such entries.
+        root: Model.
+        layouts: Dry run of the example inputs.
+        path: Path of a module that ran. It has such entries only in an ``nn.ModuleDict``.
     """
     owner, _, name = path.rpartition(".")
     table = root.get_submodule(owner)
