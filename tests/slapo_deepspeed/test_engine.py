@@ -9,102 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from slapo.framework_dialect import get_dialect_cls
 from slapo_core import build
 from slapo_testing import run_distributed
 from tests.engine_models import batches, my_part, small
-from tests.engines import (
-    NO_OPTIMIZER,
-    PLUGINS,
-    Losses,
-    alone,
-    complex_buffer,
-    frozen_modes,
-    groups_and_rates,
-    half_sharded,
-    in_its_process,
-    own_losses,
-    parts_of_a_gradient,
-    scheduled,
-    started_apart,
-    structures,
-    trained,
-    uneven,
-    unreached,
-    without_optimizer,
-    zero,
-)
+from tests.engines import NO_OPTIMIZER, PLUGINS, scheduled, without_optimizer
 from tests.slapo_torch.layouts import adamw, mesh_of
 
 pytestmark = pytest.mark.multiproc
 
 TOP = Path(__file__).parents[2]
-
-
-def offloaded(rank: int, target: str, stage: int) -> Losses:
-    """The optimizer's state, and with stage 3 the weights, are kept in the host's memory."""
-    mesh, data = mesh_of(dp=2), batches(2)
-    section: dict[str, Any] = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
-    if stage == 3:
-        section["offload_param"] = {"device": "cpu"}
-    config = {"zero_optimization": section, "zero_force_ds_cpu_optimizer": False}
-    engine = build(scheduled(small("gpt2"), mesh, my_part(data[0], mesh)), target, optimizer=adamw, config=config)
-    reference = small("gpt2")
-    expected = alone(adamw(reference.parameters()), own_losses(reference, data))
-    return trained(engine, [my_part(batch, mesh) for batch in data]), expected
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    ("ranks", "case", "arguments"),
-    [
-        (2, uneven, ({"dp": 2}, {})),
-        (2, uneven, ({"pp": 2}, {})),
-        (2, groups_and_rates, ({"dp": 2}, False, zero(1))),
-        (2, groups_and_rates, ({"dp": 2}, False, zero(3))),
-        (2, groups_and_rates, ({"tp": 2}, True, zero(2))),
-        (2, groups_and_rates, ({"pp": 2}, False, zero(1))),
-        (2, groups_and_rates, ({"pp": 2}, True, zero(0))),
-        (2, structures, (2, 2, {})),
-        pytest.param(3, structures, (3, 3, {}), marks=pytest.mark.slow),
-        (2, frozen_modes, ({},)),
-        (2, unreached, ({},)),
-        (4, half_sharded, ({},)),
-        *(pytest.param(2, offloaded, (stage,), marks=pytest.mark.slow) for stage in (1, 2)),
-        (2, offloaded, (3,)),
-    ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
-def test_losses_are_those_of_one_process(ranks: int, case: Any, arguments: tuple[Any, ...]) -> None:
-    for found, expected in run_distributed(case, ranks, "deepspeed", *arguments):
-        torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_part_of_a_gradient_is_not_taken_for_the_whole(stage: int) -> None:
-    for message, after in run_distributed(parts_of_a_gradient, 2, "deepspeed", zero(stage)):
-        assert "the gradient of 'gate', which is whole, differs between tensor-parallel ranks" in message
-        assert "an error broke off a step of this engine" in after
-
-
-def test_ranks_that_start_from_other_numbers_are_refused() -> None:
-    for message in run_distributed(started_apart, 2, "deepspeed", {"tp": 2}):
-        assert "the tensor-parallel ranks start from different values of" in message
-        assert "seed all ranks alike" in message
-
-
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 2e-5), ("bf16", 2e-2)])
-def test_complex_buffers_stay_complex(precision: str, tolerance: float) -> None:
-    found, expected = complex_buffer("deepspeed", precision)
-    assert found == pytest.approx(expected, abs=tolerance)
-
-
-def test_one_process_alone() -> None:
-    found, expected = in_its_process("deepspeed")
-    assert found == pytest.approx(expected, abs=2e-5)
 
 
 def own_optimizer(rank: int) -> tuple[list[float], float, float, str]:

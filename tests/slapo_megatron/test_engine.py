@@ -11,80 +11,10 @@ from slapo.framework_dialect import get_dialect_cls
 from slapo_core import build
 from slapo_testing import run_distributed
 from tests.engine_models import batches, my_part, small
-from tests.engines import (
-    NO_OPTIMIZER,
-    PLUGINS,
-    alone,
-    complex_buffer,
-    frozen_modes,
-    groups_and_rates,
-    half_sharded,
-    in_its_process,
-    own_losses,
-    parts_of_a_gradient,
-    scheduled,
-    started_apart,
-    structures,
-    trained,
-    uneven,
-    unreached,
-    without_optimizer,
-)
+from tests.engines import NO_OPTIMIZER, PLUGINS, alone, own_losses, scheduled, trained, without_optimizer
 from tests.slapo_torch.layouts import adamw, mesh_of, message_of
 
 pytestmark = pytest.mark.multiproc
-
-WHOLE, SHARED = {"distributed_optimizer": False}, {"distributed_optimizer": True}
-OVERLAPPED = {**WHOLE, "config": {"ddp": {"overlap_grad_reduce": True}}}
-AVERAGED = {**SHARED, "config": {"ddp": {"overlap_grad_reduce": True, "average_in_collective": True}}}
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    ("ranks", "case", "arguments"),
-    [
-        (2, uneven, ({"dp": 2}, WHOLE)),
-        (2, uneven, ({"pp": 2}, WHOLE)),
-        (2, groups_and_rates, ({"dp": 2}, False, AVERAGED)),
-        (2, groups_and_rates, ({"dp": 2}, True, OVERLAPPED)),
-        (2, groups_and_rates, ({"tp": 2}, True, SHARED)),
-        (2, groups_and_rates, ({"pp": 2}, True, SHARED)),
-        (2, structures, (2, 2, WHOLE)),
-        (2, structures, (2, 4, WHOLE)),
-        (2, frozen_modes, (SHARED,)),
-        (2, unreached, (WHOLE,)),
-        pytest.param(4, half_sharded, (WHOLE,), marks=pytest.mark.slow),  # the fast one is DeepSpeed's
-    ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
-def test_losses_are_those_of_one_process(ranks: int, case: Any, arguments: tuple[Any, ...]) -> None:
-    for found, expected in run_distributed(case, ranks, "megatron", *arguments):
-        torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
-
-
-@pytest.mark.parametrize("options", [WHOLE, SHARED], ids=str)
-def test_a_part_of_a_gradient_is_not_taken_for_the_whole(options: dict[str, Any]) -> None:
-    for message, after in run_distributed(parts_of_a_gradient, 2, "megatron", options):
-        assert "the gradient of 'gate', which is whole, differs between tensor-parallel ranks" in message
-        assert "an error broke off a step of this engine" in after
-
-
-@pytest.mark.parametrize(("axis", "ranks"), [("dp", "replicas"), ("tp", "tensor-parallel ranks")])
-def test_ranks_that_start_from_other_numbers_are_refused(axis: str, ranks: str) -> None:
-    for message in run_distributed(started_apart, 2, "megatron", {axis: 2}):
-        assert f"the {ranks} start from different values of" in message
-        assert "seed all ranks alike" in message
-
-
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 2e-5), ("bf16", 2e-2)])
-def test_complex_buffers_stay_complex(precision: str, tolerance: float) -> None:
-    found, expected = complex_buffer("megatron", precision)
-    assert found == pytest.approx(expected, abs=tolerance)
-
-
-def test_one_process_alone() -> None:
-    found, expected = in_its_process("megatron")
-    assert found == pytest.approx(expected, abs=2e-5)
 
 
 def megatrons_optimizer(rank: int) -> tuple[list[float], str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from slapo_core import Engine, Program
 from slapo_training.engines import EngineDialect, Limit
 
 from .configuration.limits import LIMITS
@@ -30,17 +29,4 @@ class DeepSpeedDialect(EngineDialect):
     distribution = "deepspeed"
     tested = "0.19.8"
     limits: ClassVar[tuple[Limit, ...]] = LIMITS
-
-    @classmethod
-    def check(cls, program: Program, **config: object) -> None:
-        """Raise ``BuildError`` for options that are unknown or do not fit the program, and for what DeepSpeed cannot do."""
-        options = DeepSpeedOptions.of(config)
-        super().check(program, **{**config, "precision": options.settled_precision})
-        cls.check_limits(program, options)
-        options.check_mean(options.parts * program.axis_size("dp"))
-
-    @classmethod
-    def build(cls, program: Program, **config: object) -> Engine:
-        """Make the engine of this rank; collective. See ``DeepSpeedOptions`` for the configuration."""
-        cls.check(program, **config)
-        return DeepSpeedEngine(program, DeepSpeedOptions.of(config))
+    options_class = DeepSpeedOptions

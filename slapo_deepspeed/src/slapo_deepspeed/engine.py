@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from os import PathLike
@@ -12,45 +12,35 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core import BuildError, Program, call_arguments, compare_across_ranks, is_sharded
-from slapo_training.batch_engine import BatchEngine, MicroBatches
+from slapo_core import BuildError, Program, call_arguments, is_sharded
+from slapo_training.batch_engine import MicroBatches
 from slapo_training.batches import Batch
-from slapo_training.checkpoint import Saver, Saving
-from slapo_training.distributed import OwnWorld, on_all
+from slapo_training.checkpoint import Buffers
+from slapo_training.distributed import OwnWorld, Ranks
 from slapo_training.ema import MasterValue
-from slapo_training.engines import (
-    GradientComparison,
-    Position,
-    UnusedParameters,
-    check_same_start,
-    holds_copies,
-    microbatch_plans,
-    parameter_ownership,
-    release_others,
-    stale_engines,
-    without_warnings,
-)
-from slapo_training.gradient_hooks import StepHooks
-from slapo_training.losses import CountedLoss, LossReduction, check_has_gradient
-from slapo_training.model import Modes, Piece
+from slapo_training.engines import Position, microbatch_plans, release_others, without_warnings
+from slapo_training.external_engine import ExternalEngine
+from slapo_training.losses import LossReduction, check_has_gradient
+from slapo_training.model import Piece
 from slapo_training.optimizers import WholeTensorOptimizer, made_on_all
 from slapo_training.options import is_rate
 
 from .checkpoint import save_load
 from .configuration.config_optimizer import factory_of, is_offloaded
 from .configuration.config_validation import check_config
-from .configuration.options import DTYPES, DeepSpeedOptions
+from .configuration.options import DeepSpeedOptions
 from .optimizer import master_weights, whole_tensor_optimizer
-from .optimizer.local_tensors import Shares, stepping, why_not
+from .optimizer.local_tensors import Shares, why_not
 from .optimizer.reduced_gradients import ReducedGradients
 from .pipeline import RunningStage, in_pipeline, staying, steps
-from .process_state.engine_import import TorchLinear, forget_modules, imported, number_alike, start
-from .process_state.process_groups import MeshGroups, whole_shape
+from .process_state import _deepspeed_private as private
+from .process_state.engine_import import TorchLinear, imported, number_alike, start
+from .process_state.process_groups import MeshGroups
 from .zero.external_parameters import ExternalReads
 from .zero.gradient_order import UsedParameters
 
 
-class DeepSpeedEngine(BatchEngine):
+class DeepSpeedEngine(ExternalEngine):
     """Trains or evaluates a model on DeepSpeed's engine.
 
     Every method is collective over the mesh. An error within a step, which its other ranks may wait for, ends the engine.
@@ -64,44 +54,29 @@ class DeepSpeedEngine(BatchEngine):
     """
 
     def __init__(self, program: Program, options: DeepSpeedOptions) -> None:
-        dtype = DTYPES[options.settled_precision]
-        super().__init__(program, options, options.parts, dtype, options.trains)
+        super().__init__(program, options)
         self.options = options
         self._device_type = program.mesh.device_type if program.mesh is not None else "cpu"
-        self._saver = Saver(program)
-        compare_across_ranks(options.agreed(), program.mesh)
         self._deepspeed = imported(self._device_type)
-        stale_engines.abandon_stale()
         self._world, self._linear = start(self._deepspeed), TorchLinear()
-        try:
+        with self._built():
             self._config = options.settled(self._device_type)
             check_config(self._config, options.given, program.axis_size("dp"))
-            self._make(program, options, dtype)
-        except BaseException:
-            if hasattr(self, "_hooks"):
-                self._hooks.give_back()
-            self._linear.leave()
-            self._leave_world()
-            raise
-        stale_engines.add(self)
-        parameter_ownership.add(self)
+            self._make(program, options)
 
-    def _make(self, program: Program, options: DeepSpeedOptions, dtype: torch.dtype) -> None:
-        self.module: nn.Module = program.stages[program.axis_rank("pp")].module
-        _mark_shards(self.module)
+    def _make(self, program: Program, options: DeepSpeedOptions) -> None:
+        self.module = program.stages[program.axis_rank("pp")].module
         self.moves_parameters = self.takes_gradients = options.trains and options.zero_stage > 0
-        parameter_ownership.check_free(dict(self.module.named_parameters()) if options.trains else {}, self.takes_gradients)
-        self._hooks = StepHooks(program, self.module, options.gradient_hooks == "step")
-        self._modes = Modes(program.module)
-        self._loss = CountedLoss(options.loss_fn, options.output_loss)
-        self._stage = RunningStage(program, self._loss, dtype) if len(program.stages) > 1 else None
+        named = dict(self.module.named_parameters())
+        self._check_parameters(self.module, named, replicas=False)
+        self._stage = RunningStage(program, self._loss, options.dtype) if len(program.stages) > 1 else None
         self._plan: Program | None = None
-        trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        check_same_start(program, dict(self.module.named_parameters()), replicas=False)
+        trainable = [parameter for parameter in named.values() if parameter.requires_grad]
         optimizer, rate = self._made(program, options)
         pipelined = None if self._stage is None else in_pipeline(program, self._stage, self._modes)
         if pipelined is not None:
-            release_others(program, [self.module], lambda x: x.to(dtype) if x.is_floating_point() else x)
+            release_others(program, [self.module], lambda x: x.to(options.dtype) if x.is_floating_point() else x)
+        private.mark_shards(self.module, None if pipelined is None else program.axis_rank("tp"))
         mpu = MeshGroups(program) if program.mesh is not None and pipelined is None else None
         own = trainable if optimizer is None and options.trains else None
         if options.zero_stage == 3:
@@ -112,18 +87,15 @@ class DeepSpeedEngine(BatchEngine):
         whole_tensor_optimizer.bind(self.model, program, in_turns)
         self._turns = whole_tensor_optimizer.Turns(self.model)
         if self._stage is not None:
-            self.model._allocate_or_extend_buffers = self._buffer
+            private.replace_receive_buffers(self.model, self._buffer)
         self._clipped_norm: float | None = None
         self._skipped = 0
-        self.model.clip_fp32_gradients = self._clip
         self._counted: list[LossReduction] = []
         named = dict(self.module.named_parameters())
-        self._remember_trained(named)
-        self._gradients = GradientComparison(program, named, whole_shape)
-        self._unused = UnusedParameters(program, named, options.target)
+        self._begin_checks(named, private.full_shape)
         self._used = UsedParameters(program, named, options.zero_stage)
         self._hooks.bind(self.module, ReducedGradients(self.model, self._deepspeed, options.zero_stage))
-        self._take_step, self.model._take_model_step = self.model._take_model_step, self._step
+        self._take_step = private.take_over(self.model, self._step, self._clip)
 
     def _made(self, program: Program, options: DeepSpeedOptions) -> tuple[Any, Any]:
         """The optimizer and schedule given, or those of DeepSpeed's config that step whole tensors of parts."""
@@ -146,7 +118,7 @@ class DeepSpeedEngine(BatchEngine):
         except Exception as err:
             what = next(iter(str(err).splitlines()), "") or type(err).__name__
             raise BuildError(f"DeepSpeed cannot be initialised: {what}") from err
-        outer, inner = self.model.basic_optimizer, stepping(self.model)
+        outer, inner = private.basic_optimizer(self.model), private.inner_optimizer(self.model)
         if outer is not None and inner is not outer and (len(outer.param_groups) > 1 or self.lr_scheduler is not None):
             self.model.destroy()
             raise BuildError(
@@ -160,15 +132,11 @@ class DeepSpeedEngine(BatchEngine):
 
     def _clip(self) -> None:
         """Clip as DeepSpeed does without ZeRO, but keep the norm."""
-        from deepspeed.runtime.utils import clip_grad_norm_
-
-        norm = clip_grad_norm_(self.module.parameters(), self.model.gradient_clipping(), mpu=self.model.mpu)
-        self._clipped_norm = float(norm)
+        self._clipped_norm = private.clip_gradients(self.model, self.module.parameters())
 
     def _step(self, *given: Any) -> None:
         """Run the user's gradient hooks, and let DeepSpeed step."""
-        if self._hooks.is_active:
-            on_all(self._hooks.run, self.program)
+        self._run_hooks()
         self._turns.begin()
         self._take_step(*given)
 
@@ -199,57 +167,26 @@ class DeepSpeedEngine(BatchEngine):
         optimizer.param_groups[:] = held
 
     def _wants_its_own(self, optimizer: torch.optim.Optimizer) -> bool:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-        from deepspeed.ops.lion import DeepSpeedCPULion
-
+        compiled = tuple(private.optimizer_class(kind, is_offloaded=True) for kind in ("adam", "lion"))
         forced = self._config.get("zero_force_ds_cpu_optimizer", True)
-        return bool(forced) and is_offloaded(self._config) and not isinstance(optimizer, DeepSpeedCPUAdam | DeepSpeedCPULion)
+        return bool(forced) and is_offloaded(self._config) and not isinstance(optimizer, compiled)
 
     @property
     def device(self) -> torch.device:
         """Device of this rank."""
         return torch.device(self.model.device)
 
-    def save(self, path: str | PathLike[str], *, extra: Any = None, wait: bool = True) -> Saving:
-        """Write a checkpoint of DeepSpeed's, and the random states, to the directory ``path``, in the place of one there.
+    def _prepare_save(
+        self, path: str | PathLike[str], position: Position, ranks: Ranks, copies: Buffers | None
+    ) -> Callable[[Ranks], None]:
+        return save_load.prepared(self, path, position, ranks, copies)
 
-        Args:
-            path: The same on every rank.
-            extra: What ``load`` is to give back, plain data and the same on every rank: where the data loader is, say.
-            wait: False to return when all that is to be written was copied, and write it while training goes on. The next
-                save, load or close waits for it, and raises what kept it from being written.
-
-        Returns:
-            The checkpoint that is being written; it is complete after its ``wait()``.
-        """
-        self._check_weights()
-        self.averages.check_idle("save")
-        given = self.model, self.module, path, self.program, self.options.zero_stage, Position(self.steps, extra)
-        return self._saver.write(lambda ranks, copies: save_load.prepared(*given, ranks, copies, self.averages), wait)
-
-    def load(self, path: str | PathLike[str]) -> Any:
-        """Go on exactly from what ``save`` wrote.
-
-        Also at any other layout and with another stage of ZeRO, by original names; random numbers are then new ones, derived
-        from the checkpoint's.
-
-        Returns:
-            What was given to ``save`` as ``extra``.
-
-        Raises:
-            BuildError: no complete checkpoint, or one of another model or layout, and nothing has changed; or DeepSpeed cannot
-                read it to its end, and the engine does nothing before another one is loaded.
-        """
-        self._check_open()
-        self.averages.check_idle("load")
-        self._saver.settle()
-        given = self.model, self.module, path, self.program, self.options.zero_stage
-        found = save_load.checked(*given, self.averages)
+    def _load(self, path: str | PathLike[str]) -> Position:
+        found = save_load.checked(self, path)
         with self._reading():
-            save_load.load(self.model, self.module, found, self.program)
+            save_load.load(self, found)
         self.averages.put(found.averages)
-        self.steps, extra = found.beside.position
-        return extra
+        return found.beside.position
 
     def pieces(self) -> dict[str, Piece]:
         """Return this rank's pieces of parameters, in fp32 where DeepSpeed's optimizer has them, and of buffers. Collective.
@@ -265,13 +202,12 @@ class DeepSpeedEngine(BatchEngine):
 
     def use_masters(self) -> None:
         """Let the model run with the values in what DeepSpeed's optimizer steps. Collective."""
-        shares = Shares(self.model, self.module, self.program)
-        shares.begin()
-        shares.put_back()
+        with Shares(self.model, self.module, self.program).writing():
+            pass
 
     def why_not_averaged(self) -> str:
         """Return what of this engine cannot be averaged."""
-        return why_not(self.model, self.module) or ("an engine without an optimizer" if stepping(self.model) is None else "")
+        return why_not(self.model, self.module) or super().why_not_averaged()
 
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:
@@ -285,41 +221,24 @@ class DeepSpeedEngine(BatchEngine):
         with self._deepspeed.zero.GatheredParameters(list(self.module.parameters()), modifier_rank=None):
             yield
 
-    def close(self) -> None:
-        """Wait for a checkpoint, and take DeepSpeed's hooks off the model; it trains no more."""
-        if self._is_closed:
-            return
-        self._is_closed = True
+    def _abandon(self) -> None:
+        world = OwnWorld()  # DeepSpeed asks for a rank as it lets go
         try:
-            self._saver.close()
+            self._detach()
+            self._linear.leave()
         finally:
-            self._take_off()
-            self._leave_world()
+            world.close()
 
-    def abandon(self) -> None:
-        """Take DeepSpeed's hooks off the model, of an engine whose process group is gone."""
-        if self._is_closed:
-            return
-        self._is_closed, world = True, OwnWorld()  # DeepSpeed asks for a rank as it lets go
-        try:
-            self._take_off()
-        finally:
-            if world.leave():
-                dist.destroy_process_group()
-
-    def _take_off(self) -> None:
-        self._hooks.give_back()
+    def _detach(self) -> None:
         self.model.destroy()
         if self._reads is not None:
             self._reads.close()
-            forget_modules(self.model.module)
+            private.forget_modules(self.model.module)
         self._used.close()
-        self._linear.leave()
 
-    def _leave_world(self) -> None:
-        """Give back the process group of this process alone, if there is one."""
-        if self._world.leave():
-            self._deepspeed.comm.destroy_process_group()  # it forgets its groups with it
+    def _release_process(self) -> None:
+        self._linear.leave()
+        self._world.close(self._deepspeed.comm.destroy_process_group)  # it forgets its groups with it
 
     # ---- one step
 
@@ -340,11 +259,11 @@ class DeepSpeedEngine(BatchEngine):
         plans = microbatch_plans(self.program, training, batch.parts, "DeepSpeed")
         stage.begin(plans, *batch)
         if plans[0] is not self._plan:
-            self.model.reset_activation_shape()
+            private.forget_activation_shape(self.model)
             self._plan = plans[0]
 
     def _train(self, batch: MicroBatches) -> tuple[torch.Tensor, list[LossReduction]]:
-        self._skipped = self.model.skipped_steps
+        self._skipped = private.num_skipped_steps(self.model)
         if not self.options.zero_stage:
             self.model.zero_grad()  # another engine's backward may have made some
         self._counted.clear()
@@ -360,11 +279,11 @@ class DeepSpeedEngine(BatchEngine):
                 losses = [self._train_part(index, batch) for index in range(len(batch.parts))]
             loss = self._mean(losses)
         norm = self.model.get_global_grad_norm() if self._clipped_norm is None else self._clipped_norm
-        self.grad_norm = None if norm is None or holds_copies(self.program) else float(norm)
+        self._set_grad_norm(norm)
         return loss, self._counted if self._stage is None else self._stage.counted
 
     def _has_stepped(self) -> bool:
-        return bool(self._skipped == self.model.skipped_steps)
+        return self._skipped == private.num_skipped_steps(self.model)
 
     def _train_part(self, index: int, batch: MicroBatches) -> torch.Tensor:
         loss = self._part(index, batch)
@@ -392,10 +311,3 @@ class DeepSpeedEngine(BatchEngine):
             assert self.program.mesh is not None
             dist.all_reduce(mean, group=self.program.mesh.get_group("dp"))
         return mean / dp
-
-
-def _mark_shards(module: nn.Module) -> None:
-    """Set what DeepSpeed reads to count the gradients of each shard in the norm, and those of replicated parameters once."""
-    for parameter in module.parameters():
-        if is_sharded(parameter):
-            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]

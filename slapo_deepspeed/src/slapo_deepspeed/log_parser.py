@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from slapo_training.engines import log_fields
+
 _FIELDS = {
     "loss": re.compile(r"\bsteps: (?P<step>\d+) loss: (?P<value>\S+)"),
     "samples_per_second": re.compile(r"\bsteps: (?P<step>\d+) .*\bsamples/sec: (?P<value>[\d.]+)"),
@@ -44,12 +46,7 @@ class DeepSpeedLog:
         Args:
             lines: Of a log, of one rank or of several.
         """
-        found: dict[int, dict[str, float]] = {}
-        for line in lines:
-            for name, pattern in _FIELDS.items():
-                if (match := pattern.search(line)) is not None:
-                    found.setdefault(int(match["step"]), {})[name] = float(match["value"])
-        return [_step(number, values) for number, values in sorted(found.items())]
+        return [_step(number, values) for number, values in log_fields(lines, _FIELDS).items()]
 
 
 def _step(number: int, values: dict[str, float]) -> LoggedStep:

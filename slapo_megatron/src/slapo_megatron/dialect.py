@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from slapo_core import Engine, Program
 from slapo_training.engines import EngineDialect, Limit
 
 from .configuration.limits import LIMITS
@@ -28,17 +27,4 @@ class MegatronDialect(EngineDialect):
     distribution = "megatron-core"
     tested = "0.16.1"
     limits: ClassVar[tuple[Limit, ...]] = LIMITS
-
-    @classmethod
-    def check(cls, program: Program, **config: Any) -> None:
-        """Raise ``BuildError`` for options that are unknown or do not fit the program, and for what Megatron cannot do."""
-        options = MegatronOptions.of(config)
-        cls.check_limits(program, options)
-        super().check(program, **config)
-        options.check_mean(options.microbatches * program.axis_size("dp"))
-
-    @classmethod
-    def build(cls, program: Program, **config: Any) -> Engine:
-        """Make the engine of this rank; collective. See ``MegatronOptions`` for the configuration."""
-        cls.check(program, **config)
-        return MegatronEngine(program, MegatronOptions.of(config))
+    options_class = MegatronOptions

@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from os import PathLike
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from slapo_core import BuildError, Program, all_reduce, compare_across_ranks, shard_spec
-from slapo_training.batch_engine import BatchEngine, MicroBatches
-from slapo_training.checkpoint import Saver, Saving
-from slapo_training.distributed import on_all
-from slapo_training.ema import MasterValue, buffer_values
-from slapo_training.engines import (
-    GradientComparison,
-    Position,
-    UnusedParameters,
-    check_same_start,
-    holds_copies,
-    microbatch_plans,
-    parameter_ownership,
-    release_others,
-    stale_engines,
-    without_warnings,
-)
-from slapo_training.gradient_hooks import StepHooks
-from slapo_training.losses import CountedLoss, LossReduction
-from slapo_training.model import Modes, Piece, piece_of
+from slapo_core import BuildError, Program, all_reduce, shard_spec
+from slapo_training.batch_engine import MicroBatches
+from slapo_training.checkpoint import Buffers
+from slapo_training.distributed import Ranks
+from slapo_training.ema import MasterValue, master_values
+from slapo_training.engines import Position, microbatch_plans, release_others, without_warnings
+from slapo_training.external_engine import ExternalEngine
+from slapo_training.losses import LossReduction
+from slapo_training.model import Piece, piece_of
 from slapo_training.optimizers import made_on_all
+from slapo_training.stage_forward import numbered
 
 from .checkpoint import save_load
 from .checkpoint.file_writer import MegatronFiles
@@ -38,14 +29,15 @@ from .configuration.limits import ANOTHER_OPTIMIZER, is_shared_out
 from .configuration.options import MegatronOptions
 from .optimizer.local_tensors import Held
 from .optimizer.optimizer_state import OptimizerState
-from .optimizer.optimizer_wrappers import bind_masters, megatrons, optimizer_config, whole_layout, wrapped
+from .optimizer.optimizer_wrappers import bind_masters, megatrons, optimizer_config, prepared, whole_layout
 from .optimizer.reduced_gradients import ReducedGradients
-from .pipeline import Borders, RunningStage, Ties, borders, mark_shards, numbered
+from .pipeline import Borders, RunningStage, borders, ties_of
+from .process_state import _megatron_private as private
 from .process_state.cpu_mode import mode_of
 from .process_state.process_groups import ParallelState, config_of, device_of
 
 
-class MegatronEngine(BatchEngine):
+class MegatronEngine(ExternalEngine):
     """Trains or evaluates a model on Megatron-Core.
 
     Every method is collective over the mesh. An error within a step, which its other ranks may wait for, ends the engine.
@@ -62,36 +54,23 @@ class MegatronEngine(BatchEngine):
         files: Those of its checkpoints.
     """
 
-    optimizer: Any
-
     def __init__(self, program: Program, options: MegatronOptions) -> None:
-        super().__init__(program, options, options.microbatches, options.dtype, options.trains)
+        super().__init__(program, options)
         self.options = options
         self._device_type = device_of(program)
         self.has_stepped = False
-        self._saver, self.files = Saver(program), MegatronFiles()
-        compare_across_ranks(options.agreed(), program.mesh)
+        self.files = MegatronFiles()
         own = [s.index for s in program.stages if program.rank_of(s.index) == program.axis_rank("pp")]
-        stale_engines.abandon_stale()
         self._state = ParallelState(program, len(own), options.timeout_minutes)
         self.groups = self._state.groups
-        try:
+        with self._built():
             chunks = nn.ModuleList(program.stages[index].module for index in own)
             self.module = chunks[0] if len(own) == 1 else chunks
             self.moves_parameters = options.trains
-            parameter_ownership.check_free(_named(chunks) if options.trains else {}, False)
-            self._hooks = StepHooks(program, chunks, options.gradient_hooks == "step")
-            check_same_start(program, _named(chunks))
+            self._check_parameters(chunks, _named(chunks))
             optimizer, self.lr_scheduler = made_on_all(options, whole_layout(options, program, chunks), chunks, self._fit)
-            with self._mode(), without_warnings():
+            with self._calling():
                 self._make(program, own, chunks, optimizer)
-        except BaseException:
-            if hasattr(self, "_hooks"):
-                self._hooks.give_back()
-            self._state.close()  # a next engine would take it for the user's
-            raise
-        stale_engines.add(self)
-        parameter_ownership.add(self)
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         """In the type of the weights, where it is an ordinary number."""
@@ -100,39 +79,39 @@ class MegatronEngine(BatchEngine):
     def _mode(self) -> AbstractContextManager[None]:
         return mode_of(self._device_type)
 
-    def _make(self, program: Program, own: list[int], chunks: nn.ModuleList, optimizer: torch.optim.Optimizer | None) -> None:
-        import megatron.core.transformer.multi_token_prediction  # noqa: F401  # else within the first step, with warnings
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-        from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        with self._mode(), without_warnings():
+            yield
 
+    def _make(self, program: Program, own: list[int], chunks: nn.ModuleList, optimizer: torch.optim.Optimizer | None) -> None:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        private.complete_imports()
         pp, options = program.axis_size("pp"), self.options
-        self._modes = Modes(program.module)
-        mark_shards(chunks)
+        private.mark_shards(chunks)
         optimizer_settings = optimizer_config(options)
         self.config = self._transformer_config(program, len(own))
         chunks._apply(self._cast)  # type: ignore[no-untyped-call]
-        self._ties = Ties(program, self._state)
+        self._ties = ties_of(program, self._state)
         if len(program.stages) > 1:
             release_others(program, chunks, self._cast)
         self._stages: list[RunningStage] = []
-        loss_of = CountedLoss(options.loss_fn, options.output_loss)
         for index in own:
-            self._stages.append(RunningStage(program, index, loss_of, self.config, self._stages))
+            self._stages.append(RunningStage(program, index, self._loss, self.config, self._stages))
         self.model = [self._replicated(stage, number) for number, stage in enumerate(self._stages)]
         self.config.finalize_model_grads_func = self._finalize
         if options.section("ddp").get("overlap_grad_reduce"):
             waits = [chunk.no_sync for chunk in self.model]
             self.config.no_sync_func = waits if len(waits) > 1 else waits[0]
         if optimizer is not None:
-            self.optimizer = wrapped(optimizer, optimizer_settings, self.model, self.groups)
+            self.optimizer = private.wrapped(optimizer, optimizer_settings, self.model, self.groups, prepared)
             bind_masters(optimizer)
         else:
             self.optimizer = megatrons(optimizer_settings, self.model, self.groups) if options.trains else None
         self._run = get_forward_backward_func(pp_size=pp, vp_size=len(own) if len(own) > 1 else None)
-        self._sender = P2PCommunicator(pp_group=self.groups.pp, config=self.config)
-        named = _named(chunks)
-        self._gradients, self._unused = GradientComparison(program, named), UnusedParameters(program, named, options.target)
-        self._remember_trained(named)
+        self._sender = private.communicator(self.groups.pp, self.config)
+        self._begin_checks(_named(chunks))
         self._hooks.bind(chunks, ReducedGradients(program, options, self.model))
         self._plan: tuple[Program, Borders] | None = None
 
@@ -186,42 +165,13 @@ class MegatronEngine(BatchEngine):
         config = config_of(DistributedDataParallelConfig, given)
         return DistributedDataParallel(self.config, config, stage, disable_bucketing=number > 0, pg_collection=self.groups)
 
-    def save(self, path: str | PathLike[str], *, extra: Any = None, wait: bool = True) -> Saving:
-        """Write a checkpoint of Megatron's, weights under their original names, and the random states, to the directory.
+    def _prepare_save(
+        self, path: str | PathLike[str], position: Position, ranks: Ranks, copies: Buffers | None
+    ) -> Callable[[Ranks], None]:
+        return save_load.prepared(self, path, position, ranks, copies)
 
-        Args:
-            path: The same on every rank; a checkpoint that is there is replaced.
-            extra: What ``load`` is to give back, plain data and the same on every rank: where the data loader is, say.
-            wait: False to return when all that is to be written was copied, and write it while training goes on. The next
-                save, load or close waits for it, and raises what kept it from being written.
-
-        Returns:
-            The checkpoint that is being written; it is complete after its ``wait()``.
-        """
-        self._check_weights()
-        self.averages.check_idle("save")
-        position = Position(self.steps, extra)
-        with self._mode(), without_warnings():
-            return self._saver.write(lambda ranks, copies: save_load.prepared(self, path, position, ranks, copies), wait)
-
-    def load(self, path: str | PathLike[str]) -> Any:
-        """Go on from what ``save`` wrote: exactly on the same layout, and with another number of ranks along any axis.
-
-        On another layout random numbers are new ones, derived from the checkpoint's.
-
-        Returns:
-            What was given to ``save`` as ``extra``.
-
-        Raises:
-            BuildError: no complete checkpoint, or one of something else, and nothing has changed; or Megatron cannot read it to
-                its end, and the engine does nothing before another one is loaded.
-        """
-        self._check_open()
-        self.averages.check_idle("load")
-        self._saver.settle()
-        with self._mode(), without_warnings():
-            self.steps, extra = save_load.load(self, path, self._reading)
-        return extra
+    def _load(self, path: str | PathLike[str]) -> Position:
+        return save_load.load(self, path, self._reading)
 
     def pieces(self) -> dict[str, Piece]:
         """Return this rank's pieces of the parameters, in fp32 where they are trained, and of persistent buffers. Collective.
@@ -237,49 +187,31 @@ class MegatronEngine(BatchEngine):
         """Iterate over this rank's parts of what Megatron's optimizer steps, and the buffers."""
         held = Held(self.program)
         places = {key: piece_of(tensor, shard_spec(tensor)) for key, tensor in held.tensors.items()}
-        for key, main, start in OptimizerState(self, held).mains():
-            yield MasterValue(key, main, places[key], None if main.shape == held.tensors[key].shape else start)
-        yield from buffer_values(held.buffers(), places)
+        return master_values(OptimizerState(self, held).mains(), held.buffers(), places)
 
     def use_masters(self) -> None:
         """Let the model run with the values in what Megatron's optimizer steps. Collective."""
-        with self._mode(), without_warnings():
+        with self._calling():
             if self.options.precision != "fp32":
-                self.optimizer._copy_main_params_to_model_params()
+                private.copy_main_params(self.optimizer)
             if self.options.distributed_optimizer:
                 for chunk in self.model:
                     chunk.start_param_sync(force_sync=True)
 
-    def why_not_averaged(self) -> str:
-        """Return what of this engine cannot be averaged."""
-        return "an engine without an optimizer" if self.optimizer is None else ""
+    def _release_process(self) -> None:
+        self._state.close()  # a next engine would take it for the user's
 
-    def close(self) -> None:
-        """Wait for a checkpoint, and give back Megatron's groups, where they were made for this engine; it trains no more."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        try:
-            self._saver.close()
-        finally:
-            self._let_go()
-            self._state.close()
+    def _abandon(self) -> None:
+        self._detach()
+        self._state.forget()
 
-    def abandon(self) -> None:
-        """Let go of all that holds groups, of an engine whose process group is gone."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._let_go()
-            self._state.forget()
-
-    def _let_go(self) -> None:
-        self._hooks.give_back()
+    def _detach(self) -> None:
         for chunk in self.model:
-            chunk.grad_accs.clear()  # its hooks hold it, and it them, out of the garbage collector's sight
+            private.release_hooks(chunk)
         # all that holds groups, which end their threads with the last reference
         self.model, self._stages, self.optimizer, self._sender, self._run = [], [], None, None, None
         self.config.finalize_model_grads_func = self.config.no_sync_func = None
-        self._ties.close()
+        self._ties.clear()
 
     # ---- one step
 
@@ -297,7 +229,7 @@ class MegatronEngine(BatchEngine):
             with without_warnings():
                 _, norm, _ = self.optimizer.step()
         self.has_stepped = True
-        self.grad_norm = None if norm is None or holds_copies(self.program) else float(norm)
+        self._set_grad_norm(norm)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         return loss, self._stages[-1].counted
@@ -356,9 +288,10 @@ class MegatronEngine(BatchEngine):
 
         with without_warnings():
             finalize_model_grads(model, num_tokens, **given)
-        self._ties.reduce()
-        if self._hooks.is_active:
-            on_all(self._hooks.run, self.program)
+        for tie in self._ties:
+            if tie.parameter.requires_grad:
+                dist.all_reduce(private.main_grad(tie.parameter), group=tie.group)
+        self._run_hooks()
 
 
 def _named(chunks: nn.ModuleList) -> dict[str, nn.Parameter]:

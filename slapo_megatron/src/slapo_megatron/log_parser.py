@@ -6,15 +6,17 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-_STEP = re.compile(r"\biteration\s+(?P<step>\d+)\s*/")
-_FIELDS = {
-    "loss": re.compile(r"\blm loss:\s*(?P<value>\S+)"),
-    "seconds": re.compile(r"\belapsed time per iteration \(ms\):\s*(?P<value>\S+)"),
-    "learning_rate": re.compile(r"\blearning rate:\s*(?P<value>\S+)"),
-    "grad_norm": re.compile(r"\bgrad norm:\s*(?P<value>\S+)"),
-    "batch_size": re.compile(r"\bglobal batch size:\s*(?P<value>\d+)"),
-    "skipped": re.compile(r"\bnumber of skipped iterations:\s*(?P<value>\d+)"),
+from slapo_training.engines import log_fields
+
+_WORDS = {
+    "loss": "lm loss",
+    "milliseconds": r"elapsed time per iteration \(ms\)",
+    "learning_rate": "learning rate",
+    "grad_norm": "grad norm",
+    "batch_size": "global batch size",
+    "skipped": "number of skipped iterations",
 }
+_FIELDS = {name: re.compile(rf"\biteration\s+(?P<step>\d+)\s*/.*\b{words}:\s*(?P<value>\S+)") for name, words in _WORDS.items()}
 
 
 class LoggedStep(NamedTuple):
@@ -49,26 +51,15 @@ class MegatronLog:
         Args:
             lines: Of a log, of one rank or of several.
         """
-        found: dict[int, LoggedStep] = {}
-        for line in lines:
-            if (match := _STEP.search(line)) is not None:
-                step = int(match["step"])
-                found[step] = _step(step, dict(_values(line)))
-        return [found[step] for step in sorted(found)]
-
-
-def _values(line: str) -> Iterable[tuple[str, float]]:
-    for name, pattern in _FIELDS.items():
-        if (match := pattern.search(line)) is not None:
-            yield name, float(match["value"])
+        return [_step(number, values) for number, values in log_fields(lines, _FIELDS).items()]
 
 
 def _step(number: int, values: dict[str, float]) -> LoggedStep:
-    seconds, skipped, batch_size = (values.get(name) for name in ("seconds", "skipped", "batch_size"))
+    milliseconds, skipped, batch_size = (values.get(name) for name in ("milliseconds", "skipped", "batch_size"))
     return LoggedStep(
         number,
         values.get("loss"),
-        None if seconds is None else seconds / 1000,
+        None if milliseconds is None else milliseconds / 1000,
         values.get("learning_rate"),
         values.get("grad_norm"),
         None if skipped is None else int(skipped),

@@ -9,13 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core import Program, Stage, call_arguments, is_sharded, shard_spec
+from slapo_core import Program
 from slapo_training.batches import Batch
-from slapo_training.engines import copies
+from slapo_training.engines import Tie, tied_groups
 from slapo_training.label_weights import LabelWeights
-from slapo_training.losses import CountedLoss, LossReduction, check_has_gradient, run_stage
+from slapo_training.losses import CountedLoss
+from slapo_training.stage_forward import StageForward
 
 from .boundary_packing import Layout, carrier_dtype, reached
+from .process_state import _megatron_private as private
 from .process_state.cpu_mode import without_mode
 from .process_state.process_groups import ParallelState
 
@@ -41,7 +43,7 @@ def borders(program: Program, weights: torch.dtype, device: torch.device) -> Bor
     return Borders(dtype, layouts, max(layout.size for layout in layouts))
 
 
-class RunningStage(nn.Module):
+class RunningStage(StageForward):
     """A stage as Megatron calls it, once for each micro-batch in order.
 
     Args:
@@ -53,26 +55,17 @@ class RunningStage(nn.Module):
             and its gradient in one place.
     """
 
-    share_embeddings_and_output_weights = False  # ties are those of the program, see ``Ties``
+    share_embeddings_and_output_weights = False  # ties are those of the program, see ``ties_of``
 
     def __init__(self, program: Program, index: int, loss_of: CountedLoss, config: Any, before: Sequence[RunningStage]) -> None:
-        super().__init__()
-        from megatron.core.enums import ModelType
-
-        self.config, self.model_type = config, ModelType.encoder_or_decoder
-        self.pre_process, self.post_process = index == 0, index == len(program.stages) - 1
-        self.stage = program.stages[index].module
-        self._index, self._elsewhere = index, {id(p) for stage in before for p in stage.stage.parameters()}
+        super().__init__(program, index, loss_of)
+        self.config, self.model_type = config, private.model_type()
+        self.pre_process, self.post_process = index == 0, self.is_last
+        self._elsewhere = {id(p) for stage in before for p in stage.stage.parameters()}
         # with several stages on a rank Megatron sends tensors of one size only
         self._is_alone = len(program.stages) == program.axis_size("pp")
-        self._loss_of = loss_of
         self._borders: Borders | None = None
-        self._planned: list[Stage] = []
-        self._is_whole = False
-        self._names: tuple[str, ...] | None = None
-        self._weights: LabelWeights | None = None
         self._received: torch.Tensor | None = None
-        self.counted: list[LossReduction] = []
 
     def begin(self, programs: Sequence[Program], borders: Borders, weights: LabelWeights | None) -> None:
         """Begin a step.
@@ -82,14 +75,8 @@ class RunningStage(nn.Module):
             borders: Those of all of them.
             weights: What each micro-batch weighs in the loss; None for all alike.
         """
-        self._planned = [each.stages[self._index] for each in programs]
-        self._is_whole = len(programs[0].stages) == 1
-        self._borders, self._weights, self.counted = borders, weights, []
-        self._select(0)
-
-    def _select(self, microbatch: int) -> None:
-        stage = self._planned[microbatch]
-        self._modules["stage"], self._names = stage.module, None if self._is_whole else stage.batch_inputs
+        self._borders = borders
+        self._begin(programs, weights)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Those that no stage before it on this rank has."""
@@ -106,31 +93,14 @@ class RunningStage(nn.Module):
         (self._received,) = tensors if isinstance(tensors, list) else (tensors,)
 
     def forward(self, index: int, part: Batch, labels: Any) -> Any:
-        """Run one micro-batch.
-
-        Args:
-            index: Its number.
-            part: The model's arguments.
-            labels: For the loss function.
-
-        Returns:
-            Its loss, in the last stage; in others the values that the next stage receives.
-        """
-        self._select(index)
-        batch = part if self._names is None else {name: part[name] for name in self._names if name in part}
+        """Run one micro-batch, see ``numbered``; the first stage receives nothing."""
         values: tuple[torch.Tensor, ...] = ()
         if self._index:
             assert self._borders is not None
             assert self._received is not None
             values = self._borders.layouts[self._index].unpack(self._received)
         with without_mode():
-            if not self.post_process:
-                return run_stage(labels, lambda: self.stage(*values, **batch), self._index)
-            args, kwargs = call_arguments(self.stage, batch) if self._names is None else (values, batch)
-            loss, counted = self._loss_of(lambda: self.stage(*args, **kwargs), labels, self._index)
-        check_has_gradient(loss)
-        self.counted.append(counted)
-        return loss if self._weights is None else self._weights.weighted(index, loss, counted)
+            return self._run(index, part, labels, values)
 
     def sent(self, output: Any) -> torch.Tensor:
         """Return what Megatron gets of ``forward``'s result: one tensor, whose backward reaches what this stage received."""
@@ -148,46 +118,11 @@ class RunningStage(nn.Module):
         return layout.pack(values, layout.size if self._is_alone else self._borders.size)
 
 
-class Ties:
-    """This rank's parameters that other stages' ranks have too, each with the group of these ranks. Collective.
-
-    Args:
-        program: In stages.
-        state: Megatron's groups, which ends those that are made here.
-    """
-
-    def __init__(self, program: Program, state: ParallelState) -> None:
-        self._groups: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
-        ends = (0, program.axis_size("pp") - 1) if state.is_ours else ()  # a user's embedding group may have other ranks
-        for parameter, places, ranks in copies(program):
-            # Megatron has one of the ends already, whose ranks are the same on all
-            group = state.groups.embd if places == ends else state.group(ranks)
-            if dist.get_rank() in ranks:
-                parameter.shared_embedding = True  # type: ignore[attr-defined]  # its own bucket, so replicas cut all copies alike
-                parameter.shared = dist.get_rank() != ranks[0]  # type: ignore[attr-defined]  # in the norm once
-                self._groups.append((parameter, group))
-
-    def close(self) -> None:
-        """Forget them."""
-        self._groups.clear()
-
-    def reduce(self) -> None:
-        """Sum the gradients of the copies."""
-        for parameter, group in self._groups:
-            if parameter.requires_grad:
-                dist.all_reduce(parameter.main_grad, group=group)  # type: ignore[attr-defined]
-
-
-def mark_shards(module: nn.Module) -> None:
-    """The attributes by which Megatron counts each shard in the norm, and what is whole once."""
-    for parameter in module.parameters():
-        spec = shard_spec(parameter)
-        is_shard = is_sharded(parameter)
-        parameter.tensor_model_parallel = is_shard  # type: ignore[attr-defined]
-        parameter.partition_dim = spec.dim if is_shard and spec is not None else -1  # type: ignore[attr-defined]
-        parameter.partition_stride = len(spec.blocks) if is_shard and spec is not None else 1  # type: ignore[attr-defined]
-
-
-def numbered(parts: Sequence[Batch], labels: Sequence[Any]) -> Iterator[tuple[int, Batch, Any]]:
-    """Iterate over what Megatron hands to a stage's forward step, micro-batch by micro-batch."""
-    return iter([*zip(range(len(parts)), parts, labels, strict=True)])
+def ties_of(program: Program, state: ParallelState) -> list[Tie]:
+    """Return this rank's parameters that other stages' ranks have too; ``state`` ends the groups that are made. Collective."""
+    ends = (0, program.axis_size("pp") - 1) if state.is_ours else ()  # a user's embedding group may have other ranks
+    # Megatron has a group of the ends already, whose ranks are the same on all
+    ties = tied_groups(program, lambda places, ranks: state.groups.embd if places == ends else state.group(ranks))
+    for tie in ties:
+        private.mark_tie(tie.parameter, is_first=dist.get_rank() == tie.first)
+    return ties

@@ -2,39 +2,106 @@
 
 from __future__ import annotations
 
+import ast
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
-NAMES = """
-from deepspeed.pipe import PipelineModule
-from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.zero import parameter_offload
-import deepspeed.ops
-from deepspeed.runtime.zero.partition_parameters import Init
-assert type(parameter_offload.FWD_MODULE_STACK) is list
-assert Init.param_id == 0
-assert parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__ == ([0],)
-names = ["_index_tied_modules", "_synchronize_tied_weights", "get_tied_weights_and_groups"]
-assert all(hasattr(PipelineModule, name) for name in names)
-assert hasattr(PipelineEngine, "_allocate_or_extend_buffers")
-assert hasattr(PipelineEngine, "reset_activation_shape")
-assert "deepspeed_shm_comm" in deepspeed.ops.__compatible_ops__
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.tensor_parallel import random
-assert hasattr(DistributedOptimizer, "_get_model_param_range_map")
-assert all(hasattr(random, name) for name in ["_get_cuda_rng_state", "_set_cuda_rng_state"])
-assert filesystem_async._results_queue is None
-"""
+import pytest
+
+from .private_names import ATTRIBUTES, SIGNATURES
+
+ROOT = Path(__file__).parents[3]
+PUBLIC = {
+    "deepspeed": {"deepspeed", "deepspeed.accelerator", "deepspeed.pipe", "deepspeed.utils"},
+    "megatron": {
+        "megatron.core",
+        "megatron.core.dist_checkpointing",
+        "megatron.core.dist_checkpointing.mapping",
+        "megatron.core.distributed",
+        "megatron.core.model_parallel_config",
+        "megatron.core.optimizer",
+        "megatron.core.pipeline_parallel",
+        "megatron.core.process_groups_config",
+        "megatron.core.transformer",
+    },
+}
+"""The documented packages of an engine, which any module may import."""
+OF_OTHERS = {"_apply", "_buffers", "_load_state_dict_pre_hooks", "_modules", "_parameters", "_replace", "_unsafe_view"}
+OF_OTHERS |= {"_getframe"}
+"""Of torch's and Python's."""
+COMMON_WORDS = {"__name__", "buffers", "clip_grad", "save", "shared", "tp_group"}
+"""Attributes of Megatron's or DeepSpeed's whose names other objects have, too."""
 
 
-def test_they_are_there() -> None:
+@pytest.mark.parametrize("call", ["check('deepspeed')", "check('megatron')", "check_values()"])
+def test_they_are_there(call: str) -> None:
     """In a process of its own: both engines warn as they are imported."""
+    code = f"from tests.slapo.engines.private_names import check, check_values; {call}"
     result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", NAMES],
+        [sys.executable, "-W", "ignore", "-c", code],
         capture_output=True,
         text=True,
         timeout=100,
-        env={"DS_ACCELERATOR": "cpu", "PATH": "/usr/bin:/bin", "HOME": "/tmp"},
+        cwd=ROOT,
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
     )
     assert result.returncode == 0, result.stderr[-2000:]
+
+
+def _sources(engine: str) -> Iterator[tuple[Path, ast.Module]]:
+    for path in sorted((ROOT / f"slapo_{engine}/src").rglob("*.py")):
+        yield path, ast.parse(path.read_text())
+
+
+def _imported(tree: ast.Module, engine: str) -> Iterator[str]:
+    """Modules of the engine that a file imports, and with a dot before it what it imports from them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names if each.name.split(".")[0] == engine)
+        elif isinstance(node, ast.ImportFrom) and not node.level and str(node.module).split(".")[0] == engine:
+            yield str(node.module)
+
+
+def _read(tree: ast.Module) -> Iterator[str]:
+    """Attributes of other objects than ``self`` that a file reads or sets, by a dot or by name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls", "super()"):
+            yield node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+            yield from (each.value for each in node.args[1:2] if isinstance(each, ast.Constant))
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "megatron"])
+def test_one_file_alone_has_them(engine: str) -> None:
+    names = {path.replace(":", ".").rpartition(".")[2] for path in SIGNATURES[engine]}
+    names |= {name for listed in ATTRIBUTES[engine].values() for name in listed.split()}
+    files = dict(_sources(engine))
+    adapter = next(path for path in files if path.name == f"_{engine}_private.py")
+    own = {name for tree in files.values() for node in ast.walk(tree) for name in _defined(node)}
+    found = {}
+    for path, tree in files.items():
+        read, imported = {*_read(tree)}, {*_imported(tree, engine)} - PUBLIC[engine]
+        private = {name for name in read if name.startswith("_") and not name.startswith("__")} - own - OF_OTHERS
+        if path == adapter:
+            odd = private - names | {module for module in imported if not any(module in key for key in SIGNATURES[engine])}
+        else:
+            odd = private | imported | (read & names - COMMON_WORDS - own)
+        if odd:
+            found[path.name] = sorted(odd)
+    assert not found, "private names of the engine outside of its adapter, or not in the list of private_names.py"
+
+
+def _defined(node: ast.AST) -> Iterator[str]:
+    """Names that the package itself gives to functions, and to attributes of ``self`` or of a class."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        if isinstance(node.value, ast.Name) and (node.value.id in ("self", "cls") or node.value.id[0].isupper()):
+            yield node.attr
+    elif isinstance(node, ast.AnnAssign | ast.Assign):
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            if isinstance(target, ast.Name):
+                yield target.id

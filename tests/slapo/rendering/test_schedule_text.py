@@ -15,6 +15,8 @@ from torch.nn.parameter import UninitializedParameter
 import slapo
 import slapo.plugin
 import slapo_memory.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import Primitive, Registry, create_schedule
 from tests.slapo.rendering.small_models import Block, Tied
 
@@ -289,7 +291,7 @@ def test_narrow_terminals_are_kept_to(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_repr_stays_one_line_and_no_plugin_is_needed() -> None:
-    sch = create_schedule(Tied(1), plugins=Registry([slapo_memory.plugin]))
+    sch = create_schedule(Tied(1), plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_memory.plugin]))
     sch["h.0"].checkpoint()
     assert repr(sch) == "Schedule('': Tied)"
     assert str(sch) == "Schedule('': Tied)\nsch['h.0'].checkpoint()"

@@ -13,6 +13,7 @@ from torch import nn
 from slapo_core import BuildError
 from slapo_training.checkpoint import Buffers, copied, keep
 
+from ..process_state._deepspeed_private import replaced_save, saves_in_background
 from .tensor_index import Places, tensors_in
 
 
@@ -38,14 +39,13 @@ class Files:
         Raises:
             BuildError: what writes does so behind a save by itself.
         """
-        writer, errors, keys = model.checkpoint_engine, list[Exception](), set[Any]()
-        if writer.is_decoupled():
+        errors, keys = list[Exception](), set[Any]()
+        if saves_in_background(model):
             raise BuildError(
                 "DeepSpeed's decoupled checkpoint engine writes on behind a save; leave it out of DeepSpeed's config"
             )
-        write = writer.save
 
-        def noted(state_dict: Any, path: str, *args: Any, **kwargs: Any) -> Any:
+        def noted(write: Any, state_dict: Any, path: str, *args: Any, **kwargs: Any) -> Any:
             name = Path(path).relative_to(self._folder).as_posix()
             try:
                 self._noting.see(state_dict, name)
@@ -56,11 +56,8 @@ class Files:
             except Exception as err:
                 errors.append(err)
 
-        writer.save = noted
-        try:
+        with replaced_save(model, noted):
             model.save_checkpoint(str(self._folder))
-        finally:
-            del writer.save
         if self._copies is not None:
             keep(keys, self._copies)
         if errors:

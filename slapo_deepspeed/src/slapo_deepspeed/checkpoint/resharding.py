@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from slapo_core import BuildError, Program, gather_objects
+from slapo_training.engines import check_shapes
 
 from ..optimizer.local_tensors import Share, Shares
+from ..process_state._deepspeed_private import COUNTERS, loss_scaler, set_counters
 from .tensor_index import WEIGHT
 from .tensor_reader import SAME_LAYOUT, Saved
-
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 class Taken:
@@ -44,7 +44,7 @@ class Taken:
         Raises:
             BuildError: it is of another model, or of an optimizer whose states do not fit.
         """
-        _check_shapes(saved.shapes(), self._shapes)
+        check_shapes(saved.shapes(), self._shapes)
         if self._shares.optimizer is not None:
             self._options = self._chosen(saved)
         self._common = self._chosen_common(saved)
@@ -61,19 +61,17 @@ class Taken:
     @torch.no_grad()
     def put(self) -> None:
         """Let the engine have it. Collective."""
-        self._shares.begin()
-        for share, numbers in zip(self._shares.held, self._weights, strict=True):
-            share.value.copy_(numbers.view(share.value.shape))
-        if self._shares.optimizer is not None:
-            self._shares.put_states(self._states, self._options)
-        self._shares.put_back()
-        scaler = getattr(self._model.optimizer, "loss_scaler", None)
+        with self._shares.writing():
+            for share, numbers in zip(self._shares.held, self._weights, strict=True):
+                share.value.copy_(numbers.view(share.value.shape))
+            if self._shares.optimizer is not None:
+                self._shares.put_states(self._states, self._options)
+        scaler = loss_scaler(self._model)
         if getattr(scaler, "dynamic", False) and self._scale is not None and self._scale[0] == type(scaler).__name__:
             vars(scaler).update(self._scale[1])
         if self._model.lr_scheduler is not None:
             self._model.lr_scheduler.load_state_dict(self._common["lr_scheduler"])
-        for name in _COUNTERS:
-            setattr(self._model, name, self._common[name])
+        set_counters(self._model, self._common)
 
     def _numbers(self, saved: Saved, share: Share, key: str) -> torch.Tensor:
         return saved.read(share.name, key, self._shares.pieces[share.name], share.start, share.value.numel())
@@ -142,17 +140,8 @@ class Taken:
             is_one = self._model.lr_scheduler is None or [repr(group["options"]) for group in each["groups"]] == wanted
             if each["common"] is not None and is_one:
                 whole = saved.file(each["common"])
-                return {key: whole[key] for key in (*_COUNTERS, "lr_scheduler")}
+                return {key: whole[key] for key in (*COUNTERS, "lr_scheduler")}
         raise BuildError(
             f"the learning rate's schedule was saved of other groups of parameters than the {len(wanted)} of this rank's "
             f"stage; {SAME_LAYOUT}"
         )
-
-
-def _check_shapes(saved: Mapping[str, tuple[int, ...]], own: Mapping[str, tuple[int, ...]]) -> None:
-    for name in sorted(saved.keys() ^ own.keys()):
-        where = "the checkpoint, not the model" if name in saved else "the model, not the checkpoint"
-        raise BuildError(f"{name!r} is in {where}; load it into the same model")
-    for name, shape in own.items():
-        if saved[name] != shape:
-            raise BuildError(f"{name!r} was saved with the shape {saved[name]}, and has {shape}; load it into the same model")

@@ -6,36 +6,29 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from slapo_core import BuildError, Program, gather_objects
 from slapo_training.batches import fingerprint
 from slapo_training.checkpoint import Buffers
 from slapo_training.checkpoint import folder as checkpoint_folder
 from slapo_training.distributed import Ranks, on_all
-from slapo_training.ema import AverageList
 from slapo_training.ema import Taken as TakenAverages
 from slapo_training.engines import Beside, Position, checkpoint_files
 from slapo_training.model import buffers, parameters, unfold
-from slapo_training.optimizers import WholeTensorOptimizer, rate_kind, whole_tensor_checkpoint
+from slapo_training.optimizers import whole_tensor_checkpoint
 
-from ..configuration.options import DeepSpeedOptions
-from ..optimizer.local_tensors import Shares, stepping, why_not
-from ..process_state.process_groups import whole_shape
+from ..optimizer.local_tensors import Shares, why_not
+from ..process_state._deepspeed_private import full_shape, inner_optimizer, reset_clipping
 from .file_writer import Files
 from .resharding import Taken
 from .tensor_index import Places, name_of
 from .tensor_reader import SAME_LAYOUT, Saved
 
-TARGET = DeepSpeedOptions.target
-_WORDS = {
-    "optimizer": "the optimizer",
-    "groups": "the number of the optimizer's groups",
-    "lr_scheduler": "the learning rate's schedule",
-}
+if TYPE_CHECKING:
+    from ..engine import DeepSpeedEngine
 
 
 @dataclass
@@ -58,15 +51,7 @@ class Checkpoint:
 
 
 def prepared(
-    model: Any,
-    module: nn.Module,
-    path: str | PathLike[str],
-    program: Program,
-    zero_stage: int,
-    position: Position,
-    ranks: Ranks,
-    copies: Buffers | None,
-    averages: AverageList,
+    engine: DeepSpeedEngine, path: str | PathLike[str], position: Position, ranks: Ranks, copies: Buffers | None
 ) -> Callable[[Ranks], None]:
     """What writes DeepSpeed's checkpoint and what belongs to it, given the ranks to meet. Collective.
 
@@ -75,9 +60,10 @@ def prepared(
     Raises:
         BuildError: on every rank: it cannot be written.
     """
-    if model.optimizer is not None and stepping(model) is None:
+    model, module, program = engine.model, engine.module, engine.program
+    if model.optimizer is not None and inner_optimizer(model) is None:
         raise BuildError("DeepSpeed does not save an engine that only evaluates in bf16 or fp16; save the one that trains")
-    about = {**_layout(program, zero_stage), "parameters": _parameters(program), **_steps(model, program)}
+    about = {**_layout(engine), "parameters": _parameters(program), **_steps(model, program)}
     places: list[Places] = []
     ranks.on_all(lambda: places.append(Places(model, module, program)))
 
@@ -87,7 +73,7 @@ def prepared(
         def gather() -> None:
             files.take(model)
             beside.update(places[0].files(ranks.place))
-            if (states := whole_tensor_checkpoint.packed(stepping(model), parameters(module))) is not None:
+            if (states := whole_tensor_checkpoint.packed(inner_optimizer(model), parameters(module))) is not None:
                 beside[whole_tensor_checkpoint.file_of(ranks.place)] = states
 
         def put() -> None:
@@ -101,26 +87,20 @@ def prepared(
         ranks.on_all(gather)
         return write
 
-    given = path, TARGET, program, about, position, collect, ranks, buffers(module)
-    return checkpoint_files.prepared(*given, averages, copies is not None)
+    given = path, engine.options.target, program, about, position, collect, ranks, buffers(module)
+    return checkpoint_files.prepared(*given, engine.averages, copies is not None)
 
 
-def checked(
-    model: Any,
-    module: nn.Module,
-    path: str | PathLike[str],
-    program: Program,
-    zero_stage: int,
-    averages: AverageList,
-) -> Checkpoint:
+def checked(engine: DeepSpeedEngine, path: str | PathLike[str]) -> Checkpoint:
     """Look whether a checkpoint can be loaded, and read it where it is of another layout. Collective; changes no engine.
 
     Raises:
         BuildError: on every rank: it is none, damaged, of another model, or of a layout that cannot be loaded into this one.
     """
+    model, program, held = engine.model, engine.program, buffers(engine.module)
     ranks = Ranks.of(program)
-    complete = checkpoint_folder.opened(path, TARGET, ranks)
-    for buffer in buffers(module).values():
+    complete = checkpoint_folder.opened(path, engine.options.target, ranks)
+    for buffer in held.values():
         unfold(buffer)
     saved, own = complete.about, _steps(model, program)
 
@@ -130,24 +110,25 @@ def checked(
                 f"{str(complete.folder)!r} is of a model with other parameters; build an engine of the model that was saved"
             )
         _check_steps(saved, own)
-        whole_tensor_checkpoint.check_kind(saved["whole"], stepping(model))
+        whole_tensor_checkpoint.check_kind(saved["whole"], inner_optimizer(model))
 
     ranks.on_all(check)
     with checkpoint_folder.reading(complete):
         checkpoint_folder.verify(complete, ranks)
-        found = Checkpoint(complete.data, checkpoint_files.read_beside(complete, program, buffers(module)))
-        found.averages = averages.read(complete, ranks)
-        if not _is_same(complete, model, module, program, zero_stage):
-            found.taken = _taken(complete, model, module, program)
-        if saved["whole"] and stepping(model) is not None:
+        found = Checkpoint(complete.data, checkpoint_files.read_beside(complete, program, held))
+        found.averages = engine.averages.read(complete, ranks)
+        if not _is_same(complete, engine):
+            found.taken = _taken(complete, engine)
+        if saved["whole"] and inner_optimizer(model) is not None:
             number = saved["pp"] * saved["dp"] * saved["tp"]
             ranks.on_all(lambda: found.states.extend(whole_tensor_checkpoint.read(complete.data, number)))
     return found
 
 
-def _is_same(complete: checkpoint_folder.Checkpoint, model: Any, module: nn.Module, program: Program, zero: int) -> bool:
+def _is_same(complete: checkpoint_folder.Checkpoint, engine: DeepSpeedEngine) -> bool:
     """Whether DeepSpeed can read it itself: each rank has what one at its place had, in the same order. Collective."""
-    own, saved = _layout(program, zero), complete.about
+    own, saved, program = _layout(engine), complete.about, engine.program
+    zero = own["zero"]
     if any(saved[key] != own[key] for key in own if key != "dp" or zero):
         return False
     replica = program.axis_rank("dp") if zero else 0
@@ -155,19 +136,19 @@ def _is_same(complete: checkpoint_folder.Checkpoint, model: Any, module: nn.Modu
 
     def look() -> bool:
         about = torch.load(complete.data / name_of(place), weights_only=True)
-        return bool(about["why_not"] or why_not(model, module)) or Shares(model, module, program).are_like(about)
+        return bool(about["why_not"] or why_not(engine.model, engine.module)) or _shares(engine).are_like(about)
 
     return all(Ranks.of(program).on_all(look))
 
 
-def _taken(complete: checkpoint_folder.Checkpoint, model: Any, module: nn.Module, program: Program) -> Taken:
+def _taken(complete: checkpoint_folder.Checkpoint, engine: DeepSpeedEngine) -> Taken:
     """What this engine takes of a checkpoint of another layout. Collective."""
     saved, shares = complete.about, list[Shares]()
 
     def check() -> None:
-        if reason := why_not(model, module):
+        if reason := why_not(engine.model, engine.module):
             raise BuildError(f"an engine of {reason} takes its own layout alone; {SAME_LAYOUT}")
-        shares.append(Shares(model, module, program))
+        shares.append(_shares(engine))
 
     def read() -> None:
         try:
@@ -180,18 +161,24 @@ def _taken(complete: checkpoint_folder.Checkpoint, model: Any, module: nn.Module
                 f"{str(complete.folder)!r} cannot be read: {type(err).__name__}: {err}; nothing has changed, load another one"
             ) from err
 
-    on_all(check, program)
-    taken = Taken(model, shares[0], program)
-    on_all(read, program)
+    on_all(check, engine.program)
+    taken = Taken(engine.model, shares[0], engine.program)
+    on_all(read, engine.program)
     return taken
 
 
-def load(model: Any, module: nn.Module, found: Checkpoint, program: Program) -> None:
+def _shares(engine: DeepSpeedEngine) -> Shares:
+    return Shares(engine.model, engine.module, engine.program)
+
+
+def load(engine: DeepSpeedEngine, found: Checkpoint) -> None:
     """Read it. Collective.
 
     Raises:
         BuildError: on every rank: DeepSpeed cannot read it to its end.
     """
+
+    model, module = engine.model, engine.module
 
     def read() -> None:
         try:
@@ -200,16 +187,15 @@ def load(model: Any, module: nn.Module, found: Checkpoint, program: Program) -> 
             elif model.load_checkpoint(str(found.folder))[0] is None:
                 raise FileNotFoundError("DeepSpeed finds no checkpoint")
             if found.states:
-                whole_tensor_checkpoint.put(stepping(model), parameters(module), found.states)
-            if hasattr(model.optimizer, "clip_grad"):
-                model.optimizer.clip_grad = model.gradient_clipping()  # ZeRO takes that of the checkpoint
+                whole_tensor_checkpoint.put(inner_optimizer(model), parameters(module), found.states)
+            reset_clipping(model)
         except Exception as err:
             raise BuildError(
                 f"{str(found.folder)!r} cannot be read: {type(err).__name__}: {err}; the weights of this engine may have "
                 "changed, load another checkpoint before it trains"
             ) from err
 
-    on_all(read, program)
+    on_all(read, engine.program)
     found.beside.put(buffers(module))
 
 
@@ -217,31 +203,27 @@ def _check_steps(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Refuse states of another optimizer or schedule; an engine that only evaluates reads none."""
     if own["optimizer"] is None:
         return
-    for key, word in _WORDS.items():
-        by_stage = key == "groups" and list in (type(saved[key]), type(own[key]))  # looked at by names
-        if (before := saved[key]) != own[key] and not by_stage:
-            raise BuildError(f"saved with {before!r} for {word}, but this engine has {own[key]!r}; build with the same")
+    by_stage = list in (type(saved["groups"]), type(own["groups"]))  # looked at by names
+    checkpoint_files.check_same(saved, own, ("optimizer", *(() if by_stage else ("groups",)), "lr_scheduler"))
 
 
 def _steps(model: Any, program: Program) -> dict[str, Any]:
     """What steps the weights, the same on every rank. Collective."""
-    optimizer = stepping(model)
+    optimizer = inner_optimizer(model)
     groups = 0 if optimizer is None else len(optimizer.param_groups)
     by_stage = dict(gather_objects((program.axis_rank("pp"), groups), program.mesh))
     return {
-        "optimizer": None if optimizer is None else type(getattr(optimizer, "inner", optimizer)).__name__,
-        "whole": isinstance(optimizer, WholeTensorOptimizer),
+        **whole_tensor_checkpoint.facts_of(optimizer, model.lr_scheduler),
         "groups": groups if len(by_stage) == 1 else [by_stage[stage] for stage in sorted(by_stage)],
-        "lr_scheduler": None if model.lr_scheduler is None else rate_kind(model.lr_scheduler),
     }
 
 
-def _layout(program: Program, zero_stage: int) -> dict[str, int]:
-    return {**checkpoint_files.layout_of(program), "zero": zero_stage}
+def _layout(engine: DeepSpeedEngine) -> dict[str, int]:
+    return {**checkpoint_files.layout_of(engine.program), "zero": engine.options.zero_stage}
 
 
 def _parameters(program: Program) -> int:
     """A number for the names and shapes of the model's parameters."""
-    shapes = {name: tuple(whole_shape(parameter)) for name, parameter in program.module.named_parameters()}
+    shapes = {name: tuple(full_shape(parameter)) for name, parameter in program.module.named_parameters()}
     shapes |= {name: tuple(spec.full_shape) for name, spec in program.shard_specs.items()}
     return fingerprint(sorted(shapes.items()))

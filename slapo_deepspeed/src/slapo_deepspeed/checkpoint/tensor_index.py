@@ -13,6 +13,7 @@ from slapo_training.checkpoint import check_plain
 from slapo_training.engines import bytes_of
 
 from ..optimizer.local_tensors import Shares, why_not
+from ..process_state._deepspeed_private import loss_scaler
 
 WEIGHT = ""
 """In the place of the name of a state: the weight itself, or a buffer."""
@@ -54,7 +55,7 @@ class Places:
         if not self._about["why_not"]:
             shares = Shares(model, module, program)
             self._collect(shares, module)
-            scaler = getattr(model.optimizer, "loss_scaler", None)
+            scaler = loss_scaler(model)
             if scaler is not None:
                 self._about["scale"] = type(scaler).__name__, dict(vars(scaler))
 

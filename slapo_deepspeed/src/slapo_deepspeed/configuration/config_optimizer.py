@@ -14,6 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from slapo_core import BuildError, UnknownNameError
 
+from ..process_state._deepspeed_private import optimizer_class, optimizer_names, schedule_classes
+
 ADAM = ("adam", "adamw")
 _COMPILED = ("lamb", "lion", "muon")
 _OF_MUP = ("muadam", "muadamw", "musgd")
@@ -72,13 +74,11 @@ def factory_of(settled: Mapping[str, Any], has_parts: bool) -> Callable[[list[nn
         )
     if is_offloaded(settled) or kind in (*ADAM, *_OF_MUP, "muon", "lion", "adagrad", ""):
         return None
-    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
-
     section = settled["optimizer"]
     name, params = section["type"], dict(section.get("params", {}))
     if kind == "lamb":
         return partial(_class_of(kind, settled, params), **params)
-    return None if kind in DEEPSPEED_OPTIMIZERS else partial(getattr(torch.optim, name), **params)
+    return None if kind in optimizer_names() else partial(getattr(torch.optim, name), **params)
 
 
 def is_offloaded(given: Mapping[str, Any]) -> bool:
@@ -103,8 +103,6 @@ def check_made(settled: Mapping[str, Any]) -> None:
 
 
 def _check_optimizer(settled: Mapping[str, Any]) -> None:
-    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
-
     section, kind = settled["optimizer"], _kind(settled)
     params = dict(section.get("params", {}))
     if kind in _OF_MUP:
@@ -115,42 +113,33 @@ def _check_optimizer(settled: Mapping[str, Any]) -> None:
         return  # it deals out its parameters to two optimizers
     own = {"adam": "Adam", "adamw": "AdamW", "adagrad": "Adagrad", "lamb": "Lamb", "lion": "Lion"}
     torchs = [name for name, each in vars(torch.optim).items() if _is_class(each, torch.optim.Optimizer)]
-    if kind not in DEEPSPEED_OPTIMIZERS and section["type"] not in torchs:
-        known = {*torchs, *(own.get(each, each) for each in DEEPSPEED_OPTIMIZERS)} - {"Optimizer"}
+    if kind not in optimizer_names() and section["type"] not in torchs:
+        known = {*torchs, *(own.get(each, each) for each in optimizer_names())} - {"Optimizer"}
         raise _unknown("optimizer", section["type"], known)
     extra = {"torch_adam", "adam_w_mode", "fp32_optimizer_states"} if kind in ADAM else set[str]()
-    made = _class_of(kind, settled, params) if kind in DEEPSPEED_OPTIMIZERS else getattr(torch.optim, section["type"])
+    made = _class_of(kind, settled, params) if kind in optimizer_names() else getattr(torch.optim, section["type"])
     _check_params("optimizer", section["type"], made, {key: params[key] for key in params.keys() - extra}, extra)
 
 
 def _class_of(kind: str, settled: Mapping[str, Any], params: Mapping[str, Any]) -> Any:
     """The class that DeepSpeed makes an optimizer of its own of."""
-    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-    from deepspeed.ops.lamb import FusedLamb
-    from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
-
     if kind in ADAM and params.get("torch_adam"):
         return torch.optim.Adam if kind == "adam" else torch.optim.AdamW
-    here = {"adagrad": torch.optim.Adagrad, "lamb": FusedLamb, "lion": FusedLion, "adam": FusedAdam, "adamw": FusedAdam}
-    outside = {"adagrad": DeepSpeedCPUAdagrad, "lion": DeepSpeedCPULion, "adam": DeepSpeedCPUAdam, "adamw": DeepSpeedCPUAdam}
-    return {**here, **outside}[kind] if is_offloaded(settled) else here[kind]
+    return optimizer_class(kind, is_offloaded(settled))
 
 
 def _check_scheduler(settled: Mapping[str, Any]) -> None:
-    from deepspeed.runtime import lr_schedules
-
-    kind, params = settled["scheduler"]["type"], settled["scheduler"].get("params", {})
-    if kind in lr_schedules.VALID_LR_SCHEDULES:
-        _check_params("scheduler", kind, getattr(lr_schedules, kind), params)
+    kind, params, own = settled["scheduler"]["type"], settled["scheduler"].get("params", {}), schedule_classes()
+    if kind in own:
+        _check_params("scheduler", kind, own[kind], params)
         return
     torchs = [name for name, each in vars(torch.optim.lr_scheduler).items() if _is_class(each, LRScheduler)]
     if kind not in torchs:
-        raise _unknown("scheduler", kind, {*torchs, *lr_schedules.VALID_LR_SCHEDULES} - {"LRScheduler", "_LRScheduler"})
+        raise _unknown("scheduler", kind, {*torchs, *own} - {"LRScheduler", "_LRScheduler"})
     if settled["zero_optimization"]["stage"]:
         raise BuildError(
             f"the scheduler {kind!r} in DeepSpeed's config is torch's, which takes no optimizer of ZeRO; give optimizer= and "
-            f"lr_scheduler=, or one of {', '.join(lr_schedules.VALID_LR_SCHEDULES)}"
+            f"lr_scheduler=, or one of {', '.join(own)}"
         )
     _check_params("scheduler", kind, getattr(torch.optim.lr_scheduler, kind), params)
 

@@ -9,6 +9,7 @@ from typing import Any
 from slapo_core import BuildError, UnknownNameError
 from slapo_training.engines import without_warnings
 
+from ..process_state._deepspeed_private import config_models, read_config
 from .config_optimizer import check_made
 
 
@@ -25,7 +26,6 @@ def check_config(config: Mapping[str, Any], given: Mapping[str, Any], replicas: 
     Raises:
         BuildError: it has a key that DeepSpeed never asks for, or DeepSpeed refuses it, or cannot make its optimizer.
     """
-    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
     from pydantic import ValidationError  # noqa: PLC0415  comes with DeepSpeed
 
     check_made(config)
@@ -33,10 +33,10 @@ def check_config(config: Mapping[str, Any], given: Mapping[str, Any], replicas: 
     asked = _Asked(config)
     try:
         with without_warnings():
-            DeepSpeedConfig(asked, mpu=_Replicas(replicas))
+            read_config(asked, _Replicas(replicas))
     except ValidationError as err:
         raise BuildError(f"DeepSpeed refuses its config: {'; '.join(_refusals(err, given))}") from err
-    except (DeepSpeedConfigError, AssertionError, TypeError, ValueError, KeyError) as err:
+    except (AssertionError, TypeError, ValueError, KeyError) as err:
         raise BuildError(f"DeepSpeed refuses its config: {str(err) or type(err).__name__}") from err
     for section, key, known in asked.unread():
         if _holds(given, [section, key] if section else [key]):
@@ -139,12 +139,7 @@ def _refusals(error: Any, given: Mapping[str, Any]) -> Iterator[str]:
 
 def _fields(title: str) -> list[str]:
     """The names that a section of DeepSpeed's, and those in it, can have."""
-    from deepspeed.runtime.config_utils import DeepSpeedConfigModel
-
-    models: list[Any] = [DeepSpeedConfigModel]
-    for model in models:
-        models.extend(model.__subclasses__())
-    return [name for model in models if model.__name__ == title for name in _names(model)]
+    return [name for model in config_models() if model.__name__ == title for name in _names(model)]
 
 
 def _names(model: Any) -> Iterator[str]:

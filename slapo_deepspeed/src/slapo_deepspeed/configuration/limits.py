@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-
 from slapo_core import Program
-from slapo_training.engines import ALL_RANKS, NO_PLATEAU, Limit, holds_copies
+from slapo_training.engines import ALL_RANKS, NO_CLIPPED_COPIES, NO_PLATEAU, Limit, odd_dtype
 
 from .config_optimizer import compiled_on_cpu
-from .options import DTYPES, DeepSpeedOptions
+from .options import DeepSpeedOptions
 
 
 def _is_on_cpu(program: Program) -> bool:
@@ -29,12 +27,6 @@ def _is_bf16_without_zero(program: Program, options: DeepSpeedOptions) -> bool:
 
 def _has_no_dimensions(program: Program, options: DeepSpeedOptions) -> str:
     return next((repr(name) for name, parameter in program.module.named_parameters() if parameter.dim() == 0), "")
-
-
-def _odd_type(program: Program, options: DeepSpeedOptions) -> str:
-    kinds = (torch.float32, DTYPES[options.settled_precision])
-    named = program.module.named_parameters()
-    return next((f"{name} is {parameter.dtype}" for name, parameter in named if parameter.dtype not in kinds), "")
 
 
 def _has_several_stages(program: Program, options: DeepSpeedOptions) -> str:
@@ -113,13 +105,9 @@ LIMITS = (
     Limit(
         "parameters of another type than float32, or with bf16 bfloat16, or with fp16 float16",
         "turn the model into float32, give precision= for its type, or use target='torch'",
-        _odd_type,
+        odd_dtype,
     ),
-    Limit(
-        "clipping where several ranks hold the same part of a parameter, as of shared key and value heads",
-        "its norm would count them several times; use clip=0, or target='torch'",
-        lambda program, options: options.largest_norm > 0 and holds_copies(program),
-    ),
+    NO_CLIPPED_COPIES,
     Limit("activation_checkpoint_interval, which runs a stage twice", "use checkpoint() of the schedule", _recomputes),
     Limit(
         "a pipeline with messages partitioned, where one value with a gradient could cross",

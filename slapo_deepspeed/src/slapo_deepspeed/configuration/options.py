@@ -11,21 +11,16 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-import torch
-
 from slapo_core import BuildError
-from slapo_training.options import CommonOptions, is_rate
+from slapo_training.options import DTYPES, EngineOptions, is_rate
 
 from .config_optimizer import check_section, with_torch_adam
 
 Number = TypeVar("Number", int, float)
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Precision to the type of floating-point weights."""
-
 
 @dataclass(frozen=True)
-class DeepSpeedOptions(CommonOptions):
+class DeepSpeedOptions(EngineOptions):
     """The arguments of ``build`` for target ``"deepspeed"``.
 
     Args:
@@ -105,7 +100,7 @@ class DeepSpeedOptions(CommonOptions):
     @property
     def trains(self) -> bool:
         """True if there is an optimizer, ours or DeepSpeed's."""
-        return self.optimizer is not None or "optimizer" in self.given
+        return super().trains or "optimizer" in self.given
 
     @property
     def zero_stage(self) -> int:

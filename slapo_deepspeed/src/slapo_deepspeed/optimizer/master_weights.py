@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_core import Program, shard_spec
-from slapo_training.ema import MasterValue, buffer_values
+from slapo_training.ema import MasterValue, master_values
 from slapo_training.model import Piece, buffers, parameters, piece_of
 
+from ..process_state._deepspeed_private import has_fp32_weight
 from .local_tensors import Share, Shares
 
 
@@ -34,12 +35,8 @@ def pieces(model: Any, module: nn.Module, program: Program, zero_stage: int) -> 
 def values(model: Any, module: nn.Module, program: Program) -> Iterator[MasterValue]:
     """Iterate over this rank's ranges of what DeepSpeed's optimizer steps, and the buffers."""
     shares = Shares(model, module, program)
-    for share in shares.held:
-        if share.stepped is not None:
-            place = shares.pieces[share.name]
-            start = None if share.value.shape == place.tensor.shape else share.start
-            yield MasterValue(share.name, share.value, place, start)
-    yield from buffer_values(buffers(module), shares.pieces)
+    stepped = ((share.name, share.value, share.start) for share in shares.held if share.stepped is not None)
+    return master_values(stepped, buffers(module), shares.pieces)
 
 
 def _value(parameter: torch.Tensor, share: Share | None, program: Program, zero_stage: int) -> torch.Tensor:
@@ -55,13 +52,13 @@ def _value(parameter: torch.Tensor, share: Share | None, program: Program, zero_
 
 
 def _of_stage_3(parameter: torch.Tensor) -> torch.Tensor:
-    from deepspeed.runtime.zero import GatheredParameters
+    from deepspeed import zero
     from deepspeed.utils import safe_get_full_fp32_param
 
-    master: torch.Tensor | None = safe_get_full_fp32_param(parameter) if hasattr(parameter, "_z3_optimizer") else None
+    master: torch.Tensor | None = safe_get_full_fp32_param(parameter) if has_fp32_weight(parameter) else None
     if master is not None:
         return master.detach()
-    with GatheredParameters([parameter], modifier_rank=None):
+    with zero.GatheredParameters([parameter], modifier_rank=None):
         return parameter.detach().clone()
 
 

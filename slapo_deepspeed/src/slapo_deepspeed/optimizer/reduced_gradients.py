@@ -11,6 +11,8 @@ from torch import nn
 
 from slapo_training.gradient_hooks import GradientAccess
 
+from ..process_state._deepspeed_private import bf16_gradient, loss_scale
+
 
 class ReducedGradients(GradientAccess):
     """Reads and writes reduced gradients, which ZeRO shares out over the replicas.
@@ -31,7 +33,7 @@ class ReducedGradients(GradientAccess):
     @property
     def _scale(self) -> float:
         """Factor of the loss, which is still in the gradients."""
-        return float(self._model.optimizer.loss_scale) if self._model.fp16_enabled() else 1.0
+        return loss_scale(self._model)
 
     def get(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return the reduced gradient of all replicas. Collective over these with ZeRO."""
@@ -48,7 +50,7 @@ class ReducedGradients(GradientAccess):
             parameter.grad = None
             return
         scaled = gradient if self._scale == 1.0 else gradient * self._scale
-        if (kept := getattr(parameter, "_hp_grad", None)) is not None:  # in bf16, where `grad` is none that is stepped
+        if (kept := bf16_gradient(parameter)) is not None:
             kept.copy_(scaled)
         else:
             safe_set_full_grad(parameter, scaled.contiguous())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,29 +16,12 @@ from slapo_training.optimizers.introspection import OneStep
 from slapo_training.optimizers.probe import is_same_in_turns
 from slapo_training.optimizers.whole_tensors import Holding, Whole
 
-from ..process_state.process_groups import whole_shape
-from .local_tensors import flattened, stepping
+from ..process_state._deepspeed_private import FlatRange, flat_ranges, full_shape, inner_optimizer, num_optimizer_steps
 
 
 def layout(program: Program, module: nn.Module, zero_stage: int) -> Layout:
     """Return the layout of the parameters that this rank's optimizer steps: with ZeRO flat ranges, in fp32."""
     return Layout.of_engine(program, module, torch.float32 if zero_stage else None, is_flat=zero_stage > 0)
-
-
-class _Range(NamedTuple):
-    """Elements of a parameter that this rank has.
-
-    Args:
-        flat: The flat tensor that has them.
-        at: Where it has them.
-        first: The first one.
-        last: The one behind the last.
-    """
-
-    flat: torch.Tensor
-    at: int
-    first: int
-    last: int
 
 
 def steps_in_turns(optimizer: Any) -> bool:
@@ -48,7 +31,7 @@ def steps_in_turns(optimizer: Any) -> bool:
         optimizer: As it was made, before DeepSpeed has it: stage 3 of ZeRO steps it once.
     """
     is_joint = isinstance(optimizer, WholeTensorOptimizer) and optimizer.steps_together
-    return not is_joint and is_same_in_turns(_inner(optimizer))
+    return not is_joint and is_same_in_turns(WholeTensorOptimizer.unwrap(optimizer))
 
 
 def bind(model: Any, program: Program, in_turns: bool) -> None:
@@ -62,11 +45,11 @@ def bind(model: Any, program: Program, in_turns: bool) -> None:
     Raises:
         BuildError: on every rank: a step depends on all parameters, and ZeRO steps some after the others.
     """
-    optimizer, outer = stepping(model), model.optimizer
+    optimizer = inner_optimizer(model)
     if isinstance(optimizer, WholeTensorOptimizer):
         optimizer.hide_state()
     _check_turns(model, optimizer, program, in_turns)
-    if not isinstance(optimizer, WholeTensorOptimizer) or (ranges := _ranges(outer, optimizer, program)) is None:
+    if not isinstance(optimizer, WholeTensorOptimizer) or (ranges := _ranges(model, optimizer, program)) is None:
         return
     flats = list({id(each.flat): each.flat for each in ranges.values()}.values())
     places = {id(flat): place for place, flat in enumerate(flats)}
@@ -90,11 +73,11 @@ class Turns:
     """
 
     def __init__(self, model: Any) -> None:
-        optimizer: Any = stepping(model)
+        optimizer: Any = inner_optimizer(model)
         self._current: OneStep | None = None
-        if optimizer is None or (_num_turns(model) or 1) < 2:
+        if optimizer is None or (num_optimizer_steps(model.optimizer) or 1) < 2:
             return
-        self._inner, step = _inner(optimizer), optimizer.step
+        self._inner, step = WholeTensorOptimizer.unwrap(optimizer), optimizer.step
 
         def turn(*given: Any, **named: Any) -> Any:
             if self._current is None:
@@ -110,57 +93,30 @@ class Turns:
         self._current = None
 
 
-def _inner(optimizer: Any) -> Any:
-    return optimizer.inner if isinstance(optimizer, WholeTensorOptimizer) else optimizer
-
-
-def _num_turns(model: Any) -> int | None:
-    """Return how often DeepSpeed calls its optimizer in one step, each time with other parameters; None without ZeRO."""
-    outer = model.optimizer
-    flats = getattr(outer, "fp32_partitioned_groups_flat", getattr(outer, "single_partition_of_fp32_groups", None))
-    return None if flats is None or hasattr(outer, "bf16_groups") else len(flats)
-
-
 def _check_turns(model: Any, optimizer: Any, program: Program, in_turns: bool) -> None:
     """Refuse an optimizer whose step is another one where ZeRO takes it in turns. Collective with ZeRO."""
-    number = _num_turns(model)
+    number = num_optimizer_steps(model.optimizer)
     if number is None:
         return
     differs = optimizer is not None and number > 1 and not in_turns
     found = torch.tensor([int(differs)], device=model.device)
     if all_reduce(found, program.mesh, dist.ReduceOp.MAX).item():
         model.destroy()
-        kind = "the optimizer" if optimizer is None else type(_inner(optimizer)).__name__
+        kind = "the optimizer" if optimizer is None else type(WholeTensorOptimizer.unwrap(optimizer)).__name__
         raise BuildError(
             f"{kind} makes the step of one parameter depend on the others, and ZeRO steps {number} groups of them one after "
             "the other; give one group, or use stage 0 of ZeRO"
         )
 
 
-def _ranges(outer: Any, optimizer: WholeTensorOptimizer, program: Program) -> dict[int, _Range] | None:
+def _ranges(model: Any, optimizer: WholeTensorOptimizer, program: Program) -> dict[int, FlatRange] | None:
     """Return this rank's range of each parameter, by its id; None without ZeRO."""
     sources = {id(whole.source): whole.source for each in optimizer.stand_ins for whole in each.wholes}
-    if hasattr(outer, "fp32_partitioned_groups_flat"):
-        return {key: _range_of_stage_3(outer, source) for key, source in sources.items()}
-    lies = dict(flattened(outer, program.axis_rank("dp")))
-    if not lies:
-        return None
-    found = {}
-    for key, source in sources.items():
-        flat, low, offset = lies[key]
-        first, last = max(offset, low), min(offset + source.numel(), low + flat.numel())
-        found[key] = _Range(flat, first - low, first - offset, last - offset)
-    return found
+    ranges = flat_ranges(model.optimizer, program.axis_rank("dp"), sources.values())
+    return None if ranges is None else {key: ranges[key] for key in sources}
 
 
-def _range_of_stage_3(outer: Any, source: Any) -> _Range:
-    step, size = source.ds_tensor.ds_numel, source.ds_numel
-    start = min(step * outer._get_param_partition_rank(source), size)
-    place = outer.grad_position[outer.get_param_id(source)]
-    return _Range(outer.fp32_partitioned_groups_flat[place[0]], place[1], start, min(start + step, size))
-
-
-def _holdings(number: int, whole: Whole, place: int, own: _Range) -> Iterator[Holding]:
+def _holdings(number: int, whole: Whole, place: int, own: FlatRange) -> Iterator[Holding]:
     """Iterate over the boxes of a whole tensor in the flat one that has this rank's range of its source.
 
     Args:
@@ -169,7 +125,7 @@ def _holdings(number: int, whole: Whole, place: int, own: _Range) -> Iterator[Ho
         place: Number of the flat tensor.
         own: This rank's range of the source.
     """
-    shape = tuple(whole_shape(whole.source))
+    shape = tuple(full_shape(whole.source))
     chunks = [*whole.chunks(piece_of(torch.empty(shape, device="meta"), shard_spec(whole.source)).chunks())]
     at = own.at
     for begin, sizes in boxes(shape, own.first, own.last):

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn import functional
 
 from slapo_core import BuildError, Program, gather_objects
 from slapo_training.distributed import OwnWorld
 from slapo_training.engines import without_warnings
+
+from . import _deepspeed_private
 
 _OLD_NAMES = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
 """What torch says of the collectives that ZeRO calls."""
@@ -35,7 +36,6 @@ def imported(device_type: str) -> Any:
     os.environ.setdefault("LOCAL_RANK", str(local))
     with without_warnings():
         import deepspeed
-        import deepspeed.ops
         from deepspeed.accelerator import get_accelerator
     # not within the step: leaving catch_warnings would show all warnings of the user's model again, every step
     warnings.filterwarnings("ignore", _OLD_NAMES, FutureWarning)
@@ -46,7 +46,7 @@ def imported(device_type: str) -> Any:
             f"DS_ACCELERATOR={device_type} before anything imports deepspeed"
         )
     if device_type == "cpu":
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        _deepspeed_private.disable_shared_memory_collective()
     return deepspeed
 
 
@@ -72,7 +72,7 @@ def start(deepspeed: Any) -> OwnWorld:
     """Hand DeepSpeed the process group of this process, or one of this process alone where there is none."""
     world = OwnWorld()
     deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False, verbose=False)
-    deepspeed.utils.groups.mpu = None  # what an engine before this one was given, which one without a mesh would take
+    _deepspeed_private.forget_mpu()
     return world
 
 
@@ -82,21 +82,4 @@ def number_alike(program: Program) -> None:
     DeepSpeed compares these numbers between ranks in a forward. Where they differ, some ranks fail while others wait. A
     process that has had more engines than another one counts from higher numbers.
     """
-    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-    from deepspeed.runtime.zero.partition_parameters import Init
-
-    (modules,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
-    found = gather_objects((Init.param_id, modules[0]), program.mesh)
-    Init.param_id, modules[0] = (max(numbers) for numbers in zip(*found, strict=True))
-
-
-def forget_modules(module: nn.Module) -> None:
-    """Take a model off the list of modules in their forward, where stage 3 of ZeRO leaves every model for good.
-
-    Args:
-        module: The model; modules in it, whose forward raised, go too.
-    """
-    from deepspeed.runtime.zero import parameter_offload
-
-    own = {*module.modules()}
-    parameter_offload.FWD_MODULE_STACK[:] = [each for each in parameter_offload.FWD_MODULE_STACK if each not in own]
+    _deepspeed_private.align_numbers(lambda own: gather_objects(own, program.mesh))

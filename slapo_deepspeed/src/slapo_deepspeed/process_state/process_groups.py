@@ -1,10 +1,8 @@
-"""Groups of ranks, as DeepSpeed asks for them and as ZeRO tells them."""
+"""Groups of ranks, as DeepSpeed asks for them."""
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
-from torch import nn
 
 from slapo_core import Program
 
@@ -51,9 +49,3 @@ def _group(program: Program, axis: str) -> dist.ProcessGroup:
         return group
     groups: list[dist.ProcessGroup] = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     return groups[dist.get_rank()]
-
-
-def whole_shape(parameter: nn.Parameter) -> torch.Size:
-    """That of a parameter which stage 3 of ZeRO may have shared out over the replicas; the parameter itself is empty then."""
-    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
-    return shape

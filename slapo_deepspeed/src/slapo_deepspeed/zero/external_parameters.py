@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_leaves
 from slapo_core import BuildError
 from slapo_tracing.nodes import SHAPES, is_metadata, name_of
 
+from ..process_state._deepspeed_private import is_partitioned, watch_external_parameters
+
 _HARMLESS = frozenset(("requires_grad_", "grad", "register_hook", "retain_grad", "numel"))  # who counts knows of empty ones
 _SHAPES = SHAPES | {"dim", "ndim", "ndimension"}
 
@@ -35,10 +37,7 @@ class ExternalReads:
         self._awaited = {True, False}
         self._watch: _Watch | None = None
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
-        coordinator = getattr(model.optimizer, "parameter_offload", model.optimizer).get_param_coordinator()
-        for each in module.modules():
-            table: Any = each._external_params
-            vars(each)["_external_params"] = _ExternalParameters(coordinator, table)
+        watch_external_parameters(model, module)
         self._hooks = [
             module.register_forward_pre_hook(self._before, prepend=True),
             module.register_forward_hook(self._after, always_call=True),
@@ -75,25 +74,12 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for each in tree_leaves((args, kwargs)):
-            if id(each) in self._names and not each.numel() and each.ds_numel and _reads(func):
+            if id(each) in self._names and is_partitioned(each) and _reads(func):
                 raise BuildError(
                     f"{self._names[id(each)]!r} is read in {name_of(func)} where no module that holds it runs, and stage 3 of "
                     "ZeRO has none of its numbers there; use stage 1 or 2, or target='torch' with data_parallel='fsdp'"
                 )
         return func(*args, **(kwargs or {}))
-
-
-class _ExternalParameters(dict[int, nn.Parameter]):
-    """Parameters of others that a module reads; DeepSpeed's plan, which has none that is new, is void then."""
-
-    def __init__(self, coordinator: Any, held: dict[int, nn.Parameter]) -> None:
-        super().__init__(held)
-        self._coordinator = coordinator
-
-    def __setitem__(self, key: int, parameter: nn.Parameter) -> None:
-        if key not in self and not self._coordinator.is_invalid_trace():
-            self._coordinator._invalidate_trace()
-        super().__setitem__(key, parameter)
 
 
 def _reads(func: Any) -> bool:

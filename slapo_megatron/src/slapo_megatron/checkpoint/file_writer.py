@@ -20,6 +20,8 @@ from slapo_training.checkpoint import Buffers, copied, keep
 from slapo_training.distributed import Ranks
 from slapo_training.engines import bytes_of
 
+from ..process_state import _megatron_private as private
+
 _FILES_OF_A_RANK = 2
 """As many as Megatron writes."""
 _Tensors = dict[tuple[str, tuple[int, ...]], torch.Tensor]
@@ -47,24 +49,17 @@ class MegatronFiles:
         Raises:
             BuildError: on every rank: Megatron refuses the state.
         """
-        from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-        from megatron.core.dist_checkpointing.dict_utils import nested_values
-        from megatron.core.dist_checkpointing.mapping import is_main_replica
-        from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
-        from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-        from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
-
         found: dict[str, Any] = {}
         tensors: _Tensors = {}
         files: dict[str, bytes] = {}
 
         def look() -> bool:
-            found["sharded"], found["common"] = save_preprocess(state, validate_access_integrity=False)
-            own = [*nested_values(found["sharded"])]
-            tensors.update({(each.key, each.global_offset): each.data for each in own if is_main_replica(each.replica_id)})
-            found["facts"] = [(each.key, each.global_offset, each.local_shape, each.dtype, each.replica_id) for each in own]
+            found["sharded"], found["common"] = private.split_state(state)
+            own = private.sharded_tensors(found["sharded"])
+            tensors.update({(each.key, each.global_offset): each.data for each, is_saved in own if is_saved})
+            found["facts"] = [(each.key, each.global_offset, each.local_shape, each.dtype, each.replica_id) for each, _ in own]
             if ranks.place == 0:
-                files[COMMON_STATE_FNAME] = bytes_of(found["common"])
+                files[private.common_file()] = bytes_of(found["common"])
             return bool(found["facts"] == self._facts)
 
         def copy() -> None:
@@ -78,7 +73,7 @@ class MegatronFiles:
             self._facts = found["facts"]
         ranks.on_all(copy)
         plan, metadata = self._plan, self._metadata
-        writer, strategy = FileSystemWriter(folder, thread_count=_FILES_OF_A_RANK), get_default_save_sharded_strategy()
+        writer, write_format = FileSystemWriter(folder, thread_count=_FILES_OF_A_RANK), private.format_writer()
 
         def put() -> list[Any]:
             for name, content in files.items():
@@ -91,7 +86,7 @@ class MegatronFiles:
 
             def finish() -> None:
                 writer.finish(metadata, everyone)
-                save_config(CheckpointingConfig(strategy.backend, strategy.version), str(folder))
+                write_format(folder)
 
             meeting.first(finish)
 
@@ -99,20 +94,9 @@ class MegatronFiles:
 
     def _make_plan(self, sharded: dict[str, Any], common: dict[str, Any], ranks: Ranks) -> None:
         """What this rank writes of what, and the first one's list of all. Collective."""
-        from megatron.core.dist_checkpointing import validation
-        from megatron.core.dist_checkpointing.strategies import torch as megatron
-
-        planner = megatron.MCoreSavePlanner(flatten_state_dict=False)
-
-        def plan() -> SavePlan:
-            everyone = validation.determine_global_metadata(sharded)[1]
-            validation.validate_sharding_integrity(everyone, common_state_dict=common)
-            own, *_ = megatron._replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
-            planner.set_up_planner(megatron.mcore_to_pyt_state_dict(own), is_coordinator=ranks.place == 0)
-            found: SavePlan = planner.create_local_plan()
-            return found
-
-        plans = FileSystemWriter(".").prepare_global_plan(ranks.on_all(plan))
+        planner = private.save_planner()
+        own = ranks.on_all(lambda: private.local_plan(planner, sharded, common, ranks.place == 0))
+        plans = FileSystemWriter(".").prepare_global_plan(own)
         self._plan = plans[ranks.place]
         self._metadata = ranks.first(lambda: planner.create_global_plan(plans)[1])
 

@@ -20,10 +20,11 @@ from slapo_training.checkpoint import folder as checkpoint_folder
 from slapo_training.distributed import Ranks
 from slapo_training.engines import Position, checkpoint_files
 from slapo_training.model import write
-from slapo_training.optimizers import WholeTensorOptimizer, rate_kind, whole_tensor_checkpoint
+from slapo_training.optimizers import rate_kind, whole_tensor_checkpoint
 
 from ..optimizer.local_tensors import Held
 from ..optimizer.optimizer_state import OptimizerState
+from ..process_state._megatron_private import main_param
 
 if TYPE_CHECKING:
     from ..engine import MegatronEngine
@@ -185,7 +186,7 @@ def _first(error: BaseException) -> str:
 
 def _stepped(held: Held) -> dict[str, torch.Tensor]:
     """Return the tensors that Megatron's optimizer steps on this rank: fp32 copies where there are some."""
-    return {key: getattr(tensor, "main_param", tensor) for key, tensor in held.tensors.items()}
+    return {key: main_param(tensor) for key, tensor in held.tensors.items()}
 
 
 def _inner(engine: MegatronEngine) -> Any:
@@ -202,12 +203,9 @@ def _common(engine: MegatronEngine) -> dict[str, Any]:
 def _about(engine: MegatronEngine, held: Held) -> dict[str, Any]:
     """What is written of the engine, the same on every rank. Collective."""
     optimizer = engine.optimizer
-    kind = None if optimizer is None else type(getattr(optimizer.optimizer, "inner", optimizer.optimizer)).__name__
     return {
         "precision": engine.options.precision,
-        "optimizer": kind,
-        "lr_scheduler": None if engine.lr_scheduler is None else rate_kind(engine.lr_scheduler),
-        "whole": isinstance(_inner(engine), WholeTensorOptimizer),
+        **whole_tensor_checkpoint.facts_of(_inner(engine), engine.lr_scheduler),
         "places": math.prod(engine.program.axis_size(axis) for axis in ("pp", "dp", "tp")),
         "groups": 0 if optimizer is None else len(optimizer.param_groups),
         "group_of": {} if optimizer is None else OptimizerState(engine, held).groups(),
@@ -217,27 +215,11 @@ def _about(engine: MegatronEngine, held: Held) -> dict[str, Any]:
     }
 
 
-_WORDS = {
-    "precision": "precision",
-    "optimizer": "the optimizer",
-    "lr_scheduler": "the learning rate's schedule",
-    "groups": "the number of the optimizer's groups",
-}
-
-
 def _check(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Refuse what is of something else than this engine trains."""
-    for key, word in _WORDS.items():
-        is_of_steps = key != "precision"  # an engine that only evaluates takes the weights alone
-        if saved[key] != own[key] and not (is_of_steps and own["optimizer"] is None):
-            raise BuildError(f"saved with {saved[key]!r} for {word}, but this engine has {own[key]!r}; build with the same")
-    shapes: dict[str, Any] = saved["shapes"]
-    for name in sorted(shapes.keys() ^ own["shapes"].keys()):
-        where = "the checkpoint, not the model" if name in shapes else "the model, not the checkpoint"
-        raise BuildError(f"{name!r} is in {where}; load it into the same model")
-    for name, shape in own["shapes"].items():
-        if shapes[name] != shape:
-            raise BuildError(f"{name!r} was saved with the shape {shapes[name]}, and has {shape}; load it into the same model")
+    of_steps = () if own["optimizer"] is None else ("optimizer", "lr_scheduler", "groups")
+    checkpoint_files.check_same(saved, own, ("precision", *of_steps))  # an engine that only evaluates takes the weights alone
+    checkpoint_files.check_shapes(saved["shapes"], own["shapes"])
     groups = saved["group_of"]
     for name, number in own["group_of"].items():
         if groups.get(name) != number:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from slapo_core import Program
-from slapo_training.engines import ALL_RANKS, NO_PLATEAU, Limit, holds_copies
+from slapo_training.engines import ALL_RANKS, NO_CLIPPED_COPIES, NO_PLATEAU, Limit, odd_dtype
 
 from ..process_state.process_groups import device_of
 from .options import MegatronOptions
@@ -57,12 +57,6 @@ def _shares_out_another(program: Program, options: MegatronOptions) -> bool:
     )
 
 
-def _odd_type(program: Program, options: MegatronOptions) -> str:
-    kinds = (torch.float32, torch.bfloat16) if options.precision == "bf16" else (torch.float32,)
-    named = program.module.named_parameters()
-    return next((f"{name} is {parameter.dtype}" for name, parameter in named if parameter.dtype not in kinds), "")
-
-
 def _is_on_cpu_beside_cuda(program: Program, options: MegatronOptions) -> bool:
     return device_of(program) == "cpu" and torch.cuda.is_available()
 
@@ -92,11 +86,7 @@ LIMITS = (
         "give microbatches= as a multiple of these ranks, or cut one stage for each rank",
         _interleaves_unevenly,
     ),
-    Limit(
-        "clipping where several ranks hold the same part of a parameter, as of shared key and value heads",
-        "its norm would count them several times; use clip=0, or target='torch'",
-        lambda program, options: options.clip > 0 and holds_copies(program),
-    ),
+    NO_CLIPPED_COPIES,
     Limit("a rank with nothing to train", "cut so that each rank has something, or use target='torch'", _leaves_ranks_idle),
     NO_PLATEAU,
     Limit("the distributed optimizer without an optimizer", "leave distributed_optimizer out", _shares_out_nothing),
@@ -104,7 +94,7 @@ LIMITS = (
     Limit(
         "parameters of another type than float32, or with bf16 bfloat16",
         "turn the model into float32, or use target='torch'",
-        _odd_type,
+        odd_dtype,
     ),
     Limit(
         "training on a CPU where there is CUDA",

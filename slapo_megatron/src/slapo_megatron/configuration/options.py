@@ -6,13 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-
 from slapo_core import BuildError, UnknownNameError
-from slapo_training.options import CommonOptions
+from slapo_training.options import DTYPES, EngineOptions
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""Precision to the type of floating-point weights."""
 SECTIONS = ("transformer", "ddp", "optimizer")
 """Of ``config``: keyword arguments of Megatron's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig."""
 
@@ -50,7 +46,7 @@ of Megatron's."""
 
 
 @dataclass(frozen=True)
-class MegatronOptions(CommonOptions):
+class MegatronOptions(EngineOptions):
     """The arguments of ``build`` for target ``"megatron"``.
 
     Args:
@@ -70,8 +66,8 @@ class MegatronOptions(CommonOptions):
     def validate(self) -> None:
         """Raise ``BuildError`` for a value that cannot work."""
         super().validate()
-        if self.precision not in ("fp32", "bf16", "fp16"):
-            raise BuildError(f"precision is {self.precision!r}; give one of {', '.join(DTYPES)}")
+        if self.precision not in DTYPES:
+            raise BuildError(f"precision is {self.precision!r}; give one of fp32, bf16")
         if type(self.distributed_optimizer) is not bool:
             raise BuildError(f"distributed_optimizer is {self.distributed_optimizer!r}; give True or False")
         if type(self.timeout_minutes) is not int or self.timeout_minutes < 1:
@@ -101,12 +97,7 @@ class MegatronOptions(CommonOptions):
     @property
     def trains(self) -> bool:
         """True if there is an optimizer, ours or Megatron's."""
-        return self.optimizer is not None or "optimizer" in self.section("optimizer")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of floating-point weights."""
-        return DTYPES[self.precision]
+        return super().trains or "optimizer" in self.section("optimizer")
 
     def section(self, name: str) -> dict[str, Any]:
         """The keyword arguments of one of Megatron's configurations."""

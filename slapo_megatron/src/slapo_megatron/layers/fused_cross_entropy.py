@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from slapo_core import ScheduleError, ShardSpec
-from slapo_training.engines import without_warnings
 
+from ..process_state._megatron_private import fused_cross_entropy
 from .parallel_layers import once
 
 
@@ -29,9 +29,7 @@ class FusedLosses(nn.Module):
 
     def __init__(self, others: nn.Module, spec: ShardSpec) -> None:
         super().__init__()
-        with without_warnings():
-            from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
-        self.others, self.spec, self.fused = others, spec, fused_vocab_parallel_cross_entropy
+        self.others, self.spec, self.fused = others, spec, fused_cross_entropy()
 
     def forward(self, logits: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
         """``[tokens]`` in float32 of ``[tokens, columns]``; 0 for targets that are ignored."""

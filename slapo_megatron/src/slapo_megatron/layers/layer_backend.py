@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core import ShardSpec, get_logger, shard_spec
+from slapo_core import ShardSpec, get_logger
 from slapo_training.engines import without_warnings
 
+from ..process_state._megatron_private import has_fused_norms, mark_shards
 from .fused_cross_entropy import FusedLosses
 from .parallel_layers import layer_classes
 
@@ -48,16 +49,13 @@ def engine_layer(module: nn.Module, kind: str, spec: ShardSpec, *, sums_gradient
             vars(layer).setdefault(name, value)
     for name, parameter in module.named_parameters():
         setattr(layer, name, parameter)
-        _mark(parameter)
+    mark_shards(layer)
     return layer
 
 
 @cache
 def _tell_of_norms() -> None:
-    with without_warnings():
-        from megatron.core.extensions.transformer_engine import HAVE_TE
-        from megatron.core.fusions.fused_layer_norm import HAVE_FUSED_LAYER_NORM
-    if HAVE_TE or HAVE_FUSED_LAYER_NORM:
+    if has_fused_norms():
         get_logger().info("norms stay the model's own, though Megatron-Core has fused ones here")
 
 
@@ -104,12 +102,3 @@ def _config(ranks: int, dtype: torch.dtype) -> Any:
 
 def _no_init(weight: torch.Tensor) -> None:
     """Leave a weight as it is."""
-
-
-def _mark(parameter: nn.Parameter) -> None:
-    """Put on a parameter what Megatron's DDP, optimizers and checkpoints look for."""
-    spec = shard_spec(parameter)
-    marks: dict[str, Any] = {"allreduce": True, "sequence_parallel": False, "tensor_model_parallel": spec is not None}
-    if spec is not None:
-        marks |= {"partition_dim": spec.dim, "partition_stride": 1}
-    vars(parameter).update(marks)

@@ -19,14 +19,16 @@ from torch.nn import functional as F
 from slapo_core import ScheduleError
 from slapo_training.engines import without_warnings
 
+from ..process_state._megatron_private import row_parallel_linear, silence_cuda_advice
+
 
 @cache
 def layer_classes() -> dict[str, Any]:
     """The class for ``"columns"``, ``"rows"`` and ``"vocabulary"``."""
     with without_warnings():
-        from megatron.core.tensor_parallel import layers as megatron
-    if not torch.cuda.is_available():  # it would advise a variable that only CUDA reads
-        megatron.linear_with_grad_accumulation_and_async_allreduce.warned = True
+        from megatron.core import tensor_parallel as megatron
+    if not torch.cuda.is_available():
+        silence_cuda_advice()
 
     class ColumnParallel(_Copied, megatron.ColumnParallelLinear, _Linear):  # type: ignore[misc]
         """Rows of the weight are sharded, so columns of the output."""
@@ -38,15 +40,12 @@ def layer_classes() -> dict[str, Any]:
             output = _like(input, once(output))
             return output if bias is None else output + bias
 
-    class RowParallel(_Copied, megatron.RowParallelLinear, _Linear):  # type: ignore[misc]
+    class RowParallel(_Copied, row_parallel_linear(), _Linear):  # type: ignore[misc]
         """Columns of the weight are sharded, and so is the input; the output is summed."""
 
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             _check_autocast(input)
             return _like(input, once(super().forward(_two_dimensional(input))[0]))
-
-        def _forward_impl(self, *args: Any, **given: Any) -> Any:
-            return super()._forward_impl(*args, **{**given, "tp_group": self.tp_group})  # else it looks for a global one
 
     class VocabParallel(_Copied, megatron.VocabParallelEmbedding, _Embedding):  # type: ignore[misc]
         """Rows of the table are sharded; the output is summed."""

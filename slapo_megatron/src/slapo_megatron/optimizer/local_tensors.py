@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from slapo_core import Program, ShardSpec, is_sharded, parameter_facts
-from slapo_training.model import boxes
+from slapo_training.model import boxes, buffers, parameters
 
 
 class Held:
@@ -31,8 +31,7 @@ class Held:
         self.shapes: dict[str, list[int]] = {}
         for stage in program.stages:
             rank = program.rank_of(stage.index)
-            for name, tensor in _saved(stage.module):
-                key = (parameter_facts(tensor).names or program.original_names.get(name) or (name,))[0]
+            for key, tensor in {**parameters(stage.module), **buffers(stage.module)}.items():
                 spec = parameter_facts(tensor).spec
                 self.shapes[key] = list(spec.full_shape if spec is not None else tensor.shape)
                 places.setdefault(key, set()).add(rank)
@@ -152,10 +151,3 @@ def _part(key: str, data: torch.Tensor, offset: tuple[int, ...], shape: Sequence
         axis_fragmentations=None,
         replica_id=copies,
     )
-
-
-def _saved(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, and the buffers that a state dict has."""
-    yield from module.named_parameters()
-    kept = module.state_dict().keys()
-    yield from ((name, buffer) for name, buffer in module.named_buffers() if name in kept)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from slapo_core import BuildError, gather_objects
 from slapo_training.optimizers import WholeTensorOptimizer
 
+from ..process_state._megatron_private import main_param, optimizer_range
 from .local_tensors import Held
 from .optimizer_wrappers import prepared
 
@@ -47,7 +48,7 @@ class OptimizerState:
 
     def __init__(self, engine: MegatronEngine, held: Held) -> None:
         self._inner: torch.optim.Optimizer = engine.optimizer.optimizer
-        self._wrapper, self._held, self._groups = engine.optimizer, held, engine.groups
+        self._outer, self._held, self._groups = engine.optimizer, held, engine.groups
         self._is_shared_out = engine.options.distributed_optimizer
         self._has_masters = engine.options.precision == "bf16"
         self._mesh = engine.program.mesh
@@ -56,12 +57,8 @@ class OptimizerState:
 
     def _part(self, parameter: torch.Tensor) -> _Part:
         if not self._is_shared_out:
-            return _Part(parameter, getattr(parameter, "main_param", parameter), 0, parameter.numel())
-        if parameter not in self._wrapper.model_param_group_index_map:
-            return _Part(parameter, None, 0, 0)
-        group, order = self._wrapper.model_param_group_index_map[parameter]
-        found = self._wrapper._get_model_param_range_map(parameter)["param"]
-        return _Part(parameter, self._inner.param_groups[group]["params"][order], found.start, found.end)
+            return _Part(parameter, main_param(parameter), 0, parameter.numel())
+        return _Part(parameter, *(optimizer_range(self._outer, parameter) or (None, 0, 0)))
 
     def check(self) -> None:
         """Raise ``BuildError`` for what cannot be written."""

@@ -13,6 +13,7 @@ from slapo_training.optimizers import Layout, WholeTensorOptimizer
 from slapo_training.optimizers.introspection import replace_parameters
 
 from ..configuration.options import MegatronOptions
+from ..process_state._megatron_private import main_param
 from ..process_state.process_groups import config_of
 
 
@@ -38,42 +39,6 @@ def megatrons(config: Any, chunks: Sequence[Any], groups: Any) -> Any:
     return several[0] if len(several) == 1 else made
 
 
-def wrapped(optimizer: torch.optim.Optimizer, config: Any, chunks: Sequence[Any], groups: Any) -> Any:
-    """An optimizer of this rank's parameters in the wrapper of Megatron's that its configuration asks for.
-
-    Args:
-        optimizer: Its parameters become views or copies of these.
-        config: Megatron's ``OptimizerConfig``.
-        chunks: Megatron's ``DistributedDataParallel`` around each stage of this rank.
-        groups: Megatron's ``ProcessGroupCollection``.
-    """
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
-
-    for group in optimizer.param_groups:
-        group.update(is_expert_parallel=False, wd_mult=1.0, lr_mult=1.0, is_decoupled_lr=False)  # which Megatron looks for
-    if config.use_distributed_optimizer:
-        made = DistributedOptimizer(
-            optimizer,
-            config,
-            None,
-            prepared,
-            model_chunks=list(chunks),
-            per_model_buffers={index: chunk.buffers for index, chunk in enumerate(chunks)},
-            data_parallel_group=groups.intra_dp_cp,
-            data_parallel_group_gloo=None,
-            data_parallel_group_idx=torch.distributed.get_rank(groups.mp),
-            distributed_optimizer_instance_id=0,
-        )
-        made.grad_stats_parallel_group = groups.intra_dist_opt
-    else:
-        wrapper = Float16OptimizerWithFloat16Params if config.bf16 else FP32Optimizer
-        made = wrapper(optimizer, config, *([None] if config.bf16 else []), prepared)
-        made.grad_stats_parallel_group = groups.mp
-    made.tp_group = groups.tp
-    return made
-
-
 def whole_layout(options: MegatronOptions, program: Program, module: nn.Module) -> Layout:
     """Return the layout of the parameters that this rank's optimizer steps; with bf16 fp32 copies of them."""
     dtype = torch.float32 if options.precision == "bf16" else None
@@ -91,9 +56,9 @@ def bind_masters(optimizer: torch.optim.Optimizer) -> None:
         return
     optimizer.hide_state()
     sources = {id(whole.source) for each in optimizer.stand_ins for whole in each.wholes}
-    replace_parameters(optimizer.inner, lambda each: [each if id(each) in sources else getattr(each, "main_param", each)])
+    replace_parameters(optimizer.inner, lambda each: [each if id(each) in sources else main_param(each)])
     for each in optimizer.stand_ins:
-        each.move(lambda source: getattr(source, "main_param", source))
+        each.move(main_param)
 
 
 @torch.no_grad()

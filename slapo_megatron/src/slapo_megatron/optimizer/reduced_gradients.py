@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from slapo_core import Program
 from slapo_training.gradient_hooks import GradientAccess
 
 from ..configuration.options import MegatronOptions
+from ..process_state._megatron_private import gradient_buckets, main_grad
 
 
 class ReducedGradients(GradientAccess):
@@ -38,21 +39,16 @@ class ReducedGradients(GradientAccess):
         if self._replicas is None:
             return
         known = {id(parameter) for parameter in hooked}
-        for bucket in self._buckets():
-            if any(id(parameter) in known for parameter in bucket.params_list):
-                rows = bucket.grad_data.view(self._replicas.size(), -1)
-                dist.all_gather_into_tensor(bucket.grad_data, rows[self._replicas.rank()].clone(), group=self._replicas)
+        for parameters, gradients in gradient_buckets(self._chunks):
+            if any(id(parameter) in known for parameter in parameters):
+                rows = gradients.view(self._replicas.size(), -1)
+                dist.all_gather_into_tensor(gradients, rows[self._replicas.rank()].clone(), group=self._replicas)
 
     def get(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return the reduced gradient."""
-        return parameter.main_grad if parameter.requires_grad else None  # type: ignore[attr-defined]
+        return main_grad(parameter) if parameter.requires_grad else None
 
     def put(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
         """Let this be the reduced gradient."""
         assert gradient is not None
-        parameter.main_grad.copy_(gradient)  # type: ignore[attr-defined]
-
-    def _buckets(self) -> Iterator[Any]:
-        for chunk in self._chunks:
-            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-                yield from buffer.buckets
+        main_grad(parameter).copy_(gradient)

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from slapo_core import BuildError, get_logger
-from slapo_training.engines import without_warnings
+
+from ._megatron_private import cuda_rng_functions
 
 _CPU = torch.device("cpu")
 
@@ -102,8 +103,6 @@ class _NoCuda(TorchFunctionMode):
 
 def _stand_ins() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     """Owner, name and what stands in for it: CUDA's functions, and the two of Megatron's that go past them."""
-    with without_warnings():
-        import megatron.core.tensor_parallel.random as megatron_random
 
     def nothing(*args: Any, **kwargs: Any) -> None: ...
 
@@ -125,8 +124,9 @@ def _stand_ins() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         "manual_seed": seed,
     }
     yield from ((torch.cuda, name, stand_in) for name, stand_in in of_cuda.items())
-    yield megatron_random, "_get_cuda_rng_state", state
-    yield megatron_random, "_set_cuda_rng_state", put
+    for_reading, for_writing = cuda_rng_functions()
+    yield *for_reading, state
+    yield *for_writing, put
 
 
 def _for_megatron(original: Any, stand_in: Callable[..., Any]) -> Any:

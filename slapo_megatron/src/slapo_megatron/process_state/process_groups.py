@@ -39,7 +39,7 @@ class ParallelState:
         try:
             self._find(program, chunks, timeout_minutes)
         except BaseException:
-            self._leave_world()
+            self._world.close()
             raise
 
     def _find(self, program: Program, chunks: int, timeout_minutes: int) -> None:
@@ -120,7 +120,7 @@ class ParallelState:
         if self.forget():
             destroy(own)
         del own
-        self._leave_world()
+        self._world.close()
 
     def forget(self) -> bool:
         """Forget all groups, whose threads end with the last reference; return whether Megatron's were, with the last user."""
@@ -133,10 +133,6 @@ class ParallelState:
         for field in fields(self.groups):
             setattr(self.groups, field.name, None)
         return is_last
-
-    def _leave_world(self) -> None:
-        if self._world.leave():
-            dist.destroy_process_group()
 
 
 def destroy(groups: Iterable[Any]) -> None:

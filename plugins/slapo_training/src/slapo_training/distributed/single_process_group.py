@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.distributed as dist
 
 
@@ -21,10 +23,15 @@ class OwnWorld:
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         OwnWorld._users += self.is_ours
 
-    def leave(self) -> bool:
-        """Release the group for this engine. Return whether no engine uses it, so that it has to be destroyed."""
+    def close(self, destroy: Callable[[], None] = dist.destroy_process_group) -> None:
+        """Release the group for this engine, and destroy it where no other uses it.
+
+        Args:
+            destroy: Destroys the default process group.
+        """
         if not self.is_ours:
-            return False
+            return
         self.is_ours = False
         OwnWorld._users -= 1
-        return OwnWorld._users == 0 and dist.is_initialized()
+        if OwnWorld._users == 0 and dist.is_initialized():
+            destroy()

@@ -7,7 +7,7 @@ an engine; what leaves is a ``WeightAverage``, which evaluates, exports and gath
 
 from .average_list import AverageList, Taken
 from .averaged_engine import AveragedEngine
-from .master_values import MasterValue, buffer_values
+from .master_values import MasterValue, buffer_values, master_values
 from .weight_average import WeightAverage, ema
 
-__all__ = ["AverageList", "AveragedEngine", "MasterValue", "Taken", "WeightAverage", "buffer_values", "ema"]
+__all__ = ["AverageList", "AveragedEngine", "MasterValue", "Taken", "WeightAverage", "buffer_values", "ema", "master_values"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -45,7 +45,16 @@ class MasterValue(NamedTuple):
             at += number
 
 
-def buffer_values(buffers: Tensors, places: dict[str, Piece]) -> Iterator[MasterValue]:
+def master_values(
+    stepped: Iterable[tuple[str, torch.Tensor, int]], buffers: Tensors, places: Mapping[str, Piece]
+) -> Iterator[MasterValue]:
+    """Iterate over values that an optimizer steps, each with the number of elements of its part before it, and buffers."""
+    for name, value, start in stepped:
+        yield MasterValue(name, value, places[name], None if value.shape == places[name].tensor.shape else start)
+    yield from buffer_values(buffers, places)
+
+
+def buffer_values(buffers: Tensors, places: Mapping[str, Piece]) -> Iterator[MasterValue]:
     """Iterate over the buffers of a rank."""
     for name, buffer in buffers.items():
         unfold(buffer)

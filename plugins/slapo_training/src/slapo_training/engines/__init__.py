@@ -3,17 +3,18 @@
 The base of dialects for other projects' engines and their ``Limit``s, the files that Slapo writes beside an engine's
 own checkpoint, checks of initial weights and gradients across ranks, and clean-up of engines that share parameters or
 outlive their process group. Programs, parameters and engines enter; checks raise the same ``BuildError`` on all
-ranks. It may import ``slapo_core`` and all rooms below it: ``ema``, ``checkpoint``, ``batches``, ``model`` and
-``distributed``. It knows no engine by name.
+ranks. It may import ``slapo_core`` and all rooms below it: ``ema``, ``checkpoint``, ``options``, ``losses``,
+``batches``, ``model`` and ``distributed``. It knows no engine by name.
 """
 
 from . import checkpoint_files, parameter_ownership, stale_engines
-from .checkpoint_files import Beside, Position, bytes_of
-from .dialect import ALL_RANKS, NO_PLATEAU, EngineDialect, Limit, holds_copies
+from .checkpoint_files import Beside, Position, bytes_of, check_shapes
+from .dialect import ALL_RANKS, NO_CLIPPED_COPIES, NO_PLATEAU, EngineDialect, Limit, holds_copies, odd_dtype
 from .gradient_comparison import GradientComparison
 from .initial_weights import check_same_start, different
+from .log_fields import log_fields
 from .microbatch_plans import microbatch_plans
-from .stage_parameters import copies, release_others
+from .stage_parameters import Tie, copies, release_others, tied_groups
 from .unused_parameters import UnusedParameters
 from .warning_filter import without_warnings
 
@@ -23,18 +24,24 @@ __all__ = [
     "EngineDialect",
     "GradientComparison",
     "Limit",
+    "NO_CLIPPED_COPIES",
     "NO_PLATEAU",
     "Position",
+    "Tie",
     "UnusedParameters",
     "bytes_of",
     "check_same_start",
+    "check_shapes",
     "checkpoint_files",
     "copies",
     "different",
     "holds_copies",
+    "log_fields",
     "microbatch_plans",
+    "odd_dtype",
     "parameter_ownership",
     "release_others",
     "stale_engines",
+    "tied_groups",
     "without_warnings",
 ]

@@ -167,6 +167,42 @@ def read_beside(checkpoint: Checkpoint, program: Program, buffers: Mapping[str, 
     return found[0]
 
 
+_WORDS = {
+    "precision": "precision",
+    "optimizer": "the optimizer",
+    "groups": "the number of the optimizer's groups",
+    "lr_scheduler": "the learning rate's schedule",
+}
+
+
+def check_same(saved: Mapping[str, Any], own: Mapping[str, Any], keys: Iterable[str]) -> None:
+    """Refuse a checkpoint of another kind of training.
+
+    Args:
+        saved: Facts of the checkpoint.
+        own: Those of this engine.
+        keys: The facts to compare, in this order.
+
+    Raises:
+        BuildError: one of them differs.
+    """
+    for key in keys:
+        if saved[key] != own[key]:
+            raise BuildError(
+                f"saved with {saved[key]!r} for {_WORDS[key]}, but this engine has {own[key]!r}; build with the same"
+            )
+
+
+def check_shapes(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise ``BuildError`` for a checkpoint of tensors with other names or shapes than the model's."""
+    for name in sorted(saved.keys() ^ own.keys()):
+        where = "the checkpoint, not the model" if name in saved else "the model, not the checkpoint"
+        raise BuildError(f"{name!r} is in {where}; load it into the same model")
+    for name, shape in own.items():
+        if saved[name] != shape:
+            raise BuildError(f"{name!r} was saved with the shape {saved[name]}, and has {shape}; load it into the same model")
+
+
 def layout_of(program: Program) -> dict[str, int]:
     """Return the number of ranks along each axis."""
     return {axis: program.axis_size(axis) for axis in ("pp", "dp", "tp")}

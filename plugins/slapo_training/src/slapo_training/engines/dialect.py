@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from slapo_core import BuildError, Dialect, Program
+from slapo_core import BuildError, Dialect, Engine, Program
+
+from ..options.engine_options import EngineOptions
 
 
 class Limit(NamedTuple):
@@ -69,9 +71,23 @@ NO_PLATEAU = Limit(
 )
 
 
+def odd_dtype(program: Program, options: EngineOptions) -> str:
+    """Return the first parameter that is neither of float32 nor of the type of the engine's weights."""
+    named = program.module.named_parameters()
+    kinds = (torch.float32, options.dtype)
+    return next((f"{name} is {parameter.dtype}" for name, parameter in named if parameter.dtype not in kinds), "")
+
+
 def holds_copies(program: Program) -> bool:
     """Return whether several ranks hold the same part of a parameter, so that a sum over ranks counts it several times."""
     return any(sum(spec.sizes) > spec.full_shape[spec.dim] for spec in program.shard_specs.values())
+
+
+NO_CLIPPED_COPIES = Limit(
+    "clipping where several ranks hold the same part of a parameter, as of shared key and value heads",
+    "its norm would count them several times; use clip=0, or target='torch'",
+    lambda program, options: options.largest_norm > 0 and holds_copies(program),
+)
 
 
 class EngineDialect(Dialect):
@@ -81,12 +97,29 @@ class EngineDialect(Dialect):
         distribution: The engine's, as it is installed.
         tested: The version of it that this dialect was tested with.
         limits: What the engine cannot do, in the order in which it is asked.
+        options_class: Options of the engine.
     """
 
     takes_check = True
     distribution: ClassVar[str]
     tested: ClassVar[str]
     limits: ClassVar[tuple[Limit, ...]] = ()
+    options_class: ClassVar[type[EngineOptions]]
+
+    @classmethod
+    def check(cls, program: Program, **config: Any) -> None:
+        """Raise ``BuildError`` for options that are unknown or do not fit the program, and for what the engine cannot do."""
+        options = cls.options_class.of(config)
+        cls.check_limits(program, options)
+        super().check(program, **{**config, "precision": options.settled_precision})
+        options.check_mean(options.parts * program.axis_size("dp"))
+
+    @classmethod
+    def build(cls, program: Program, **config: Any) -> Engine:
+        """Make the engine of this rank; collective. See the dialect's ``options_class`` for the configuration."""
+        cls.check(program, **config)
+        made: Engine = cls.classes["runtime_engine"](program, cls.options_class.of(config))
+        return made
 
     @classmethod
     def check_limits(cls, program: Program, options: Any) -> None:

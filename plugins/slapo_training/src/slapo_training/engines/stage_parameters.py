@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from slapo_core import Program, successor
@@ -37,6 +38,27 @@ def release_others(program: Program, mine: Iterable[nn.Module], cast: Callable[[
                         new = made[id(tensor)] = successor(tensor, data)
                         kept.add(id(new))
                     table[name] = new
+
+
+class Tie(NamedTuple):
+    """A tied parameter of this rank, the group of the ranks that have it, and the first of these."""
+
+    parameter: nn.Parameter
+    group: dist.ProcessGroup
+    first: int
+
+
+def tied_groups(
+    program: Program, group_of: Callable[[tuple[int, ...], list[int]], Any] = lambda places, ranks: dist.new_group(ranks)
+) -> list[Tie]:
+    """Return this rank's tied parameters. Collective.
+
+    Args:
+        program: In several stages.
+        group_of: Makes or finds the group of some ranks, given those along ``pp`` and all of them.
+    """
+    found = [(parameter, group_of(places, ranks), ranks) for parameter, places, ranks in copies(program)]
+    return [Tie(parameter, group, ranks[0]) for parameter, group, ranks in found if dist.get_rank() in ranks]
 
 
 def copies(program: Program) -> Iterator[tuple[nn.Parameter, tuple[int, ...], list[int]]]:

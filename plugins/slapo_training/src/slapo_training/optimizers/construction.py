@@ -75,7 +75,7 @@ class OptimizerMaking:
             self.optimizer = self._whole.optimizer(self.optimizer, make, self._trainable)
         if fits is not None:
             fits(self.optimizer)
-        keep_types(self.optimizer.inner if isinstance(self.optimizer, WholeTensorOptimizer) else self.optimizer)
+        keep_types(WholeTensorOptimizer.unwrap(self.optimizer))
         if rate is not None:
             self.rate = scheduled_rate(rate, self.optimizer)
 

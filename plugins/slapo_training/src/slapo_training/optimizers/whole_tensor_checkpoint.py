@@ -14,6 +14,7 @@ from ..checkpoint.plain_data import check_plain
 from ..engines.checkpoint_files import bytes_of
 from ..model.named_tensors import Tensors
 from .named_optimizers import NamedOptimizer, named_optimizers
+from .rank_optimizer import rate_kind
 from .whole_tensor_optimizer import WholeTensorOptimizer
 from .whole_tensors.whole_tensor import local_of
 
@@ -33,6 +34,15 @@ def check_kind(saved: bool, optimizer: Any) -> None:
             f"{type(optimizer.inner).__name__} steps whole tensors here, and the checkpoint was saved where ranks had all of "
             "them; load it on such a layout, or use target='torch', which loads on any"
         )
+
+
+def facts_of(optimizer: Any, rate: Any) -> dict[str, Any]:
+    """Return what a checkpoint says of an optimizer and the schedule of its learning rate, or of None in their place."""
+    return {
+        "optimizer": None if optimizer is None else type(WholeTensorOptimizer.unwrap(optimizer)).__name__,
+        "whole": isinstance(optimizer, WholeTensorOptimizer),
+        "lr_scheduler": None if rate is None else rate_kind(rate),
+    }
 
 
 def file_of(place: int) -> str:

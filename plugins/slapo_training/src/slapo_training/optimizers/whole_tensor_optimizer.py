@@ -55,6 +55,11 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         for group, _ in zip(self.param_groups, inner.param_groups, strict=False):
             self._options.add(group)
 
+    @staticmethod
+    def unwrap(optimizer: Any) -> Any:
+        """Return the optimizer inside of one of whole tensors, or the optimizer itself."""
+        return optimizer.inner if isinstance(optimizer, WholeTensorOptimizer) else optimizer
+
     def __getattr__(self, name: str) -> Any:
         if name == "inner":
             raise AttributeError(name)

@@ -7,5 +7,14 @@ have a module each. It may import ``slapo_core``, ``batches`` and ``losses``, wh
 
 from .check_switches import disabled_checks, log_disabled_checks, register_checks
 from .common_options import CommonOptions, is_rate
+from .engine_options import DTYPES, EngineOptions
 
-__all__ = ["CommonOptions", "disabled_checks", "is_rate", "log_disabled_checks", "register_checks"]
+__all__ = [
+    "DTYPES",
+    "CommonOptions",
+    "EngineOptions",
+    "disabled_checks",
+    "is_rate",
+    "log_disabled_checks",
+    "register_checks",
+]

@@ -16,7 +16,7 @@ from tests.slapo_torch.layouts import adamw, largest_difference, mesh_of, put_to
 pytestmark = pytest.mark.multiproc
 
 
-def pieced(rank: int, layout: dict[str, int], options: dict[str, Any]) -> tuple[float, float, float, bool]:
+def pieced(rank: int, target: str, layout: dict[str, int], options: dict[str, Any]) -> tuple[float, float, float, bool]:
     """How far the pieces are from one process's model, before a step and behind it; how far that step went.
 
     And whether a weight that was trained has numbers that bf16 has not.
@@ -28,7 +28,7 @@ def pieced(rank: int, layout: dict[str, int], options: dict[str, Any]) -> tuple[
     model.register_buffer("table", torch.arange(3.0))
     reference.register_buffer("table", torch.arange(3.0))
     schedule = scheduled(model, mesh, my_part(batch, mesh))
-    engine: Any = build(schedule, "megatron", optimizer=adamw, microbatches=2, **options)
+    engine: Any = build(schedule, target, optimizer=adamw, microbatches=2, **options)
     before = largest_difference(put_together(engine, mesh), reference)
     engine.train_batch(**my_part(batch, mesh))
     found = put_together(engine, mesh)
@@ -42,20 +42,32 @@ def pieced(rank: int, layout: dict[str, int], options: dict[str, Any]) -> tuple[
     return before, after, moved, weight.dtype is torch.float32 and not torch.equal(weight, weight.bfloat16().float())
 
 
-@pytest.mark.sampled(1)
+ZERO = {"zero_optimization": {"stage": 1}}
+CASES: list[Any] = [
+    (
+        "deepspeed",
+        {"dp": 2},
+        {"config": {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}, "precision": "bf16"},
+    ),
+    ("deepspeed", {"dp": 2}, {"config": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 1}}}),
+    ("deepspeed", {"tp": 2}, {"config": ZERO}),
+    ("deepspeed", {"tp": 2}, {}),
+    ("deepspeed", {"pp": 2}, {"config": ZERO, "precision": "bf16"}),
+    ("megatron", {"dp": 2}, {"distributed_optimizer": True, "precision": "bf16"}),
+    ("megatron", {"dp": 2}, {"distributed_optimizer": True}),
+    ("megatron", {"tp": 2}, {"precision": "bf16"}),
+    ("megatron", {"pp": 2}, {}),
+]
+
+
 @pytest.mark.parametrize(
-    ("layout", "options"),
-    [
-        ({"dp": 2}, {"distributed_optimizer": True, "precision": "bf16"}),
-        ({"dp": 2}, {"distributed_optimizer": True}),
-        ({"tp": 2}, {"precision": "bf16"}),
-        ({"pp": 2}, {}),
-    ],
+    ("target", "layout", "options"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (index not in (0, 5))) for index, case in enumerate(CASES)],
     ids=str,
 )
-def test_the_pieces_of_all_ranks_are_the_model(layout: dict[str, int], options: dict[str, Any]) -> None:
+def test_the_pieces_of_all_ranks_are_the_model(target: str, layout: dict[str, int], options: dict[str, Any]) -> None:
     is_half = "precision" in options
-    for before, after, moved, is_master in run_distributed(pieced, 2, layout, options, timeout=100):
+    for before, after, moved, is_master in run_distributed(pieced, 2, target, layout, options, timeout=100):
         assert before < (1e-3 if is_half else 1e-7)
         assert after < (4e-3 if is_half else 1e-5)
         assert moved > 5e-3

@@ -1,0 +1,190 @@
+"""Base of engines that are another project's: their checkpoints, their end, and the checks around construction and steps."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_core import Program, compare_across_ranks
+
+from .batch_engine import BatchEngine
+from .checkpoint.async_save import Buffers, Saver, Saving
+from .distributed.ranks import Ranks, on_all
+from .engines import parameter_ownership, stale_engines
+from .engines.checkpoint_files import Position
+from .engines.dialect import holds_copies
+from .engines.gradient_comparison import GradientComparison
+from .engines.initial_weights import check_same_start
+from .engines.unused_parameters import UnusedParameters
+from .gradient_hooks import StepHooks
+from .losses.microbatch_loss import CountedLoss
+from .model.training_mode import Modes
+from .options.engine_options import EngineOptions
+
+__all__ = ["ExternalEngine"]
+
+
+class ExternalEngine(BatchEngine):
+    """An engine around that of another project, which sums gradients over micro-batches and steps by itself.
+
+    Args:
+        program: The program that runs.
+        options: Those of the engine.
+
+    Attributes:
+        module: This rank's stage, or the model.
+        optimizer: The other project's, around the one given; None where there is none.
+        lr_scheduler: The schedule of its learning rate, or None.
+    """
+
+    module: nn.Module
+    optimizer: Any
+    lr_scheduler: Any
+    _hooks: StepHooks
+
+    def __init__(self, program: Program, options: EngineOptions) -> None:
+        super().__init__(program, options, options.parts, options.dtype, options.trains)
+        self._saver = Saver(program)
+        compare_across_ranks(options.agreed(), program.mesh)
+        stale_engines.abandon_stale()
+
+    @contextmanager
+    def _built(self) -> Iterator[None]:
+        """Build the engine inside; on an error give back what it holds of the process."""
+        try:
+            yield
+        except BaseException:
+            if hasattr(self, "_hooks"):
+                self._hooks.give_back()
+            self._release_process()
+            raise
+        stale_engines.add(self)
+        parameter_ownership.add(self)
+
+    def _check_parameters(self, module: nn.Module, named: Mapping[str, nn.Parameter], replicas: bool = True) -> None:
+        """Check the parameters of this rank's stages, and take the user's hooks off them. Collective.
+
+        Args:
+            module: The stages.
+            named: Their parameters by name.
+            replicas: Whether data-parallel ranks have to begin with the same values, too.
+        """
+        parameter_ownership.check_free(named if self._trains else {}, self.takes_gradients)
+        self._hooks = StepHooks(self.program, module, self._common.gradient_hooks == "step")
+        check_same_start(self.program, named, replicas=replicas)
+        self._modes = Modes(self.program.module)
+        self._loss = CountedLoss(self._common.loss_fn, self._common.output_loss)
+
+    def _begin_checks(
+        self, named: Mapping[str, nn.Parameter], shape_of: Callable[[nn.Parameter], torch.Size] = lambda each: each.shape
+    ) -> None:
+        """Begin the checks of each step, when the other project's engine is made.
+
+        Args:
+            named: The parameters of this rank's stages by name.
+            shape_of: Returns the shape of a parameter's gradient, where the engine empties the parameter itself.
+        """
+        self._remember_trained(named)
+        self._gradients = GradientComparison(self.program, named, shape_of)
+        self._unused = UnusedParameters(self.program, named, self._common.target)
+
+    def _run_hooks(self) -> None:
+        """Run the user's gradient hooks on the reduced gradients. Collective."""
+        if self._hooks.is_active:
+            on_all(self._hooks.run, self.program)
+
+    def _set_grad_norm(self, norm: Any) -> None:
+        """Note the norm of the step, unless several ranks hold the same part of a parameter, which it counts several times."""
+        self.grad_norm = None if norm is None or holds_copies(self.program) else float(norm)
+
+    def save(self, path: str | PathLike[str], *, extra: Any = None, wait: bool = True) -> Saving:
+        """Write a checkpoint in the engine's own format, and the random states, to a directory; one there is replaced.
+
+        Args:
+            path: The same on every rank.
+            extra: What ``load`` is to give back, plain data and the same on every rank: where the data loader is, say.
+            wait: False to return when all that is to be written was copied, and write it while training goes on. The next
+                save, load or close waits for it, and raises what kept it from being written.
+
+        Returns:
+            The checkpoint that is being written; it is complete after its ``wait()``.
+        """
+        self._check_weights()
+        self.averages.check_idle("save")
+        position = Position(self.steps, extra)
+        with self._calling():
+            return self._saver.write(lambda ranks, copies: self._prepare_save(path, position, ranks, copies), wait)
+
+    def load(self, path: str | PathLike[str]) -> Any:
+        """Go on exactly from what ``save`` wrote.
+
+        Also on another layout, by original names; random numbers are then new ones, derived from the checkpoint's.
+
+        Returns:
+            What was given to ``save`` as ``extra``.
+
+        Raises:
+            BuildError: no complete checkpoint, or one of something else, and nothing has changed; or the engine cannot read it
+                to its end, and does nothing before another one is loaded.
+        """
+        self._check_open()
+        self.averages.check_idle("load")
+        self._saver.settle()
+        with self._calling():
+            self.steps, extra = self._load(path)
+        return extra
+
+    def why_not_averaged(self) -> str:
+        """Return what of this engine cannot be averaged."""
+        return "" if self._trains else "an engine without an optimizer"
+
+    def close(self) -> None:
+        """Wait for a checkpoint, and give back what the engine holds of the model and the process; it trains no more."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            self._saver.close()
+        finally:
+            self._hooks.give_back()
+            self._detach()
+            self._release_process()
+
+    def abandon(self) -> None:
+        """Let go of an engine whose process group is gone."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._hooks.give_back()
+            self._abandon()
+
+    def _calling(self) -> AbstractContextManager[object]:
+        """Return a context for calls of the other project's code."""
+        return nullcontext()
+
+    @abstractmethod
+    def _prepare_save(
+        self, path: str | PathLike[str], position: Position, ranks: Ranks, copies: Buffers | None
+    ) -> Callable[[Ranks], None]:
+        """Return a writer of the engine as it is now, see ``Saver.write``. Collective."""
+
+    @abstractmethod
+    def _load(self, path: str | PathLike[str]) -> Position:
+        """Read a checkpoint into the engine. Collective."""
+
+    @abstractmethod
+    def _detach(self) -> None:
+        """Take the other project's hooks off the model, and let go of its objects."""
+
+    @abstractmethod
+    def _release_process(self) -> None:
+        """Give back the process groups and other state of this process. Collective."""
+
+    @abstractmethod
+    def _abandon(self) -> None:
+        """Detach, and forget process groups that are gone."""
