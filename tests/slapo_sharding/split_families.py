@@ -99,7 +99,7 @@ class Refused(NamedTuple):
 _TOKENS = Refused(
     "16 patches and one more token are not divisible by the number of ranks", "has length 17, not divisible by 2 ranks"
 )
-_EXPERTS = Refused("nothing but its experts is split", "nothing but 'model.layers.0.mlp.experts' and its like are split")
+_EXPERTS = Refused("nothing but its experts is split", "only 'model.layers.0.mlp.experts' and its like are split")
 _NO_LAYERS = "no list of layers (nn.ModuleList, or nn.Sequential of one class) has inputs of shape [batch, sequence, width]"
 
 ALONG_REFUSED = {

@@ -34,6 +34,7 @@ from .derivation.replicated_modules import (
 )
 from .derivation.vocabulary import vocabulary_steps_from_graph
 from .dry_run.layouts import Layouts
+from .dry_run.node_values import calls_by_path
 from .dry_run.split_specs import LayerSplit
 from .execution import column_inputs
 from .execution.direct_parameter_shards import split_parameters
@@ -104,10 +105,8 @@ def _first_feasible_plan(
     """Apply the first feasible plan; fill ``replicated`` with what made the plans before infeasible."""
     while True:
         try:
-            with (
-                savepoint(schedule),
-                no_parametrization_in_forward(),
-            ):  # parametrizations of a failed attempt would look like writes of the forward
+            # parametrizations of a failed attempt would look like writes of the forward
+            with savepoint(schedule), no_parametrization_in_forward():
                 return apply_plan(schedule, replicated, sequence_parallel, splits_more or bool(replicated.opaque))
         except (ScheduleError, TraceError) as err:
             if sequence_parallel and replicated.adapts:
@@ -162,13 +161,12 @@ def apply_plan(
     if not len(derived) and not stacks and (sequence_parallel or not splits_more):
         raise _nothing_split(schedule, derived, sequence_parallel)
     if sequence_parallel and not derived.splits:
-        raise _error(
-            schedule, f"the sequence cannot be split: nothing but {stacks[0]!r} and its like are split; leave them whole"
-        )
+        raise _error(schedule, f"the sequence cannot be split: only {stacks[0]!r} and its like are split; leave them whole")
     layouts = derived.layouts
     found = candidate_attributes(layouts, schedule.mod, size)
     for count in found:
         schedule.touch(count.module)
+    # local forwards copy their modules, whose layers must still be whole
     forwards = make_local_forwards(schedule, derived)
     for path in stacks:
         split_stack(schedule[path])
@@ -198,10 +196,7 @@ def apply_plan(
 
 def _set_local_channels(schedule: Schedule, layouts: Layouts) -> None:
     """Set the channel counts of norms without weights to those of this rank."""
-    calls: dict[str, list[fx.Node]] = {}
-    for node in layouts.graph.find_nodes(op="call_module"):
-        calls.setdefault(str(node.target), []).append(node)
-    for path, nodes in calls.items():
+    for path, nodes in calls_by_path(layouts.graph).items():
         module, sharded = schedule.mod.get_submodule(path), [node for node in nodes if node in layouts.local_shapes]
         if not counts_channels_only(module) or not sharded:
             continue
@@ -224,9 +219,8 @@ def _stacks(schedule: Schedule, derived: DerivedPlan) -> list[str]:
     for node in layouts.graph.find_nodes(op="call_module"):
         path = str(node.target)
         cut = rules.stack_cut(schedule.mod.get_submodule(path))
-        if cut is None or any(
-            value in layouts.local_shapes or value in layouts.partial_gradients for value in (node, *node.all_input_nodes)
-        ):
+        values = {node, *node.all_input_nodes}
+        if cut is None or values & layouts.local_shapes.keys() or values & layouts.partial_gradients.keys():
             continue
         name = cut.main(schedule.mod.get_submodule(path))
         try:
@@ -295,9 +289,8 @@ def _reduce_gradients(schedule: Schedule, derived: DerivedPlan, from_graph: Mapp
         handle = schedule[path] if path else schedule
         held = trainable(handle.mod)
         parameters = {name: each for name, each in held.items() if name in names}
-        if not parameters or any(
-            map(reduces_gradient, parameters.values())
-        ):  # frozen, or tied to a parameter whose gradient is reduced
+        # frozen, or tied to a parameter whose gradient is reduced
+        if not parameters or any(map(reduces_gradient, parameters.values())):
             continue
         handle.sync("grad", "all_reduce", **({"of": sorted(parameters)} if held.keys() > parameters.keys() else {}))
         mark_gradients_verified(handle.mod)

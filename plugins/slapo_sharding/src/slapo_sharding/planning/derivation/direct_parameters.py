@@ -31,12 +31,8 @@ def direct_parameters(traced: fx.GraphModule, without: Collection[str]) -> dict[
     """
     found: dict[str, list[ParameterSplit]] = {}
     for node, name, tensor in _untied_uses(traced):
-        if (
-            name not in found
-            and not {name, name.rpartition(".")[0]} & {*without}
-            and tensor.dim() > 1
-            and _reaches_matmul(node)
-        ):
+        stays_whole = name in without or name.rpartition(".")[0] in without
+        if name not in found and not stays_whole and tensor.dim() > 1 and _reaches_matmul(node):
             found[name] = [ParameterSplit(dim) for dim, size in enumerate(tensor.shape) if size > 1]
     return {name: splits for name, splits in found.items() if splits}
 
@@ -75,9 +71,8 @@ def fused_splits(layouts: Layouts, name: str) -> dict[str, ParameterSplit]:
         name: Name of the parameter.
     """
     split = layouts.parameters[name]
-    uses = [
-        node for node in layouts.local_shapes if node not in layouts.weights and layouts.sources.get(node) == frozenset((name,))
-    ]
+    own = frozenset((name,))
+    uses = [node for node in layouts.local_shapes if node not in layouts.weights and layouts.sources.get(node) == own]
     products = [node for node in uses if any(other in layouts.weights for other in node.all_input_nodes)]
     biases: set[str] = set()
     ends: list[fx.Node] = []

@@ -86,11 +86,6 @@ def layer_paths(schedule: Schedule) -> list[str]:
     return [path for path, module in named if path and any(find(module) for find in finds)]
 
 
-def called_paths(graph: fx.Graph) -> set[str]:
-    """Return the paths of the modules that a flat graph calls; the weights of others may be used directly."""
-    return {str(node.target) for node in graph.find_nodes(op="call_module")}
-
-
 def in_graph(modules: Collection[nn.Module], model: nn.Module, traced: fx.GraphModule) -> set[nn.Module]:
     """Return the modules of a graph at the paths of some of the model: a graph may hold copies."""
     paths = {path for path, module in model.named_modules(remove_duplicate=False) if module in modules}

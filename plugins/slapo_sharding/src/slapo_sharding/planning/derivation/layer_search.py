@@ -24,6 +24,7 @@ from ..dry_run.fused_sizes import fused_sizes, next_split
 from ..dry_run.layout_adaptation import may_cut, may_reduce, needs_statistics
 from ..dry_run.layout_error import LayoutError
 from ..dry_run.layouts import Layouts
+from ..dry_run.node_values import calls_by_path
 from ..dry_run.parallel_branches import Branches
 from ..dry_run.split_specs import LayerSplit, ParameterSplit
 from ..local_sizes.adapted_modules import is_inside
@@ -118,9 +119,7 @@ class _Search:
         self.adapts, self.opaque, self.unadapted = adapts, opaque, unadapted
         self.traced, self.mesh, self.is_layer, self.is_table = traced, mesh, is_layer, is_table
         self.replicated_modules = replicated_modules
-        self.calls: dict[str, list[fx.Node]] = {}
-        for node in traced.graph.find_nodes(op="call_module"):
-            self.calls.setdefault(str(node.target), []).append(node)
+        self.calls = calls_by_path(traced.graph)
         named = {path: module for path in self.calls if (module := traced.get_submodule(path)) not in replicated_modules}
         self.candidates = {path: LayerSplit("sharded") for path, module in named.items() if is_layer(module, "sharded")}
         self.reasons: dict[str, str] = {}
@@ -135,10 +134,9 @@ class _Search:
         self.sharded_fills: dict[fx.Node, int] = {}
         self.tried: set[fx.Node] = set()
         self.adapted_nodes: set[fx.Node] = set()
-        self.left_whole_instead: dict[
-            frozenset[str], dict[str, LayerSplit]
-        ] = {}  # layers at fault, to those left whole instead
-        self.unfused_reasons: dict[str, str] = {}  # reason why layers do not fit unfused
+        # layers at fault, to those left whole instead
+        self.left_whole_instead: dict[frozenset[str], dict[str, LayerSplit]] = {}
+        self.unfused_reasons: dict[str, str] = {}
 
     def run(self) -> DerivedPlan:
         while True:
@@ -246,12 +244,8 @@ class _Search:
     def _adapt(self, node: fx.Node, layouts: Layouts, of_layers: bool = False) -> bool:
         """Allow a node, and the nodes of its source line in identical modules, to cut whole values and reduce results."""
         module = without_block_numbers(node.meta.get("module", ""))
-        if (
-            not self.adapts
-            or module in self.unadapted
-            or node in self.adapted_nodes
-            or not _can_adapt(node, layouts, of_layers)
-        ):
+        is_allowed = self.adapts and module not in self.unadapted
+        if not is_allowed or node in self.adapted_nodes or not _can_adapt(node, layouts, of_layers):
             return False
         if layouts.sources[node] & self.all_tables and needs_statistics(layouts, node):
             return False  # else the whole model would be split along the width of the embedding's output
@@ -296,9 +290,8 @@ class _Search:
         layer of equal size gives way too: with it whole, the heads are split.
         """
         splits, sources = err.layouts.splits, err.layouts.sources
-        seconds = [
-            node for node in upstream if node.op == "call_module" and splits.get(str(node.target)) == LayerSplit("reduced")
-        ]
+        called = [node for node in upstream if node.op == "call_module"]
+        seconds = [node for node in called if splits.get(str(node.target)) == LayerSplit("reduced")]
         firsts = {path for node in seconds for other in node.all_input_nodes for path in sources.get(other, ())}
         firsts &= self.candidates.keys() - err.sources
         ours, theirs = self._numel(firsts), self._numel(err.sources)

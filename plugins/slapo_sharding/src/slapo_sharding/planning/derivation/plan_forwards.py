@@ -8,6 +8,7 @@ from typing import Any
 from slapo_core import Schedule
 
 from ...splitting.module_paths import without_block_numbers
+from ..dry_run.node_values import calls_by_path
 from ..local_sizes.adapted_modules import adapted_modules, cuts_from_outside, is_inside
 from ..local_sizes.local_forward import GraphCache, LocalForward, LocalForwardPlan
 from .flat_graphs import layer_paths
@@ -37,11 +38,10 @@ def make_local_forward(
     splits = {
         name: split.get(full) for name, full in below.items() if full in layers and not _is_inside_any(full, split.keys())
     }
-    called = {str(node.target) for node in derived.layouts.graph.find_nodes(op="call_module")}
-    kept_calls = {
-        name for name, full in below.items() if full in called or name in splits
-    }  # forks wrap dropouts, which must stay calls
-    inlined = frozenset(name for name in below if name not in kept_calls and not _is_inside_any(name, kept_calls))
+    called = calls_by_path(derived.layouts.graph)
+    # forks wrap dropouts, so these must stay calls too
+    kept = {name for name, full in below.items() if full in called or name in splits}
+    inlined = frozenset(name for name in below if name not in kept and not _is_inside_any(name, kept))
     start = len(path) + 1 if path else 0
     parameters = {name[start:]: split for name, split in derived.parameters.items() if is_inside(name, path)}
     shared = frozenset(name[start:] for name in derived.layouts.shared if is_inside(name, path))

@@ -16,20 +16,15 @@ from ...rules.rulebook import rules_of
 from ...splitting.module_paths import without_block_numbers
 from ..dry_run.layout_error import LayoutError
 from ..dry_run.layouts import Layouts
+from ..dry_run.node_values import calls_by_path
 from ..dry_run.parallel_branches import find_branches
 from ..local_sizes.adapted_modules import adapted_modules, modules_that_cut_for, num_reduced_gradients
 from ..local_sizes.local_attributes import Difference
 from ..sequence.sequence_search import SequenceSplitError, split_sequence
-from .flat_graphs import called_paths, in_graph, layer_paths, trace_flat
+from .flat_graphs import in_graph, layer_paths, trace_flat
 from .layer_search import DerivedPlan, derive_plan
 from .plan_forwards import make_local_forward
-from .replicated_key_heads import (
-    ReplicatedKeyHeads,
-    find_replicated_key_heads,
-    restore_key_heads,
-    unverified,
-    with_replicated_heads,
-)
+from .replicated_key_heads import ReplicatedKeyHeads, find_key_heads, restore_key_heads, unverified, with_replicated_heads
 from .replicated_modules import ReplicatedModules
 from .vocabulary import tied_or_vocabulary
 
@@ -42,7 +37,7 @@ def find_plan(schedule: Schedule, replicated: ReplicatedModules, sequence_parall
         TraceError: a forward cannot be a graph.
     """
     traced = trace_flat(schedule, replicated)
-    copies = find_replicated_key_heads(schedule.mod, traced, schedule.world_size)
+    copies = find_key_heads(schedule.mod, traced, schedule.world_size)
     while copies:
         try:
             derived, failed = _derive_from(schedule, traced, copies, replicated, sequence_parallel)
@@ -77,7 +72,7 @@ def _derive_from(
             is_table=rules.is_table,
             replicated_modules=in_graph(left, schedule.mod, wide),
             opaque=replicated.opaque,
-            whole_parameters={*replicated.layers, *called_paths(wide.graph)},
+            whole_parameters={*replicated.layers, *calls_by_path(wide.graph)},
         )
         derived = rederive(wide, mesh)
         plans = [derived]
@@ -117,8 +112,7 @@ def _with_cut_values(
 ) -> DerivedPlan:
     """Return the plan with cut whole values if it is feasible and leaves fewer parameters whole, else ``derived``.
 
-    If a module cannot run from a graph as that plan needs, the search runs again without cuts in it. ``unadapted`` gets its
-    path.
+    If a module cannot run from a graph as that plan needs, the search runs again without cuts in it (``unadapted``).
     """
     before = _replicated_numel(schedule, derived)
     while _replicated_numel(schedule, adapted := rederive()) < before:
@@ -172,11 +166,9 @@ def _untraceable_module(schedule: Schedule, derived: DerivedPlan) -> Difference 
 
 
 def _split_sequence(derived: DerivedPlan) -> Layouts:
-    if (
-        derived.layouts.data_dependent_nodes
-    ):  # a trace on real tensors would run collectives whose shapes the ranks do not agree on
-        node = derived.layouts.data_dependent_nodes[0]
-        raise SequenceSplitError(f"the result shape of {node.name} depends on data ({node.meta.get('source')})")
+    # a trace on real tensors would run collectives whose shapes the ranks do not agree on
+    if nodes := derived.layouts.data_dependent_nodes:
+        raise SequenceSplitError(f"the result shape of {nodes[0].name} depends on data ({nodes[0].meta.get('source')})")
     try:
         return split_sequence(derived.layouts)
     except SequenceSplitError as err:

@@ -24,22 +24,12 @@ from ...rules.rulebook import Rulebook
 from ...rules.sharding_rule import Cut
 from ...splitting import attention_heads
 from ..dry_run.fused_sizes import fused_sizes
+from ..dry_run.node_values import calls_by_path
 from ..dry_run.split_specs import LayerSplit
 from ..local_sizes.local_attributes import literals
 from .layer_search import DerivedPlan
 
-_DATA_MOVEMENT = (
-    "getitem",
-    "unsqueeze",
-    "expand",
-    "reshape",
-    "view",
-    "flatten",
-    "contiguous",
-    "repeat_interleave",
-    "split",
-    "chunk",
-)
+_DATA_MOVEMENT = "getitem unsqueeze expand reshape view flatten contiguous repeat_interleave split chunk".split()
 
 
 @dataclass(frozen=True)
@@ -67,13 +57,10 @@ class ReplicatedKeyHeads:
         return all(path in splits and splits[path].output == "sharded" for path in self.blocks)
 
 
-def find_replicated_key_heads(root: nn.Module, traced: fx.GraphModule, num_shards: int) -> list[ReplicatedKeyHeads]:
+def find_key_heads(root: nn.Module, traced: fx.GraphModule, num_shards: int) -> list[ReplicatedKeyHeads]:
     """Return the attention modules in a graph that need replicated key heads."""
-    calls: dict[str, list[fx.Node]] = {}
-    for node in traced.graph.find_nodes(op="call_module"):
-        calls.setdefault(str(node.target), []).append(node)
     groups: dict[str, dict[str, tuple[int, ...]]] = {}
-    for path, nodes in calls.items():
+    for path, nodes in calls_by_path(traced.graph).items():
         owner, _, child = path.rpartition(".")
         if owner and attention_heads.makes_heads(root.get_submodule(owner), child):
             blocks = fused_sizes(nodes) if attention_heads.may_be_fused(child) else ()
@@ -150,6 +137,7 @@ def unverified(
         return copies
     failed = [each for each in copies if not each.split_by(derived.splits)]
     for graph, heads in ((traced, "heads"), (wide, "wide")):
+        # one rank shows nothing, and the plan itself is the dry run on all ranks
         for size in sorted({getattr(each, heads).keys for each in copies} - {1, derived.layouts.mesh.size()}):
             splits = rederive(graph, fake_mesh(size)).splits
             failed += [each for each in copies if getattr(each, heads).keys == size and not each.split_by(splits)]

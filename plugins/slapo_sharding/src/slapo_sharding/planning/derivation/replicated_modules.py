@@ -20,6 +20,7 @@ from ...splitting import attention_heads
 from ...splitting.module_paths import ancestors, without_block_numbers
 from ..dry_run.layout_error import NOT_DIVISIBLE
 from ..dry_run.layouts import Layouts
+from ..dry_run.node_values import calls_by_path
 from ..local_sizes.adapted_modules import is_inside
 from .layer_search import DerivedPlan
 from .replicated_matmuls import replicated_matmuls
@@ -230,9 +231,8 @@ def _replicated_projections(schedule: Schedule) -> Iterable[str]:
 
 def _lines_of_calls(derived: DerivedPlan) -> dict[str, str]:
     """Return reasons for attentions that are one call in the graph, such as those of torch, with the line of the call."""
-    graph = derived.layouts.graph
-    calls = {str(node.target): node for node in graph.find_nodes(op="call_module")}
-    return {f"{path}.": f"{_NO_LAYER} ({node.meta.get('source')})" for path, node in calls.items()}
+    calls = calls_by_path(derived.layouts.graph)
+    return {f"{path}.": f"{_NO_LAYER} ({nodes[-1].meta.get('source')})" for path, nodes in calls.items()}
 
 
 def _modules_with_matrices(schedule: Schedule, derived: DerivedPlan) -> dict[str, str]:
@@ -275,9 +275,8 @@ def _convolutional_mlps(schedule: Schedule, derived: DerivedPlan) -> dict[str, s
 def _uncalled_layers(schedule: Schedule, derived: DerivedPlan) -> Iterable[str]:
     """Return the layers whose weights are used without a call of the layer, identical ones once."""
     graph, rules = derived.layouts.graph, rules_of(schedule)
-    called = {str(node.target) for node in graph.find_nodes(op="call_module")}
     read = {str(node.target) for node in graph.find_nodes(op="get_attr")} - derived.parameters.keys()
-    read = {name.rpartition(".")[0] for name in read} - called
+    read = {name.rpartition(".")[0] for name in read} - calls_by_path(graph).keys()
     layers = (path for path in sorted(read, reverse=True) if rules.is_layer(schedule.mod.get_submodule(path)))
     return {without_block_numbers(path): path for path in layers}.values()
 

@@ -13,6 +13,7 @@ from slapo_tracing.nodes import function_name
 from ...communication.shard_ranges import shard_range
 from ...rules.rulebook import Rulebook
 from ..dry_run.layouts import Layouts
+from ..dry_run.node_values import calls_by_path
 from .replicated_matmuls import MATMULS
 
 
@@ -46,10 +47,8 @@ def vocabulary_steps_from_graph(layouts: Layouts, model: nn.Module, num_shards: 
         num_shards: Number of ranks.
         rules: Sharding rules.
     """
-    named, calls = dict(model.named_modules()), dict[str, list[fx.Node]]()
-    for node in layouts.graph.find_nodes(op="call_module"):
-        if node.target not in layouts.splits:
-            calls.setdefault(str(node.target), []).append(node)
+    named = dict(model.named_modules())
+    calls = {path: nodes for path, nodes in calls_by_path(layouts.graph).items() if path not in layouts.splits}
     read = {str(node.target).rpartition(".")[0] for node in layouts.graph.find_nodes(op="get_attr")}
     whole = [
         path for path, nodes in calls.items() if _has_rows(named[path]) and all(_is_whole(each, layouts) for each in nodes)

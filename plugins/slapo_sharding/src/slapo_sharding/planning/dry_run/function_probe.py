@@ -40,8 +40,7 @@ def check_on_random_shards(target: Any, args: Any, kwargs: Any, results: Any, ra
         ranks: Number of ranks.
 
     Raises:
-        ValueError: results or gradients of the shards differ from the shards of the whole, or the function fails on random
-            numbers.
+        ValueError: results or gradients of the shards differ from those of the whole, or the function fails.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     dims = [_dim(leaf) for leaf in leaves]
@@ -49,10 +48,10 @@ def check_on_random_shards(target: Any, args: Any, kwargs: Any, results: Any, ra
     whole = [_random_like(leaf, generator) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     outputs = [_dim(each) for each in pytree.tree_leaves(results) if isinstance(each, torch.Tensor)]
     try:
-        expected, gradients, wanted = _run_with_gradients(target, whole, spec, None, generator)
+        expected, gradients, wanted = _forward_backward(target, whole, spec, None, generator)
         output_grads = [_chunks(wanted, outputs, rank, ranks) for rank in range(ranks)]
         found = [
-            _run_with_gradients(target, _chunks(whole, dims, rank, ranks), spec, output_grads[rank], generator)[:2]
+            _forward_backward(target, _chunks(whole, dims, rank, ranks), spec, output_grads[rank], generator)[:2]
             for rank in range(ranks)
         ]
     except Exception as err:  # user code may raise anything
@@ -118,7 +117,7 @@ def _chunks(values: Sequence[Any], dims: Sequence[int | None], rank: int, ranks:
     return [_chunk(value, dim, rank, ranks) for value, dim in zip(values, dims, strict=True)]
 
 
-def _run_with_gradients(
+def _forward_backward(
     target: Any, leaves: Sequence[Any], spec: Any, wanted: Sequence[Any] | None, generator: torch.Generator
 ) -> Any:
     """Return the results, the gradient of each argument or None, and the output gradients that the backward started from."""

@@ -194,9 +194,8 @@ def _split(layouts: Layouts, n: fx.Node, fused: FusedOutput, args: Any, kwargs: 
     if name != "chunk":
         ranks = layouts.mesh.size()
         layouts.sizes_to_divide[n] = tuple(divided)
-        record_divided_arguments(
-            layouts, n, ((fused.local_value(ranks), *args[1:]), kwargs), [_local_value(part, ranks).shape for part in value]
-        )
+        shapes = [_local_value(part, ranks).shape for part in value]
+        record_divided_arguments(layouts, n, ((fused.local_value(ranks), *args[1:]), kwargs), shapes)
     elif fused.replicated:
         raise ValueError(_NOT_SEPARATED)
     return value
@@ -225,9 +224,8 @@ def _view_layout(layouts: Layouts, n: fx.Node, fused: FusedOutput, value: torch.
         raise ValueError(_NOT_SEPARATED)
     heads = FusedOutput(value, tuple(size // width for size in fused.sizes), fused.dim, fused.replicated)
     place = _size_index(n, fused.dim)
-    _record_divided(
-        layouts, n, given, {place: heads.replicated_size(0, len(heads.sizes))} if leaves(given)[place] != -1 else {}
-    )
+    replicated = heads.replicated_size(0, len(heads.sizes))
+    _record_divided(layouts, n, given, {place: replicated} if leaves(given)[place] != -1 else {})
     return heads
 
 

@@ -302,7 +302,7 @@ class Layouts(fx.Interpreter):
         if n.op == "output" or (module is not None and (str(n.target) in self.opaque or self.is_layer(module))):
             raise ValueError("a part of a fused output that every rank holds whole is used for all heads together")
         if module is not None:
-            self._record_partial(n, None, [f"{n.target}.{name}" for name, _ in module.named_parameters()])
+            self._record_partial(n, None, self.parameter_names(str(n.target)))
         self._record_inputs(n)
         value, given = self._replicated_node(n, args, kwargs), self.sources.pop(n)
         if has_gradient(n) or returns_several_tensors(n):
@@ -361,7 +361,7 @@ class Layouts(fx.Interpreter):
         if path in self.opaque:
             raise ValueError(f"{path!r}, which cannot be traced, needs all of a value that is sharded")
         if not self.is_layer(module):
-            names = [f"{path}.{name}" for name, _ in module.named_parameters()]
+            names = self.parameter_names(path)
             if any(name in self.reduced_per_use for name in names):
                 raise ValueError(
                     f"parameters of {path!r} are used on whole values too, and one reduction of their gradient serves all uses"
@@ -390,6 +390,10 @@ class Layouts(fx.Interpreter):
         module = self.fetch_attr(str(n.target))
         state = {name: as_meta(value) for name, value in [*module.named_parameters(), *module.named_buffers()]}
         return functional_call(module, state, args, kwargs)
+
+    def parameter_names(self, path: str) -> list[str]:
+        """Return the names of the parameters of a module, with those of its children."""
+        return [f"{path}.{name}" for name, _ in self.fetch_attr(path).named_parameters()]
 
     def _record_whole_call(self, n: fx.Node, path: str) -> None:
         self.called_whole.add(path)
@@ -426,10 +430,8 @@ class Layouts(fx.Interpreter):
                 raise ValueError(f"the whole value {other.name!r} has a partial gradient")
 
     def _is_added_once(self, n: fx.Node, other: fx.Node) -> bool:
-        values = leaves((n.args, n.kwargs))
-        return n in self.first_rank_values and [place for place, value in enumerate(values) if value is other] == [
-            self.first_rank_values[n]
-        ]
+        values, counted_once = leaves((n.args, n.kwargs)), self.first_rank_values.get(n)
+        return [index for index, value in enumerate(values) if value is other] == [counted_once]
 
     def _is_written(self, node: fx.Node) -> bool:
         """Return whether a value has a gradient because one was written into its memory in place."""

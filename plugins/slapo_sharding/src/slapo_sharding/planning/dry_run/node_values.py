@@ -99,6 +99,14 @@ def view_in_two_steps(name: str, x: DTensor, *sizes: Any) -> DTensor:
     return view
 
 
+def calls_by_path(graph: fx.Graph) -> dict[str, list[fx.Node]]:
+    """Return the calls of each module in a graph, by its path."""
+    calls: dict[str, list[fx.Node]] = {}
+    for node in graph.find_nodes(op="call_module"):
+        calls.setdefault(str(node.target), []).append(node)
+    return calls
+
+
 def returns_float_tensors(node: fx.Node) -> bool:
     """Return whether a node returns tensors of a dtype that can have gradients."""
     given = (part for part in pytree.tree_leaves(node.meta.get("val")) if isinstance(part, torch.Tensor))

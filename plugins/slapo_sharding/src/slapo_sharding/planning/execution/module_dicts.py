@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from ..derivation.flat_graphs import called_paths
 from ..dry_run.layouts import Layouts
+from ..dry_run.node_values import calls_by_path
 from ..local_sizes.adapted_modules import is_inside
 
 
@@ -22,7 +22,7 @@ def unused_entries(root: nn.Module, layouts: Layouts, path: str) -> Iterator[str
     owner, _, name = path.rpartition(".")
     table = root.get_submodule(owner)
     if path and isinstance(table, nn.ModuleDict):
-        called = called_paths(layouts.graph)
+        called = calls_by_path(layouts.graph)
         for other, module in table.items():
             has_run = any(is_inside(each, f"{owner}.{other}") for each in called)
             if type(module) is type(table[name]) and not has_run:

@@ -48,14 +48,8 @@ def adapted_modules(layouts: Layouts) -> dict[str, bool]:
 
 
 def _adaptations(layouts: Layouts) -> tuple[Collection[fx.Node], ...]:
-    return (
-        layouts.cut_arguments,
-        layouts.reduced_gradients,
-        layouts.reductions,
-        layouts.first_rank_values,
-        layouts.norms,
-        layouts.joint_branches,
-    )
+    sent = layouts.reduced_gradients, layouts.reductions, layouts.first_rank_values, layouts.norms
+    return layouts.cut_arguments, *sent, layouts.joint_branches
 
 
 def communicates(layouts: Layouts, path: str) -> bool:
@@ -94,10 +88,10 @@ def partial_parameters(layouts: Layouts, paths: Collection[str]) -> set[str]:
         owner = next((path for path in paths if _runs_inside(node, path)), None)
         is_own = owner is None or other is None or not _comes_from_outside(other, owner)
         if is_own and (both := summed & {*names}):
-            what = (
-                f"{min(both)!r} is used on sharded values in {node.meta.get('module')!r} and by a module that runs from a graph"
+            place = f"in {node.meta.get('module')!r} and by a module that runs from a graph"
+            raise SharedParameterError(
+                f"{min(both)!r} is used on sharded values {place}", layouts.sources.get(node, frozenset())
             )
-            raise SharedParameterError(what, layouts.sources.get(node, frozenset()))
     return own - summed
 
 
@@ -110,10 +104,8 @@ def num_reduced_gradients(layouts: Layouts, path: str) -> int:
 
 def cuts_from_outside(layouts: Layouts, path: str) -> bool:
     """Return whether a module cuts its inputs, and these are computed from parameters outside."""
-    return any(
-        other is not None and _runs_inside(node, path) and _comes_from_outside(other, path)
-        for node, other, _ in layouts.partial_uses
-    )
+    used = (other for node, other, _ in layouts.partial_uses if other is not None and _runs_inside(node, path))
+    return any(_comes_from_outside(other, path) for other in used)
 
 
 def _comes_from_outside(node: fx.Node, path: str) -> bool:

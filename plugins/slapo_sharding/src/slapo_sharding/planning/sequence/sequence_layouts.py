@@ -77,15 +77,9 @@ class SequenceLayouts(Layouts):
     """
 
     def __init__(self, layouts: Layouts, plan: SequencePlan) -> None:
-        given = (
-            layouts.traced,
-            layouts.mesh,
-            layouts.candidates,
-            layouts.sharded_fills,
-            layouts.is_layer,
-            layouts.replicated_modules,
-        )
-        super().__init__(*given, adapted_nodes=layouts.adapted_nodes, opaque=layouts.opaque, cuts_only=layouts.cuts_only)
+        given = (layouts.traced, layouts.mesh, layouts.candidates, layouts.sharded_fills, layouts.is_layer)
+        left, adapted = layouts.replicated_modules, layouts.adapted_nodes
+        super().__init__(*given, left, adapted_nodes=adapted, opaque=layouts.opaque, cuts_only=layouts.cuts_only)
         self.plan, self.sequence_collectives = plan, plan.collectives
         self.gathered: dict[fx.Node, frozenset[Boundary]] = {}
         self.flattened: set[fx.Node] = set()
@@ -94,11 +88,7 @@ class SequenceLayouts(Layouts):
         self.random_modules: dict[Any, bool] = {}
 
     def check(self) -> None:
-        """Run the graph, then check that no parameter is used on a shard of the sequence and on all of it.
-
-        Raises:
-            LayoutError: an operation does not fit, or such a parameter exists.
-        """
+        """Run the graph, then check that no parameter is used on a shard of the sequence and on all of it."""
         super().check()
         named = dict(self.traced.named_parameters(remove_duplicate=False))
         partial = {id(named[name]): node for name, node in self.partial_parameters.items()}
@@ -108,16 +98,11 @@ class SequenceLayouts(Layouts):
                     raise MixedUseError(self, node_of, f"{name!r} is used on a shard of the sequence and on all of it")
 
     def _used_whole(self, node: fx.Node) -> list[str]:
-        if (
-            node in self.local_shapes
-            or node in self.partial_gradients
-            or node in self.replicated_parts
-            or str(node.target) in self.splits
-        ):
+        recorded = (self.local_shapes, self.partial_gradients, self.replicated_parts)
+        if str(node.target) in self.splits or any(node in each for each in recorded):
             return []
         if node.op == "call_module" and not any(other in self.local_shapes for other in node.all_input_nodes):
-            module = self.traced.get_submodule(str(node.target))
-            return [f"{node.target}.{name}" for name, _ in module.named_parameters()]
+            return self.parameter_names(str(node.target))
         if node.op != "output" and parameters_of(node):
             return []
         return [name for other in node.all_input_nodes if has_gradient(other) for name in parameters_of(other)]
@@ -258,11 +243,8 @@ class SequenceLayouts(Layouts):
     def _track_gathering_layer(self, n: fx.Node, gathers: bool) -> None:
         if n not in self.sources or (n.op == "call_module" and not gathers):
             return
-        callers = (
-            [str(n.meta["module"])]
-            if gathers
-            else [self.gathering_layers[other] for other in n.all_input_nodes if other in self.gathering_layers]
-        )
+        before = [self.gathering_layers[other] for other in n.all_input_nodes if other in self.gathering_layers]
+        callers = [str(n.meta["module"])] if gathers else before
         block = self.plan.block_around(callers[0]) if callers else None
         if block is None or callers[0] != n.meta["module"]:
             return
@@ -281,7 +263,5 @@ class SequenceLayouts(Layouts):
                     raise PartialGradientError(self, self._with_sources(n), parts)
                 self._record_partial(n, other, names)
         if n.op == "call_module":
-            self._record_partial(
-                n, None, [f"{n.target}.{name}" for name, _ in self.fetch_attr(str(n.target)).named_parameters()]
-            )
+            self._record_partial(n, None, self.parameter_names(str(n.target)))
         self.partial_gradients[n] = parts
