@@ -99,14 +99,16 @@ class Refused(NamedTuple):
 _TOKENS = Refused(
     "16 patches and one more token are not divisible by the number of ranks", "has length 17, not divisible by 2 ranks"
 )
-_EXPERTS = Refused("nothing but its experts is split", "nothing but 'model.layers.0.mlp.experts' and its like is")
-_NO_LAYERS = "no list of layers (nn.ModuleList, or nn.Sequential of one class) is given values of [batch, sequence, width]"
+_EXPERTS = Refused("nothing but its experts is split", "only 'model.layers.0.mlp.experts' and its like are split")
+_NO_LAYERS = "no list of layers (nn.ModuleList, or nn.Sequential of one class) has inputs of shape [batch, sequence, width]"
 
 ALONG_REFUSED = {
     "beit": _TOKENS,
     "clip": _TOKENS,
     "convnext": Refused("it has no sequence", _NO_LAYERS),
-    "ctrl": Refused("its attention takes the length from one of three inputs", "the length of the whole sequence at view"),
+    "ctrl": Refused(
+        "its attention takes the length from one of three inputs", "the length of the whole sequence as an argument at view"
+    ),
     "dinov2": _TOKENS,
     "mamba": Refused("nothing but its vocabulary is split", "nothing of the MambaForCausalLM can be split"),
     "led": Refused("it takes the width from the shape of its input", "is invalid for input of size"),
@@ -115,10 +117,12 @@ ALONG_REFUSED = {
     "resnet": Refused("it has no sequence", _NO_LAYERS),
     "segformer": Refused("the lists of its blocks are given images", _NO_LAYERS),
     "squeezebert": Refused("its layers are given [batch, width, sequence]", _NO_LAYERS),
-    "swin": Refused("its windows are cut by the height and width of the image", "the length of the whole sequence at view"),
+    "swin": Refused(
+        "its windows are cut by the height and width of the image", "the length of the whole sequence as an argument at view"
+    ),
     "vit": _TOKENS,
     "xlnet": Refused(
-        "its layers are given [sequence, batch, width]", "values of shape [12, 2, 32], not [batch, sequence, width]"
+        "its layers are given [sequence, batch, width]", "inputs of shape [12, 2, 32], not [batch, sequence, width]"
     ),
 }
 """Families that are split, but not along the sequence, and why."""

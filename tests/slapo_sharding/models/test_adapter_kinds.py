@@ -1,4 +1,4 @@
-"""Adapters of PEFT beside LoRA, and LoRA on what is no projection: steps are the model's, and PEFT loads what is saved."""
+"""PEFT adapters beside LoRA, and LoRA on other modules: steps equal the unmodified model, and PEFT loads the exports."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def compare(
     target: str = "torch",
     options: dict[str, Any] | None = None,
 ) -> dict[str, str]:
-    """Take two steps beside the unmodified model, then save and load; return what is wrong of which kind."""
+    """Take two steps beside the unmodified model, save and load; return the errors by kind."""
     from peft import PeftModel
 
     mesh, wrong = mesh_of(**layout), {}
@@ -105,7 +105,7 @@ def compare(
         apart = max(float((state[name] - each).abs().max()) for name, each in reference.named_parameters())
         if apart > 1e-5:
             wrong[kind] = f"weights are {apart} apart"
-        if rank == 0 or mesh["tp"].size() > 1:  # PEFT runs an encoder of prompts, which is split, or in the first stage alone
+        if rank == 0 or mesh["tp"].size() > 1:  # PEFT runs the prompt encoder, which is split or on the first stage only
             model.save_pretrained(f"{folder}/{kind}", state_dict=state, is_main_process=rank == 0)
         engine.close()
         if rank == 0:
@@ -118,9 +118,9 @@ def compare(
 
 LAYOUTS: dict[str, tuple[dict[str, int], bool, set[str]]] = {
     "tp": ({"tp": 2}, False, set()),
-    "tp along the sequence": ({"tp": 2}, True, {"vera", "adalora"}),  # their matrices are used in two places
+    "tp along the sequence": ({"tp": 2}, True, {"vera", "adalora"}),  # two layers use their matrices
     "pp": ({"pp": 2}, False, set()),
-    # saving prompts runs a part whose weights the model gathers
+    # saving prompts runs a module whose weights the model gathers
     "fsdp": ({"dp": 2}, False, {"prompt", "prompt encoder", "prefix"}),
 }
 OPTIONS = {"pp": {"microbatches": 2}, "fsdp": {"data_parallel": "fsdp"}}
@@ -135,7 +135,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     ("layout", "kinds"),
     [("tp", FAST), *(pytest.param(name, tuple(KINDS), marks=pytest.mark.slow) for name in LAYOUTS)],
 )
-def test_steps_are_the_models_and_peft_loads_what_is_saved(layout: str, kinds: tuple[str, ...], tmp_path: Path) -> None:
+def test_steps_equal_the_unmodified_model_and_peft_loads_exports(layout: str, kinds: tuple[str, ...], tmp_path: Path) -> None:
     shape, sequence_parallel, refused = LAYOUTS[layout]
     kinds = tuple(kind for kind in kinds if kind not in refused)
     options = OPTIONS.get(layout)
@@ -145,7 +145,7 @@ def test_steps_are_the_models_and_peft_loads_what_is_saved(layout: str, kinds: t
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("engine", [pytest.param(name, marks=() if name == "zero 1" else pytest.mark.slow) for name in ENGINES])
-def test_the_other_engines_train_and_save_them(engine: str, tmp_path: Path) -> None:
+def test_other_engines_train_and_save_adapters(engine: str, tmp_path: Path) -> None:
     kinds = ("raw weights", "dora", "saved table and head", "ranks by name", "biases")
     for wrong in run_distributed(compare, 2, kinds, {"tp": 2}, False, str(tmp_path), *ENGINES[engine], timeout=280):
         assert wrong == {}

@@ -1,4 +1,4 @@
-"""Adapters of PEFT that are switched: between steps, and within a forward for the reference of a preference loss."""
+"""PEFT adapters that are switched between steps, or within a forward for the reference of a preference loss."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Preference(nn.Module):
-    """Compares what a model gives with what it gives without its adapter, or with another one; which it computes first."""
+    """Preference loss on outputs with the adapter and without it, or with another one, in either order."""
 
     def __init__(self, other: str | None, reference_first: bool) -> None:
         from peft import LoraConfig, get_peft_model
@@ -63,7 +63,7 @@ class Preference(nn.Module):
 
 
 def _compare(rank: int, reference: nn.Module, layout: dict[str, int], engine: str, switch: bool) -> None:
-    """Take four steps beside the unmodified model, with one adapter and the other by turns where they are switched."""
+    """Take four steps beside the unmodified model, with alternating adapters if ``switch``."""
     torch.manual_seed(1)
     model, ids = copy.deepcopy(reference), torch.randint(0, 64, (4, 4, 12))
     pair: list[Any] = [model, reference]

@@ -1,4 +1,4 @@
-"""Adapters of PEFT: the base is split as it is alone, the thin matrices beside it follow, and what is frozen stays so."""
+"""PEFT adapters: the base is split as without them, the low-rank matrices follow, and frozen parameters stay frozen."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def adapted(kind: str) -> Any:
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(llama(), LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, **KINDS[kind]))
-    if kind == "rank-stabilised":  # and a second adapter, which is not active
+    if kind == "rank-stabilised":  # with a second, inactive adapter
         model.add_adapter("other", LoraConfig(r=2, init_lora_weights=False, **QV))
     return model
 
 
 def trained(rank: int, kind: str, options: dict[str, Any], layout: dict[str, int], config: dict[str, Any]) -> dict[str, Any]:
-    """Two steps beside the unmodified model's: how far weights are off, what is split, and what trains."""
+    """Take two steps beside the unmodified model; return the errors of weights, the split layers and the trained parameters."""
     reference = adapted(kind)
     model = copy.deepcopy(reference)
     ids = torch.randint(0, 64, (4, 12), generator=torch.Generator().manual_seed(1))
@@ -86,7 +86,7 @@ def trained(rank: int, kind: str, options: dict[str, Any], layout: dict[str, int
 
 
 def expected_split(kind: str) -> set[str]:
-    """Of the first layer: all bases, the second matrix beside those that give parts, the first beside those that take them."""
+    """Return the expected splits in the first layer: bases, and the low-rank matrix on the sharded side of each base."""
     found = {name for name in PROJECTIONS if name not in KINDS[kind]["target_modules"]}
     for name in KINDS[kind]["target_modules"]:
         found |= {f"{name}.base_layer", f"{name}.lora_{'A' if name in ROWS else 'B'}.default"}
@@ -106,7 +106,7 @@ def _check(found: list[dict[str, Any]], kind: str) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("sequence_parallel", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["all", "q and v", *(pytest.param(kind, marks=pytest.mark.slow) for kind in [*KINDS][2:])])
-def test_the_base_is_split_as_it_is_alone_and_adapters_follow(kind: str, sequence_parallel: bool) -> None:
+def test_the_base_is_split_as_without_adapters_and_these_follow(kind: str, sequence_parallel: bool) -> None:
     options = {"sequence_parallel": sequence_parallel}
     found = run_distributed(trained, 2, kind, options, {"tp": 2}, {"microbatches": 2, "clip": 1.0e9})
     _check(found, kind)
@@ -128,12 +128,12 @@ def test_the_base_is_split_as_it_is_alone_and_adapters_follow(kind: str, sequenc
     ],
 )
 @pytest.mark.parametrize("kind", ["all", "q and v"])
-def test_layouts(kind: str, ranks: int, layout: dict[str, int], config: dict[str, Any]) -> None:
+def test_adapters_train_on_layouts(kind: str, ranks: int, layout: dict[str, int], config: dict[str, Any]) -> None:
     _check(run_distributed(trained, ranks, kind, {}, layout, config), kind)
 
 
 def exported(rank: int, kind: str, layout: dict[str, int], config: dict[str, Any], folder: str) -> list[str]:
-    """Train a step, save as PEFT saves, and load as PEFT loads; the files that are there."""
+    """Train a step, save and load in the way of PEFT; return the file names."""
     from peft import PeftModel
 
     model = adapted(kind)
@@ -162,15 +162,13 @@ def exported(rank: int, kind: str, layout: dict[str, int], config: dict[str, Any
     [({"tp": 2}, {}), pytest.param({"pp": 2}, {"microbatches": 2}, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("kind", [pytest.param("all", marks=pytest.mark.slow), "a head that is trained"])
-def test_adapters_are_saved_and_loaded_as_pefts(
-    kind: str, layout: dict[str, int], config: dict[str, Any], tmp_path: Path
-) -> None:
+def test_exports_load_in_peft(kind: str, layout: dict[str, int], config: dict[str, Any], tmp_path: Path) -> None:
     for files in run_distributed(exported, 2, kind, layout, config, str(tmp_path)):
         assert {"adapter_config.json", "adapter_model.safetensors"} <= set(files)
 
 
 def masked(rank: int) -> dict[str, bool]:
-    """Whether the mask of each dropout of the first layer's adapters is the same on all ranks."""
+    """Return for each dropout of the first layer's adapters if all ranks have the same mask."""
     from peft import LoraConfig, get_peft_model
 
     set_random_seed(1, tp_rank=rank)
@@ -199,13 +197,13 @@ def _place(name: str) -> str:
 
 
 @pytest.mark.slow
-def test_masks_of_adapters_differ_where_their_input_is_split() -> None:
+def test_dropout_masks_of_adapters_differ_for_sharded_inputs() -> None:
     for found in run_distributed(masked, 2):
         assert found == {name: name not in ROWS for name in PROJECTIONS}
 
 
 def fused(rank: int) -> set[str]:
-    """What is split of the first layer of a GPT-2 with adapters, also of its fused projection."""
+    """Return the split layers in the first layer of a GPT-2 with adapters, also on its fused projection."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=4, init_lora_weights=False, fan_in_fan_out=True, target_modules=["c_attn", "c_proj", "c_fc"])
@@ -219,7 +217,7 @@ def fused(rank: int) -> set[str]:
     return {name.removesuffix(".weight") for name, each in layer.named_parameters() if is_sharded(each)}
 
 
-def test_an_adapter_beside_a_fused_projection_is_split_in_its_parts() -> None:
+def test_an_adapter_of_a_fused_projection_is_split_by_parts() -> None:
     for found in run_distributed(fused, 2):
         for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
             adapter = "lora_A" if name.endswith("c_proj") else "lora_B"
@@ -227,7 +225,7 @@ def test_an_adapter_beside_a_fused_projection_is_split_in_its_parts() -> None:
 
 
 def tied_views() -> nn.Module:
-    """An adapter of the embedding whose transposed views the head has."""
+    """Return a model with an adapter of the embedding, and a head with transposed views of it."""
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -239,7 +237,7 @@ def tied_views() -> nn.Module:
 
 
 def views(rank: int) -> None:
-    """Copies of views would not be trained; replicas make none."""
+    """Replicas train views of a parameter; a build that would copy the views is refused."""
     ids = torch.randint(0, 64, (4, 8), generator=torch.Generator().manual_seed(1))
     example = {"input_ids": ids, "labels": ids}
     for layout, config in (({"tp": 2}, {}), ({"dp": 2}, {"data_parallel": "fsdp"})):
@@ -248,7 +246,7 @@ def views(rank: int) -> None:
             schedule.tensor_parallel()
         with pytest.raises(BuildError, match=r"'[\w.]*lora_embedding_\w\.default' shares memory with '[\w.]*lm_head"):
             build(schedule, "torch", optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **config)
-    model, reference = tied_views(), tied_views()  # a copy would have no views
+    model, reference = tied_views(), tied_views()  # a deepcopy would not keep the views
     schedule = create_schedule(model, mesh=mesh_of(dp=2), example_inputs=example)
     engine: Any = build(schedule, "torch", optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
     sgd = torch.optim.SGD([each for each in reference.parameters() if each.requires_grad], lr=0.1)
@@ -261,5 +259,5 @@ def views(rank: int) -> None:
         torch.testing.assert_close(schedule.full_state()[name], parameter.detach(), atol=1e-6, rtol=1e-5)
 
 
-def test_views_of_trained_parameters_are_trained_by_whole_replicas_alone() -> None:
+def test_only_whole_replicas_train_views_of_parameters() -> None:
     run_distributed(views, 2)

@@ -1,4 +1,4 @@
-"""``tensor_parallel()`` in bf16: as near to the model in fp32 as the unmodified model in bf16 is."""
+"""``tensor_parallel()`` in bf16 is as close to the model in fp32 as the unmodified model in bf16."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from tests.zoo.families import FAMILIES
 pytestmark = pytest.mark.multiproc
 
 FACTOR = {2: 2.0, 4: 3.0}
-"""By the number of ranks: sums over them are rounded more often, and the rounding of either model is a matter of luck."""
+"""Allowed factor by number of ranks: sums over more ranks are rounded more often, and rounding is random."""
 
 UNLUCKY = {(2, "clip"), (4, "t5")}
-"""These may be off by twice as much: with other seeds they are not, and in float64 they equal the unmodified model to 1e-14."""
+"""Families with twice the allowed error. With other seeds they need less, and in float64 they are equal within 1e-14."""
 
 WIDE = {"intermediate_size": 64, "moe_intermediate_size": 64}
-"""Torch multiplies groups of rows in bf16 only where a row of each rank's part has a multiple of 16 bytes."""
+"""Families whose grouped products need rows of a multiple of 16 bytes in each shard, which torch requires in bf16."""
 
 QUICK = {"llama"}
-"""Those that every run has, on two ranks."""
+"""Families of every run, on two ranks."""
 
 
 def _computed(sch: Schedule, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Outputs, loss and every gradient of the first step, and the weights after the third; full ones under original names."""
+    """Return outputs, loss and gradients of the first step, and weights after the third, full and under original names."""
     found = {}
     optimizer = torch.optim.SGD(sch.mod.parameters(), lr=1e-2)
     for step in range(3):
@@ -70,7 +70,7 @@ def _allowed(rounded: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], f
 
 
 def errors(rank: int, name: str, factor: float) -> dict[str, tuple[float, float]]:
-    """Distances of the split model in bf16 from the one in fp32, and how large each may be."""
+    """Return the distances of the split model in bf16 from the one in fp32, and the allowed distances."""
     sizes = WIDE if "num_local_experts" in FAMILIES[name].config else {}
     model, batch = of_dtype(torch.bfloat16, *family(name, depth_of(name), **sizes))
     exact = _unmodified(*of_dtype(torch.float32, copy.deepcopy(model), batch))
@@ -92,10 +92,10 @@ def errors(rank: int, name: str, factor: float) -> dict[str, tuple[float, float]
         for name in FAST
     ],
 )
-def test_as_near_to_fp32_as_the_unmodified_model(ranks: int, name: str) -> None:
-    """In float64 the split models equal the unmodified ones, in other tests: what is left is rounding."""
+def test_errors_in_bf16_are_those_of_the_unmodified_model(ranks: int, name: str) -> None:
+    """Split models equal the unmodified ones in float64, by other tests, so the remaining difference is rounding."""
     factor = FACTOR[ranks] * (2 if (ranks, name) in UNLUCKY else 1)
     found, *others = run_distributed(errors, ranks, name, factor, timeout=240)
     assert all(found == other for other in others)
-    near = {key for key, (distance, allowed) in found.items() if distance <= allowed}  # which no NaN is
+    near = {key for key, (distance, allowed) in found.items() if distance <= allowed}  # false for NaN
     assert {key: numbers for key, numbers in found.items() if key not in near} == {}

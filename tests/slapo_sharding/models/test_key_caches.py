@@ -1,4 +1,4 @@
-"""Models that keep a cache of keys, as Transformers' do by default: in training, and token by token."""
+"""Key caches, which Transformers' models keep by default: in training, and token by token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.multiproc
 
 
 def keeps(rank: int, name: str) -> float:
-    """Compare losses, gradients and the next token's logits; return the share of the numbers that this rank holds."""
+    """Compare losses, gradients and the logits of the next token; return the share of parameters that this rank holds."""
     torch.manual_seed(0)
     model, batch = FAMILIES[name].model(), FAMILIES[name].batch()
     before = copy.deepcopy(model)

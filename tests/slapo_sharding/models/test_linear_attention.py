@@ -1,4 +1,4 @@
-"""Transformers' models with gated delta nets: linear attention is split by heads where a plan says how, and named elsewhere."""
+"""Transformers models with gated delta nets: linear attention is split by heads if a plan has styles for it, else named."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def made(name: str) -> nn.Module:
     import transformers
 
     torch.manual_seed(0)
-    if name == "qwen3.5":  # its query projections have gates in them
+    if name == "qwen3.5":  # its query projections include gates
         return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**SIZES))
     dense = [0, 1] if name == "qwen3 next" else []
     config = transformers.Qwen3NextConfig(**SIZES, **EXPERTS, mlp_only_layers=dense, decoder_sparse_step=1)
@@ -45,7 +45,7 @@ def made(name: str) -> nn.Module:
 
 
 def split(rank: int, names: list[str]) -> dict[str, tuple[list[str], list[str]]]:
-    """Compare losses and gradients; return what stays whole of the attentions' matrices, and what is told."""
+    """Compare losses and gradients; return the matrices of attentions that stay whole, and the warnings."""
     found = {}
     for name in names:
         expected = made(name)
@@ -69,7 +69,7 @@ def split(rank: int, names: list[str]) -> dict[str, tuple[list[str], list[str]]]
     return found
 
 
-def test_it_is_split_by_heads_or_named() -> None:
+def test_linear_attention_is_split_by_heads_or_named() -> None:
     for found in run_distributed(split, 2, ["qwen3.5", "qwen3 next", "qwen3 next with experts"], timeout=150):
         assert found["qwen3.5"] == found["qwen3 next"] == ([], [])
         whole, told = found["qwen3 next with experts"]

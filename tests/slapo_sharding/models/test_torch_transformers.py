@@ -1,4 +1,4 @@
-"""Transformers of torch itself: their attention and their MLPs are split, right in training and in evaluation."""
+"""Torch's own transformer layers: attention and MLPs are split, and correct in training and evaluation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES: dict[str, Any] = {"d_model": 32, "nhead": 4, "dim_feedforward": 64, "drop
 
 
 class Encoder(nn.Module):
-    """An encoder that is given padding."""
+    """Encoder with a padding mask."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Encoder(nn.Module):
 
 
 class Both(nn.Module):
-    """An encoder and a causal decoder."""
+    """Encoder and causal decoder."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def batch(rows: int, length: int, seed: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def compared(rank: int, kind: str) -> tuple[set[str], list[str]]:
-    """Compare in training and in evaluation; return what is split and what is told."""
+    """Compare in training and in evaluation; return the split layers and the warnings."""
     expected, model = model_of(kind), model_of(kind)
     sch = create_schedule(model, example_inputs=batch(2, 8, 0))
     with warnings_told() as told:
@@ -79,7 +79,7 @@ def compared(rank: int, kind: str) -> tuple[set[str], list[str]]:
 
 
 def layer_has(kind: str, layer: str, name: str) -> bool:
-    """Return whether a layer has a part of this name: encoders have no cross attention."""
+    """Return whether a layer has a submodule of this name: encoders have no cross-attention."""
     return kind != "both" or "decoder" in layer or not name.startswith("multihead_attn")
 
 
@@ -87,7 +87,7 @@ def layer_has(kind: str, layer: str, name: str) -> bool:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 @pytest.mark.parametrize("kind", ["relu", "gelu", pytest.param("both", marks=pytest.mark.slow)])
-def test_their_layers_are_split(kind: str) -> None:
+def test_layers_are_split(kind: str) -> None:
     stacks = ("both.encoder.layers.0", "both.decoder.layers.0", "both.decoder.layers.1")
     layers = {"both": stacks}.get(kind, ("encoder.layers.0", "encoder.layers.1"))
     for split, told in run_distributed(compared, 2, kind):

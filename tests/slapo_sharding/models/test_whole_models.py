@@ -1,4 +1,4 @@
-"""Whole models that people write by hand: outputs and all gradients, for changing shapes, and what stays whole by name."""
+"""Handwritten whole models: outputs and gradients for changing shapes, and names of the modules that stay whole."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WHOLE: dict[type[Any], set[str]] = {
     Mixer: {"stem.proj", "head"},
     Mamba: set(),
 }
-"""Modules with matrices of which nothing is split, or that keep some themselves beside layers."""
+"""Modules with matrices and no split, or with whole matrices of their own beside layers."""
 
 NAMED = {
     Whisper: {"decoder.token_embedding.weight"},
@@ -40,7 +40,7 @@ NAMED = {
     Detr: {"conv"},
     Mixer: {"stem.proj"},
 }
-"""Those with a good share of a model's work, which a warning names."""
+"""Modules with a large share of the work, which a warning names."""
 
 FAST = {NanoGpt, Whisper}
 
@@ -67,7 +67,7 @@ def place(path: str) -> str:
 
 
 def whole_of(rank: int, kind: type[Any]) -> tuple[set[str], list[str]]:
-    """Split a model and compare it; return the modules with whole matrices, and what is told."""
+    """Split and compare a model; return the modules with whole matrices, and the warnings."""
     torch.manual_seed(0)
     expected, model = kind(), kind()
     model.load_state_dict(expected.state_dict())
@@ -94,7 +94,7 @@ def whole_of(rank: int, kind: type[Any]) -> tuple[set[str], list[str]]:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in WHOLE])
-def test_what_is_split_is_right_and_what_is_not_is_named(kind: type[Any]) -> None:
+def test_splits_are_correct_and_whole_modules_are_named(kind: type[Any]) -> None:
     for whole, told in run_distributed(whole_of, 2, kind, timeout=120):
         assert whole == WHOLE[kind]
         names = {message.removeprefix("tensor_parallel: ").partition(" stays whole")[0] for message in told}

@@ -129,7 +129,7 @@ def _silent_on_attention(rank: int) -> list[str]:
 
 def test_an_attention_that_a_published_plan_leaves_whole_is_warned_of_once():
     path = "model.layers.0.self_attn"
-    expected = f"tensor_parallel: {path} stays whole on every rank: the plan that is published with the model leaves it out"
+    expected = f"tensor_parallel: {path} stays whole on every rank: the published plan of the model leaves it out"
     assert run_distributed(_silent_on_attention, 2) == [[expected]] * 2
 
 
@@ -292,7 +292,7 @@ def test_an_impossible_plan_is_refused_and_nothing_changes():
     assert "has the style 'local_params', which is not supported" in messages["published style"]
     assert "mlp.act_fn.alpha_p' may be used on sharded or on replicated values" in messages["slopes"]
     for key in ("dropout", "packed dropout"):
-        assert "'1' may see sharded or replicated values; set it to 0, or shard by hand with fork_rng" in messages[key]
+        assert "'1' may see sharded or replicated values; set it to 0, or use shard() and fork_rng()" in messages[key]
 
 
 def test_plans():

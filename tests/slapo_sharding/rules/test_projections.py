@@ -171,4 +171,4 @@ def test_projections_are_split_with_all_their_tensors_or_stay_whole_by_name() ->
             for layer in ("fc.", "proj."):
                 assert any(name.startswith(layer) for name in split) == (kind != "packed"), (kind, split)
         assert {"fc.base.weight", "fc.base.scales", "fc.up.weight"} <= found["over int8"][1]
-        assert "fc stays whole on every rank: a part of what the Packed returns" in found["packed"][2]
+        assert "fc stays whole on every rank: a shard of the output of the Packed" in found["packed"][2]

@@ -13,18 +13,18 @@ from slapo_core import Primitive, Schedule, ScheduleError, get_logger, is_sharde
 from slapo_tracing.graphs import as_untraced
 
 from .planning.derivation.replicated_modules import first_rank_only
-from .planning.derivation.vocabulary import vocabulary
-from .planning.derived_plan import apply_derived
-from .planning.dry_run.layouts import UNEVEN
+from .planning.derivation.vocabulary import vocabulary_steps
+from .planning.derived_plan import apply_derived_plan
+from .planning.dry_run.layout_error import NOT_DIVISIBLE
 from .planning.execution import column_inputs, dropout_forks, layer_backends
-from .planning.execution.optional_outputs import ATTENTIONS, HIDDEN_STATES, WholeOutputs
+from .planning.execution.optional_outputs import ATTENTIONS, HIDDEN_STATES, OptionalOutputGuard
 from .planning.execution.stacked_experts import fork_stack, split_stack
-from .planning.given_plan import apply_given
-from .planning.plan_gaps import split_unplanned
+from .planning.given_plan import apply_given_plan
+from .planning.plan_gaps import split_plan_gaps
 from .planning.published_plan import (
     BESIDE_SHARDED,
+    first_unplanned_layer,
     head_norms,
-    left_whole,
     published_plan,
     tensor_parallel_plan,
     undeclared_parameters,
@@ -98,11 +98,12 @@ class TensorParallelPrimitive(Primitive):
         sequence_parallel: bool = False,
         backend: str | None = None,
         parallel_loss: bool = False,
+        checked: dict[str, str] | None,
     ) -> None:
         """Take the steps of the plan."""
         with as_untraced(schedule):
             before = layer_backends.split_modules(schedule)
-            _split(schedule, schedule.checked, plan, sequence_parallel, parallel_loss)
+            _split(schedule, checked, plan, sequence_parallel, parallel_loss)
             loss = losses.install_loss(schedule) if parallel_loss else None
             if backend is not None:
                 layer_backends.replace_layers(schedule, backend, layer_backends.backend_of(schedule, backend), before, loss)
@@ -118,19 +119,19 @@ def _split(
     """Apply a plan; without ``steps``, derive one first."""
     derived = steps is None
     if steps is None:
-        steps = apply_derived(schedule, sequence_parallel, _vocabulary(schedule))
+        steps = apply_derived_plan(schedule, sequence_parallel, _vocabulary(schedule))
     elif plan is not None and (shown := _as_derived(schedule, steps)):
         steps = {path: style for path, style in steps.items() if path not in shown}
         derived = True
     if parallel_loss:
         steps = losses.plan_with_sharded_logits(schedule, steps)
     columns = [path for path, style in steps.items() if STYLES[style](schedule[path] if path else schedule)]
-    for paths in column_inputs.by_parent(columns):
-        column_inputs.sum_gradients(schedule, paths)
+    for paths in column_inputs.group_by_parent(columns):
+        column_inputs.reduce_shared_gradients(schedule, paths)
     if schedule.world_size > 1 and not derived:
         dropout_forks.fork_dropouts(schedule, (path for path, style in steps.items() if style in BESIDE_SHARDED))
         if plan is None:
-            split_unplanned(schedule)
+            split_plan_gaps(schedule)
     if schedule.world_size > 1:
         _guard_optional_outputs(schedule, sequence_parallel)
 
@@ -153,17 +154,17 @@ def _as_derived(schedule: Schedule, steps: Mapping[str, str]) -> set[str]:
     }
     if not outputs:
         return set()
-    reason = apply_given(schedule, outputs)
+    reason = apply_given_plan(schedule, outputs)
     if reason is None:
         return done
     message = "tensor_parallel(%r): the plan is followed to the letter, as the model's forward does not show it right: %s"
-    log = get_logger().debug if UNEVEN in reason else get_logger().warning
+    log = get_logger().debug if NOT_DIVISIBLE in reason else get_logger().warning
     log(message, schedule.path, reason, extra=first_rank_only(schedule))
     return set()
 
 
 def _vocabulary(schedule: Schedule) -> dict[str, str]:
-    return dict(vocabulary(schedule.mod, max(schedule.world_size, 1), rules_of(schedule)))
+    return dict(vocabulary_steps(schedule.mod, max(schedule.world_size, 1), rules_of(schedule)))
 
 
 def _check_untouched(schedule: Schedule, plan: Mapping[str, str] | None) -> None:
@@ -192,7 +193,7 @@ def _guard_optional_outputs(schedule: Schedule, sequence_parallel: bool) -> None
     """Refuse later requests for optional outputs that are sharded: hidden states and attention weights."""
     parts = {HIDDEN_STATES: sequence_parallel, ATTENTIONS: any(map(attention_heads.has_local_heads, schedule.mod.modules()))}
     if extras := tuple(extra for extra, split in parts.items() if split):
-        schedule.mod.register_forward_hook(WholeOutputs(schedule.path, extras), with_kwargs=True)
+        schedule.mod.register_forward_hook(OptionalOutputGuard(schedule.path, extras), with_kwargs=True)
 
 
 def _planned(schedule: Schedule, plan: Mapping[str, str] | None, sequence_parallel: bool) -> dict[str, str] | None:
@@ -306,7 +307,7 @@ def _steps(schedule: Schedule, plan: Mapping[str, str] | None) -> dict[str, str]
             raise error(
                 f"{undeclared[0]!r} may be used on sharded or on replicated values, the published plan is silent; give plan="
             )
-        if schedule.example_inputs is not None and (left := left_whole(schedule.mod, steps, rules_of(schedule))):
+        if schedule.example_inputs is not None and (left := first_unplanned_layer(schedule.mod, steps, rules_of(schedule))):
             raise error(f"the published plan splits experts and leaves {left!r} whole; give plan=")
         steps.update(_vocabulary(schedule))
     return steps

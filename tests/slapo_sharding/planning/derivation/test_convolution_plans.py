@@ -1,4 +1,4 @@
-"""Derived plans of models of convolutions: channels are split as widths are, with norms and depthwise layers between."""
+"""Derived plans of convolutional models: channels are split like widths, with norms and depthwise layers between."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ C = 8
 
 
 class PoolFormer(nn.Module):
-    """Pooling for attention, and an MLP of 1x1 convolutions behind norms of one group."""
+    """Token mixing by pooling, and an MLP of 1x1 convolutions after a norm of one group."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class PoolFormer(nn.Module):
 
 
 class ConvNext(nn.Module):
-    """A depthwise convolution, a norm, and an MLP of 1x1 convolutions with a global response norm in it."""
+    """Depthwise convolution, norm and MLP of 1x1 convolutions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class ConvNext(nn.Module):
 
 
 class MbConv(nn.Module):
-    """Expansion, depthwise convolution, squeeze and excitation, projection."""
+    """Expansion, depthwise convolution, squeeze and excitation, and projection."""
 
     def __init__(self, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class MbConv(nn.Module):
 
 
 class PooledMbConv(MbConv):
-    """The same with a module that pools."""
+    """``MbConv`` that pools by a module."""
 
     def __init__(self) -> None:
         super().__init__(lambda channels: nn.GroupNorm(channels // 4, channels))
@@ -81,7 +81,7 @@ class PooledMbConv(MbConv):
 
 
 class UnetBlock(nn.Module):
-    """A residual block with an embedding of the time added to its channels."""
+    """Residual block that adds a time embedding to its channels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class UnetBlock(nn.Module):
 
 
 class Conformer(nn.Module):
-    """A pointwise convolution with gates, a depthwise one with a batch norm, and a pointwise one."""
+    """Gated pointwise convolution, depthwise convolution with a batch norm, and pointwise convolution."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
 
 
 class Net(nn.Module):
-    """Two blocks behind a convolution of patches, and a head."""
+    """Two blocks between a patch convolution and a head."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Net(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-def _trained(model: nn.Module, x: torch.Tensor) -> None:
+def _train(model: nn.Module, x: torch.Tensor) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
         optimizer.zero_grad()
@@ -178,7 +178,7 @@ def _trained(model: nn.Module, x: torch.Tensor) -> None:
         optimizer.step()
 
 
-def _same(rank: int, kind: str) -> tuple[set[str], list[str]]:
+def _compare(rank: int, kind: str) -> tuple[set[str], list[str]]:
     torch.manual_seed(0)
     model = Net(kind)
     before = copy.deepcopy(model)
@@ -189,7 +189,7 @@ def _same(rank: int, kind: str) -> tuple[set[str], list[str]]:
     build(sch)
     assert_equivalent(before, model, x)
     for each in (before, model):
-        _trained(each, torch.cat([x, x[:1]]))
+        _train(each, torch.cat([x, x[:1]]))
     expected: dict[str, Any] = dict(before.state_dict())
     torch.testing.assert_close(sch.full_state(), {name: expected[name] for name in sch.full_state()}, atol=1e-5, rtol=1e-4)
     for each in (before, model):
@@ -202,13 +202,13 @@ def _same(rank: int, kind: str) -> tuple[set[str], list[str]]:
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_same(kind: str, ranks: int) -> None:
-    whole, told = run_distributed(_same, ranks, kind, timeout=120)[0]
+def test_derived_plans_equal_the_unmodified_model(kind: str, ranks: int) -> None:
+    whole, told = run_distributed(_compare, ranks, kind, timeout=120)[0]
     assert whole <= {"", "dwconv"}, told
 
 
 class Unbatched(nn.Module):
-    """Rows that an InstanceNorm takes for channels, as there is no batch; what it normalises is the width."""
+    """Unbatched input, whose rows an InstanceNorm takes for channels; it norms over the width."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ def _unbatched(rank: int) -> set[str]:
     return {name for name, each in model.named_parameters() if is_sharded(each)}
 
 
-def test_a_norm_without_a_batch_stays_whole() -> None:
+def test_an_instance_norm_of_unbatched_input_stays_whole() -> None:
     parts = run_distributed(_unbatched, 2)[0]
     assert "first.weight" in parts
     assert "up.weight" not in parts

@@ -1,4 +1,4 @@
-"""Plans derived from the model's own forward: what is split, what stays whole and why, and that the numbers are the same."""
+"""Plans derived from a model's own forward: the layers that are split, those that stay whole, and equal numerics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.multiproc
 
 
 class Block(nn.Module):
-    """Attention and a gated MLP as nobody's naming lists know them."""
+    """Attention and a gated MLP with names that no published plan has."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -133,13 +133,13 @@ def _unfit(rank: int, why: str) -> list[str]:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("why", ["softmax", "sum", "with a whole value", "reversed", "called twice"])
-def test_what_does_not_fit_stays_whole(why: str) -> None:
+def test_layers_whose_sharded_output_does_not_fit_stay_whole(why: str) -> None:
     steps = run_distributed(_unfit, 2, why)[0]
     assert {step.partition("]")[0] for step in steps} == {"sch['in_'", "sch['out'"}
 
 
 class Numbered(nn.Module):
-    """Three layers that differ by a number in their names; the first has to stay whole."""
+    """Three layers with numbered names, of which the first must stay whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,12 +154,12 @@ def _numbered(rank: int) -> list[str]:
     return _derived(Numbered(), torch.randn(3, 8, generator=torch.Generator().manual_seed(1)))
 
 
-def test_a_layer_that_stays_whole_keeps_no_other_whole_that_differs_by_a_number_in_its_name() -> None:
+def test_layers_with_numbered_names_are_split_independently() -> None:
     assert {step.partition("]")[0] for step in run_distributed(_numbered, 2)[0]} == {"sch['fc2'", "sch['fc3'"}
 
 
 class Projected(nn.Module):
-    """A vocabulary narrower than the layer between, whose output the head could take in parts; or two layers of one weight."""
+    """Embedding narrower than the hidden layers, with a tied or untied head, or two tied layers."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ def _projected(rank: int, how: str) -> list[str]:
 
 
 @pytest.mark.parametrize("how", ["tied head", "untied head", "tied layers"])
-def test_what_shares_its_weight_or_is_vocabulary_is_not_split_by_the_layout_of_its_input(how: str) -> None:
+def test_tied_layers_and_vocabularies_are_not_split_by_derivation(how: str) -> None:
     inner = {"fc2", "back2"} | ({"fc1", "back1"} if how != "tied layers" else set())
     split = {step.partition("'")[2].partition("'")[0] for step in run_distributed(_projected, 2, how)[0] if ".shard(" in step}
     assert split == inner | {"words", "head"}
@@ -203,7 +203,7 @@ def test_a_size_that_no_attribute_holds_is_divided() -> None:
 
 
 class Scaled(nn.Module):
-    """The count that has to turn local for the view also scales the values."""
+    """Count that must be local for a view and also scales the values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,12 +218,12 @@ def _scaled(rank: int) -> list[str]:
     return _derived(Scaled(), torch.randn(3, 8, generator=torch.Generator().manual_seed(1)))
 
 
-def test_a_count_that_scales_a_value_stays_that_of_the_whole() -> None:
+def test_an_attribute_that_scales_values_stays_whole() -> None:
     assert {step.partition("]")[0] for step in run_distributed(_scaled, 2)[0]} == {"sch['up'", "sch['down'"}
 
 
 class Filled(nn.Module):
-    """A constant of the sharded size that is used where it must be whole."""
+    """Constant of the sharded size that must be whole in one use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ def _filled(rank: int) -> list[str]:
     return _derived(Filled(), torch.randn(3, 8, generator=torch.Generator().manual_seed(1)))
 
 
-def test_a_constant_that_has_to_stay_whole_ends_the_search() -> None:
+def test_the_search_ends_if_a_filled_tensor_must_stay_whole() -> None:
     assert any("in_" in step for step in run_distributed(_filled, 2, timeout=60)[0])
 
 
@@ -269,7 +269,7 @@ def test_refusals(kind: str, message: str) -> None:
 
 
 class Whole(nn.Module):
-    """A recurrent module, which has no rule, beside layers that can be split."""
+    """Recurrent module, which has no sharding rule, beside layers that can be split."""
 
     def __init__(self) -> None:
         super().__init__()

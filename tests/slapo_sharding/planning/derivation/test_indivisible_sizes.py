@@ -1,4 +1,4 @@
-"""Derived plans and sizes that do not divide: what stays whole is told with its reason, the numbers are the same."""
+"""Derived plans with sizes that are not divisible: these layers stay whole, with a warning, and numerics are equal."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ pytestmark = pytest.mark.multiproc
 
 
 def _whole(rank: int, name: str, sizes: dict[str, int]) -> tuple[list[str], list[str]]:
-    """The steps and what is told; one warning for all layers, though each has the reason."""
+    """Return the steps and the warnings; one warning stands for all layers with the same reason."""
     model, batch = family(name, **sizes)
     before = copy.deepcopy(model)
     sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]), example_inputs=batch)
-    with warnings_told() as told:
+    with warnings_told() as warnings:
         sch.tensor_parallel(sequence_parallel=True)
     (step,) = sch.journal
     build(sch)
     assert_equivalent(before, model, **batch)
-    return [str(child).partition("]")[0] for child in step.children if "'weight'" in str(child)], told
+    return [str(child).partition("]")[0] for child in step.children if "'weight'" in str(child)], warnings
 
 
 @pytest.mark.sampled(1)
@@ -55,17 +55,17 @@ def _whole(rank: int, name: str, sizes: dict[str, int]) -> tuple[list[str], list
         ),
     ],
 )
-def test_what_does_not_divide_stays_whole_and_is_told(name, sizes, whole, split, reason):
-    for steps, told in run_distributed(_whole, 2, name, sizes):
+def test_indivisible_layers_stay_whole_with_a_warning(name, sizes, whole, split, reason):
+    for steps, warnings in run_distributed(_whole, 2, name, sizes):
         assert not any(whole in step for step in steps)
         assert any(split in step for step in steps)
-        assert f"tensor_parallel: {whole} stays whole on every rank: {reason}" in told[0]
-        assert ".py:" in told[0]
-        assert not any(".1." in message for message in told)
+        assert f"tensor_parallel: {whole} stays whole on every rank: {reason}" in warnings[0]
+        assert ".py:" in warnings[0]
+        assert not any(".1." in message for message in warnings)
 
 
 class Twice(Model):
-    """The head is given a value that is split along the sequence and one that is whole."""
+    """Model whose head has one input split along the sequence and one whole input."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = start = self.embed(ids) + self.places[: ids.shape[1]]
@@ -88,22 +88,22 @@ def _refused(rank: int, kind: str) -> str:
         (
             "twice",
             (
-                "the layer 'head' is given a value of shape [3, 8, 16] that is split along dimension 1",
+                "the layer 'head' has an input of shape [3, 8, 16] that is split along dimension 1",
                 "test_indivisible_sizes.py:",
             ),
         ),
         pytest.param(
             "heads",
             (
-                "the layer 'encoder.block.0.layer.0.SelfAttention.q' is given",
-                "this layer is not split because of this: 3 heads, or whatever has size 8 here, are not divisible by 2 ranks",
+                "the layer 'encoder.block.0.layer.0.SelfAttention.q' has an input",
+                "the layer is not split for this reason: 3 heads, or whatever has size 8 here, are not divisible by 2 ranks",
                 "modeling_t5.py:",
             ),
             marks=pytest.mark.slow,
         ),
     ],
 )
-def test_a_layer_that_is_given_a_part_of_the_sequence_is_named(kind, messages):
+def test_a_layer_with_an_input_split_along_the_sequence_is_named(kind, messages):
     first, second = run_distributed(_refused, 2, kind)
     assert first == second
     assert all(message in first for message in messages)

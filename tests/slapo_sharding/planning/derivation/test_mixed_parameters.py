@@ -1,4 +1,4 @@
-"""Derived plans of models in which a whole parameter is used on sharded values and on whole ones."""
+"""Derived plans of models that use a whole parameter on sharded and on whole values."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Mlp(nn.Module):
 
 
 class Head(nn.Module):
-    """Multiplies by a table, and by a matrix below it, after a layer that can be split."""
+    """Product with a table and with another matrix, after a layer that can be split."""
 
     def __init__(self, table: nn.Parameter) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Head(nn.Module):
 
 
 class TiedTable(nn.Module):
-    """A table that is looked up whole and multiplies sharded values."""
+    """Table that is looked up whole and multiplies sharded values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class TiedTable(nn.Module):
 
 
 class ScaledMlp(nn.Module):
-    """A scale that multiplies sharded values, and whole ones after them or before."""
+    """Scale that multiplies sharded values, and whole ones before or after."""
 
     def __init__(self, before: bool, scale: nn.Parameter) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class ScaledMlp(nn.Module):
 
 
 class SharedScale(nn.Module):
-    """A scale shared by two modules, and part of a penalty that the model adds."""
+    """Scale shared by two modules and a penalty of the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class SharedScale(nn.Module):
 
 
 class SharedLinear(nn.Module):
-    """A layer that is called with whole values and with sharded ones."""
+    """Layer that is called with whole values and with sharded ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class SharedLinear(nn.Module):
 
 
 class SharedWeight(nn.Module):
-    """A matrix used by ``F.linear`` on pieces of whole values and of sharded ones, with a layer norm of the same kind."""
+    """Matrix used by ``F.linear`` on whole and on sharded values, with a layer norm used likewise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class SharedWeight(nn.Module):
 
 
 class BiasedAttention(nn.Module):
-    """Attention that is given biases of its queries, as in Transformer-XL."""
+    """Attention with biases of its queries as inputs, as in Transformer-XL."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class BiasedAttention(nn.Module):
 
 
 class GivenBias(nn.Module):
-    """A bias for each head that the model gives to all of its attentions."""
+    """Bias per head that the model passes to all of its attentions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ SPLIT: dict[Callable[[], nn.Module], tuple[str, ...]] = {
     SharedWeight: ("up", "down"),
     GivenBias: ("layers.0.qkv", "layers.0.out", "layers.1.qkv", "layers.1.out"),
 }
-"""The layers that are split beside the body, which always is."""
+"""Layers that are split beside the body, which always is."""
 
 
 class Below(nn.Module):

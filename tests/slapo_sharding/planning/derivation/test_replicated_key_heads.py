@@ -1,4 +1,4 @@
-"""Derived plans of attention with fewer key heads than ranks: heads in copies where that is shown right, whole elsewhere."""
+"""Derived plans of attention with fewer key heads than ranks: replicated key heads if verified, else whole."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Model(nn.Module):
         return x
 
 
-def _trained(model: nn.Module, x: torch.Tensor) -> None:
+def _train(model: nn.Module, x: torch.Tensor) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
         optimizer.zero_grad()
@@ -98,8 +98,8 @@ def _trained(model: nn.Module, x: torch.Tensor) -> None:
         optimizer.step()
 
 
-def _same(rank: int, heads: int, keys: int, how: list[str], sequence_parallel: bool) -> tuple[Any, list[str]]:
-    """What a rank holds of the keys of each layer, and what it was told."""
+def _compare(rank: int, heads: int, keys: int, how: list[str], sequence_parallel: bool) -> tuple[Any, list[str]]:
+    """Return the rank's shards of the keys in each layer, and the warnings."""
     model = Model(heads, keys, *how)
     before = copy.deepcopy(model)
     x = torch.randn(2, LENGTH, heads * SIZE, generator=torch.Generator().manual_seed(1), requires_grad=True)
@@ -111,7 +111,7 @@ def _same(rank: int, heads: int, keys: int, how: list[str], sequence_parallel: b
     build(sch)
     assert_equivalent(before, model, x)
     for each in (before, model):
-        _trained(each, x.detach())
+        _train(each, x.detach())
     torch.testing.assert_close(sch.full_state(), dict(before.state_dict()), atol=1e-5, rtol=1e-5)
     made: Any = [getattr(block.attention, "k_proj", None) or block.attention.qkv_proj for block in model.blocks]
     specs = [shard_spec(layer.weight) for layer in made]
@@ -129,15 +129,15 @@ def _same(rank: int, heads: int, keys: int, how: list[str], sequence_parallel: b
 )
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_correctness_08_each_rank_holds_the_key_heads_of_its_queries(ranks, heads, keys, how, held, sequence_parallel):
-    found = run_distributed(_same, ranks, heads, keys, [how], sequence_parallel)
+    found = run_distributed(_compare, ranks, heads, keys, [how], sequence_parallel)
     assert [tuple(map(tuple, ranges)) for (ranges,), _ in found] == held
     assert not any(told for _, told in found)
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["dealt", "scaled", "normed"])
-def test_what_is_not_shown_to_be_the_same_stays_whole_and_is_told(how):
-    for held, told in run_distributed(_same, 2, 6, 3, [how, "grouped"], False):
+def test_attention_that_cannot_be_verified_stays_whole_with_a_warning(how):
+    for held, told in run_distributed(_compare, 2, 6, 3, [how, "grouped"], False):
         assert held[0] is None
         assert any("blocks.0.attention" in message and "test_replicated_key_heads.py:" in message for message in told)
 

@@ -1,4 +1,4 @@
-"""Models of which a part cannot be split: the rest is, and a warning names the part, the line of its code and the reason."""
+"""Models with a module that cannot be split: the rest is split, and a warning names the module, its line and the reason."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.multiproc
 
 
 class Drawing(nn.Module):
-    """Draws random numbers for sharded and for whole values; an MLP beside."""
+    """Random numbers for sharded and for whole values, and an MLP beside."""
 
     def __init__(self):
         super().__init__()
@@ -36,7 +36,7 @@ class Drawing(nn.Module):
 
 
 class Deciding(nn.Module):
-    """A small network whose branch depends on values."""
+    """Small network with a data-dependent branch."""
 
     def __init__(self):
         super().__init__()
@@ -59,7 +59,7 @@ class DecidingBeside(nn.Module):
 
 
 class Counting(nn.Module):
-    """Keeps how often it was called; attention beside."""
+    """Attention beside a count of calls."""
 
     def __init__(self):
         super().__init__()
@@ -80,7 +80,7 @@ class Calls(nn.Module):
 
 
 class Misleading(nn.Module):
-    """Attention with a number of key heads that is not that of its projections."""
+    """Attention whose number of key heads differs from that of its projections."""
 
     def __init__(self):
         super().__init__()
@@ -93,7 +93,7 @@ class Misleading(nn.Module):
 
 
 class SharedNorm(nn.Module):
-    """A norm that is called with pieces of sharded values and of whole ones."""
+    """Norm that is called with pieces of sharded and of whole values."""
 
     def __init__(self):
         super().__init__()
@@ -125,8 +125,8 @@ LEFT = {
 }
 
 
-def left(rank: int, kind: Callable[[], nn.Module]) -> tuple[set[str], list[str]]:
-    """Compare outputs and gradients in calls of several shapes; return what is split of the part, and what is told."""
+def split_part(rank: int, kind: Callable[[], nn.Module]) -> tuple[set[str], list[str]]:
+    """Compare outputs and gradients for several shapes; return the split layers of the module, and the warnings."""
     torch.manual_seed(0)
     expected, model = Net(kind), Net(kind)
     model.load_state_dict(expected.state_dict())
@@ -155,47 +155,47 @@ def left(rank: int, kind: Callable[[], nn.Module]) -> tuple[set[str], list[str]]
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LEFT)
-def test_the_rest_is_split_and_a_warning_says_what_is_not(name: str) -> None:
+def test_the_rest_is_split_and_a_warning_names_the_module(name: str) -> None:
     kind, paths, message = LEFT[name]
-    for found, told in run_distributed(left, 2, kind):
+    for found, told in run_distributed(split_part, 2, kind):
         assert found == paths
         assert re.match(f"tensor_parallel: blocks.0.{message}", told[0]), told
         beside = paths and message.startswith("part.up")  # then the layer that would take its output in is named, too
         assert [each.split()[1] for each in told[1:]] == ["blocks.0.part.down"] * bool(beside), told
 
 
-def shown(rank: int) -> str:
-    """Return what a rank writes to its console."""
+def console_output(rank: int) -> str:
+    """Return the console output of a rank."""
     with redirect_stderr(StringIO()) as console:
         split(Net(DecidingBeside))
     return console.getvalue()
 
 
-def test_one_rank_shows_the_warnings_of_all() -> None:
-    first, second = run_distributed(shown, 2)
+def test_warnings_are_shown_by_one_rank() -> None:
+    first, second = run_distributed(console_output, 2)
     assert "part.decide stays whole" in first
     assert second == ""
 
 
-def test_a_norm_of_sharded_and_of_whole_values_leaves_what_shards_them_whole() -> None:
-    for found, told in run_distributed(left, 2, SharedNorm):
+def test_layers_before_a_norm_of_sharded_and_whole_values_stay_whole() -> None:
+    for found, told in run_distributed(split_part, 2, SharedNorm):
         assert found == {"mlp.up", "mlp.down"}
         assert [each.split()[1] for each in told] == ["blocks.0.part.down", "blocks.0.part.up"]
-        assert "the parameters of 'blocks.0.part.norm' are used on whole values as well" in told[1]
+        assert "parameters of 'blocks.0.part.norm' are used on whole values too" in told[1]
 
 
 def beside(rank: int, kinds: list[type[nn.Module]]) -> dict[str, list[str]]:
-    """Return what is told of each kind beside an MLP, and see what is split."""
+    """Return the warnings for each kind beside an MLP; check that the MLP is split."""
     found = {}
     for kind in kinds:
-        paths, told = left(rank, partial(Beside, kind))
+        paths, told = split_part(rank, partial(Beside, kind))
         assert paths == {"mlp.up", "mlp.down"}, kind
         found[kind.__name__] = told
     return found
 
 
 class OnTop(nn.Module):
-    """Cuts a whole value in the model's own forward, and in an attention below."""
+    """Cut of a whole value in the forward of the model, and in an attention inside."""
 
     def __init__(self):
         super().__init__()
@@ -226,12 +226,12 @@ def on_top(rank: int) -> set[str]:
     return {name.partition(".")[0] for name, own in model.named_parameters() if own.shape != whole[name].shape}
 
 
-def test_a_value_that_cannot_be_cut_keeps_no_other_module_whole() -> None:
+def test_a_value_that_cannot_be_cut_does_not_affect_other_modules() -> None:
     assert run_distributed(on_top, 2)[0] == {"attn"}
 
 
 class PackedLinear(nn.Module):
-    """A frozen layer of somebody's own: two 4-bit numbers in a byte."""
+    """Frozen layer of a user: two 4-bit numbers in a byte."""
 
     def __init__(self):
         super().__init__()
@@ -245,7 +245,7 @@ class PackedLinear(nn.Module):
 
 
 class Scaled(torch.autograd.Function):
-    """As kernels of quantised layers are called."""
+    """Autograd function, as kernels of quantized layers are called."""
 
     @staticmethod
     def forward(ctx, x, numbers, scale):
@@ -259,7 +259,7 @@ class Scaled(torch.autograd.Function):
 
 
 class KernelLinear(nn.Module):
-    """A frozen layer that calls an ``autograd.Function``."""
+    """Frozen layer that calls an ``autograd.Function``."""
 
     def __init__(self):
         super().__init__()
@@ -272,7 +272,7 @@ class KernelLinear(nn.Module):
 
 
 class UnregisteredLinear(nn.Module):
-    """Its weight is neither a parameter nor a buffer."""
+    """Layer whose weight is neither a parameter nor a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -283,7 +283,7 @@ class UnregisteredLinear(nn.Module):
 
 
 class Grouped(nn.Module):
-    """A block-diagonal weight."""
+    """Layer with a block-diagonal weight."""
 
     def __init__(self):
         super().__init__()
@@ -294,7 +294,7 @@ class Grouped(nn.Module):
 
 
 class OwnLayers(nn.Module):
-    """Attention with layers of a class that no rule knows."""
+    """Attention with layers of a class without a rule."""
 
     def __init__(self, layer):
         super().__init__()
@@ -321,7 +321,7 @@ UNKNOWN = (PackedLinear, KernelLinear, UnregisteredLinear, Grouped)
 
 
 @pytest.mark.parametrize("kinds", [pytest.param(FAST, id="some"), pytest.param(SLOW, id="others", marks=pytest.mark.slow)])
-def test_kinds_that_stay_whole_are_right_and_named(kinds: tuple[type[nn.Module], ...]) -> None:
+def test_modules_that_stay_whole_are_correct_and_named(kinds: tuple[type[nn.Module], ...]) -> None:
     for found in run_distributed(beside, 2, list(kinds), timeout=120):
         for name, told in found.items():
             expected = r"tensor_parallel: blocks\.0\.part\.one[\w.]* stays whole on every rank: .*\(\S+:\d+\)"
@@ -332,13 +332,13 @@ def test_kinds_that_stay_whole_are_right_and_named(kinds: tuple[type[nn.Module],
 def of_own_layers(rank: int, layers: list[type[nn.Module]]) -> dict[str, list[str]]:
     found = {}
     for layer in layers:
-        paths, told = left(rank, partial(Beside, partial(OwnLayers, layer)))
+        paths, told = split_part(rank, partial(Beside, partial(OwnLayers, layer)))
         assert paths == {"mlp.up", "mlp.down"}, layer
         found[layer.__name__] = told
     return found
 
 
-def test_layers_that_no_rule_knows_are_named() -> None:
+def test_layers_without_a_rule_are_named() -> None:
     for found in run_distributed(of_own_layers, 2, list(UNKNOWN), timeout=120):
         expected = r"tensor_parallel: blocks\.0\.part\.one stays whole on every rank: no rule splits its products \(\S+:\d+\)"
         for name, told in found.items():
@@ -354,10 +354,8 @@ def nothing(rank: int) -> str:
     return str(caught.value)
 
 
-def test_where_nothing_can_be_split_the_error_says_what_works() -> None:
+def test_an_error_without_any_split_names_a_remedy() -> None:
     first, second = run_distributed(nothing, 2)
     assert first == second
     assert "nothing of the Sequential can be split: the forward of a Calls assigns to its attribute 'calls'" in first
-    assert (
-        "layers are split where one makes values of which each rank can have a part until another one takes these in" in first
-    )
+    assert "layers are split in pairs, a column-parallel one whose sharded output reaches a row-parallel one" in first

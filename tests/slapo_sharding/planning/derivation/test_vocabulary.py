@@ -1,4 +1,4 @@
-"""Vocabularies of models that name neither their embedding nor their head: known by the graph, and split over the ranks."""
+"""Vocabularies of models that name neither embedding nor head: found in the graph and split over the ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """MLPs between words and their scores."""
+    """MLPs between an embedding and a head."""
 
     def __init__(self, tied: bool = False) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Tied(Net):
 
 
 class Codebooks(Net):
-    """Several tables and heads, as of models of sounds."""
+    """Several embeddings and heads, as in audio models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,21 +73,21 @@ class Codebooks(Net):
 
 
 class ReadWeight(Tied):
-    """Its head is the embedding's weight, which the forward reads."""
+    """Model that reads the weight of its embedding as its head."""
 
     def forward(self, ids: torch.Tensor) -> Any:
         return self.hidden(ids) @ self.words.weight.T, super().forward(ids)
 
 
 class Again(Net):
-    """Words of its own scores are looked up again, so that weights compute something from the head's result."""
+    """Model that embeds the ids of its own scores again, so that the head feeds other weights."""
 
     def forward(self, ids: torch.Tensor) -> Any:
         return self.blocks[0](self.head(self.hidden(ids)).softmax(-1) @ self.words.weight)
 
 
 class Labels(Net):
-    """No row for each word: labels are fewer than channels."""
+    """Model with fewer labels than channels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Labels(Net):
 
 
 class Handing(Block):
-    """Gives its hidden values to the next block."""
+    """Block that passes its hidden values to the next block."""
 
     def forward(self, x: torch.Tensor, before: Any = 0.0) -> Any:
         hidden = torch.relu(self.up(x)).view(*x.shape[:2], 4 * D) + before
@@ -106,7 +106,7 @@ class Handing(Block):
 
 
 class OneGraph(Net):
-    """Sharded values leave the blocks, so that the model runs from one graph, with the words as they were."""
+    """Model whose blocks return sharded values, so that it runs from one graph and its vocabulary stays whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ def _flat(outputs: Any) -> list[torch.Tensor]:
 
 
 def of_kinds(rank: int, kinds: list[type[nn.Module]], sequence_parallel: bool) -> dict[str, set[str]]:
-    """Compare outputs and three steps; return what is split beside the MLP."""
+    """Compare outputs and three steps; return the split layers beside the MLP."""
     found = {}
     for kind in kinds:
         expected, model = kind(), kind()
@@ -163,7 +163,7 @@ def of_kinds(rank: int, kinds: list[type[nn.Module]], sequence_parallel: bool) -
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_tables_and_heads_are_split_where_nothing_else_uses_their_weights(sequence_parallel: bool) -> None:
+def test_embeddings_and_heads_are_split_unless_their_weights_have_other_uses(sequence_parallel: bool) -> None:
     kinds = [*SPLIT] if not sequence_parallel else [Net, Tied]
     for found in run_distributed(of_kinds, 2, kinds, sequence_parallel, timeout=110):
         assert found == {kind.__name__: SPLIT[kind] for kind in kinds}

@@ -1,4 +1,4 @@
-"""Autograd functions of a model's own between layers: split where forward and backward work on parts, else left whole."""
+"""A model's own autograd functions between layers: split if forward and backward work on shards, else whole."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Mlp(nn.Module):
 
 
 class TwoMlps(nn.Module):
-    """One with a function, and one without, which is always split."""
+    """Two MLPs, of which one has an autograd function; the other is always split."""
 
     def __init__(self, function: type[torch.autograd.Function]) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class TwoMlps(nn.Module):
 
 
 def compared(rank: int, function: type[torch.autograd.Function]) -> tuple[bool, bool]:
-    """Compare outputs and gradients; return whether each MLP is split."""
+    """Compare outputs and gradients; return for each MLP if it is split."""
     torch.manual_seed(0)
     expected = TwoMlps(function)
     model = copy.deepcopy(expected)
@@ -117,12 +117,12 @@ def compared(rank: int, function: type[torch.autograd.Function]) -> tuple[bool, 
     ("function", "is_split"),
     [(Swish, True), (LearnedStep, True), (ClippedGradient, False), (ScaledByWidth, False), (SizedStep, False)],
 )
-def test_a_function_is_split_where_its_backward_works_on_parts(function: type[Any], is_split: bool) -> None:
+def test_layers_around_a_function_are_split_if_its_backward_works_on_shards(function: type[Any], is_split: bool) -> None:
     assert run_distributed(compared, 2, function) == [(is_split, True)] * 2
 
 
 class Gated(nn.Module):
-    """A factor of its own between sharded layers, in a module whose norm communicates."""
+    """Module with a factor of its own between sharded layers, and a norm that communicates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,12 +135,12 @@ class Gated(nn.Module):
 
 
 def compare_gradients(sch: Any, expected: nn.Module, x: torch.Tensor) -> None:
-    """Compare all gradients of one step of a schedule's model with those of the unmodified model."""
+    """Compare all gradients of one step with those of the unmodified model."""
     for each in (expected, sch.mod):
         each(x).square().mean().backward()
     found = sch.full_state("grad")
     for name, parameter in expected.named_parameters():
-        if parameter.grad is not None:  # the last bias of an energy moves no force
+        if parameter.grad is not None:  # the force does not depend on the last bias of the energy
             torch.testing.assert_close(found[name], parameter.grad, msg=lambda text, name=name: f"{name}: {text}")
         else:
             assert found[name] is None or not found[name].any()
@@ -157,7 +157,7 @@ def gradients_of_the_factor(rank: int) -> None:
     assert model[0].up.weight.shape[0] == 4 * WIDTH
 
 
-def test_a_modules_own_factor_beside_a_norm_over_all_of_its_width() -> None:
+def test_a_factor_beside_a_norm_over_the_sharded_width() -> None:
     run_distributed(gradients_of_the_factor, 2)
 
 
@@ -198,12 +198,12 @@ def split_with_a_force(rank: int, kind: type[nn.Module]) -> bool:
 
 
 @pytest.mark.parametrize("kind", [Force, WithForce])
-def test_the_parts_of_a_module_that_asks_for_gradients_are_split(kind: type[nn.Module]) -> None:
+def test_submodules_of_a_module_that_calls_autograd_grad_are_split(kind: type[nn.Module]) -> None:
     assert run_distributed(split_with_a_force, 2, kind) == [True, True]
 
 
 class Scaling(torch.autograd.Function):
-    """Scales its gradient by its length, or not."""
+    """Autograd function that scales its gradient by the length, or does not."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mixes: bool) -> torch.Tensor:
@@ -235,7 +235,7 @@ def sharded_by_hand(rank: int, mixes: bool) -> None:
     compare_gradients(sch, expected, torch.randn(3, WIDTH))
 
 
-def test_a_function_between_layers_that_are_sharded_by_hand() -> None:
+def test_a_function_between_layers_sharded_by_hand() -> None:
     run_distributed(sharded_by_hand, 2, False)
     with pytest.raises(
         Exception, match=r"Scaling needs all of it, or its backward all of the gradient, and each rank has a part"
@@ -244,7 +244,7 @@ def test_a_function_between_layers_that_are_sharded_by_hand() -> None:
 
 
 class Counting(torch.autograd.Function):
-    """Counts its calls, as what engines put around modules does."""
+    """Autograd function that counts its calls, like the hooks that engines install."""
 
     calls = 0
 
@@ -276,5 +276,5 @@ def with_hooks_of_an_engine(rank: int) -> None:
     assert Counting.calls == len(shapes)
 
 
-def test_functions_of_hooks_are_not_run_on_random_numbers() -> None:
+def test_autograd_functions_of_hooks_are_not_probed() -> None:
     run_distributed(with_hooks_of_an_engine, 2)

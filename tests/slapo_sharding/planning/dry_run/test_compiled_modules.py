@@ -1,4 +1,4 @@
-"""``tensor_parallel()`` of a model whose author has compiled some of its modules by ``module.compile()``."""
+"""``tensor_parallel()`` of a model with modules compiled by ``module.compile()``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Net(nn.Module):
 
 
 def _split(rank: int) -> list[str]:
-    """Compare a split model with the unmodified one; return the warnings, of which torch's compiler has its own."""
+    """Compare a split model with the unmodified one; return the warnings, without those of the compiler."""
     model, told = Net(), []
     unmodified = copy.deepcopy(model)
     ids, targets = torch.randint(10, (2, 2, 6), generator=torch.Generator().manual_seed(1))
@@ -64,5 +64,5 @@ def _split(rank: int) -> list[str]:
     return told
 
 
-def test_modules_that_their_author_compiled_are_split_without_a_warning() -> None:
+def test_compiled_modules_are_split_without_a_warning() -> None:
     assert run_distributed(_split, 2, timeout=100) == [[], []]

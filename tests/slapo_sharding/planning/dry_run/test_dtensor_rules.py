@@ -1,4 +1,4 @@
-"""What torch's rules say of an operation on sharded values is what ranks compute, each on its own part."""
+"""Layouts that DTensor's rules give for an operation equal those that ranks compute on their shards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALONG = (
     "softmax log_softmax cumsum cumprod logcumsumexp sum mean prod amax amin argmax argmin max min median mode sort argsort "
     "logsumexp std var unbind unsqueeze squeeze cummax cummin all any count_nonzero nansum"
 ).split()
-"""Methods whose one argument is a dimension."""
+"""Methods with a dimension as their only argument."""
 
 INDEX = torch.tensor([0, 1])
 OF_DIM: dict[str, Callable[[torch.Tensor, int], Any]] = {
@@ -96,7 +96,7 @@ def _tensors(value: Any) -> list[Any]:
 
 
 def _wrong(rank: int, sharded: int) -> tuple[list[str], int]:
-    """Operations that ranks do not compute as torch's rules say; and how many were compared."""
+    """Return the operations with wrong layouts, and the number of operations compared."""
     mesh, size = DeviceMesh.from_group(dist.group.WORLD, "cpu"), dist.get_world_size()
     whole = torch.randn(4, 4, 4, generator=torch.Generator().manual_seed(0))
     own, wrong, compared = whole.chunk(size, sharded)[rank].clone(), [], 0
@@ -119,7 +119,7 @@ def _wrong(rank: int, sharded: int) -> tuple[list[str], int]:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("sharded", [0, 1, 2])
-def test_ranks_compute_what_the_rules_say(sharded: int) -> None:
+def test_ranks_compute_the_layouts_of_the_rules(sharded: int) -> None:
     for wrong, compared in run_distributed(_wrong, 2, sharded):
         assert wrong == []
         assert compared > 70

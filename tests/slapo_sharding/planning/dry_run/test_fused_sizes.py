@@ -1,4 +1,4 @@
-"""Parts of a fused output, as views of it show them."""
+"""Sizes of the parts of a fused output, found in views of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slapo_tracing import trace_module
 
 
 class Viewed(nn.Module):
-    """A projection, and a view of what it gives."""
+    """Projection with a view of its output."""
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
@@ -27,10 +27,10 @@ class Viewed(nn.Module):
         ((2, 40, 3, 8), (8, 8, 8)),
         ((80, 3, 4, 2), (8, 8, 8)),  # batch and sequence as one
         ((2, 5, 8, 3, 2, 4), (8, 8, 8)),  # windows of the sequence
-        ((2, 1, 40, 24), ()),  # the output as one: what is at its place is a length, larger than it
+        ((2, 1, 40, 24), ()),  # no parts: the dimension at that index is the length
         ((2, 5, 8, 24), ()),
     ],
 )
-def test_parts_are_found_where_a_view_has_them(shape: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+def test_parts_are_found_as_dimensions_of_a_view(shape: tuple[int, ...], sizes: tuple[int, ...]) -> None:
     graph = trace_module(Viewed(*shape), (torch.randn(2, 40, 8),)).graph
     assert fused_sizes([node for node in graph.nodes if node.name == "linear"]) == sizes

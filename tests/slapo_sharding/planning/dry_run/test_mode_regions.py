@@ -1,4 +1,4 @@
-"""``tensor_parallel()`` of a model whose forward switches autocast or gradients: it is split, and the modes are kept."""
+"""``tensor_parallel()`` of a model whose forward switches autocast or gradients: it is split with its modes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTH, HEADS = 16, 4
 
 
 class Attention(nn.Module):
-    """Takes sizes from its input, so that the dry run finds an operation that does not fit before it finds the plan."""
+    """Attention that takes sizes from its input, so that the dry run fails once before the plan is found."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Attention(nn.Module):
 
 
 class Net(nn.Module):
-    """A model with a region around all of it, and with one that cannot be split inside of the region."""
+    """Model with a mode region around everything, and inside it a region that cannot be split."""
 
     def __init__(self, region: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Attention maps, losses and lengths that a forward leaves in attributes of modules that are split."""
+"""Attention maps, losses and lengths that a forward stores in attributes of split modules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tokens(batch: int, length: int) -> torch.Tensor:
 
 
 class Part(KeepsMap):
-    """An MLP behind the attention."""
+    """Attention that stores its map, and an MLP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,14 +33,14 @@ class Part(KeepsMap):
 
 
 class ReadsLength(Net):
-    """Scales by the length that a block has counted."""
+    """Model that scales by the length that a block has stored."""
 
     def forward(self, tokens):
         return super().forward(tokens) * self.blocks[0].part.last["tokens"]
 
 
 class ReadsMap(Net):
-    """Adds the entropies of the maps that its blocks have kept; asks for a value, so that it is no graph as a whole."""
+    """Model that adds the entropies of stored attention maps, with a data-dependent step, so that it is no graph as a whole."""
 
     def forward(self, tokens):
         out = super().forward(tokens)
@@ -50,7 +50,7 @@ class ReadsMap(Net):
 
 
 class LeavesLoss(Net):
-    """Returns its outputs alone, as llama2.c does."""
+    """Model that stores its loss and returns its outputs alone, as llama2.c does."""
 
     def forward(self, tokens):
         out = super().forward(tokens)
@@ -59,11 +59,11 @@ class LeavesLoss(Net):
 
 
 def run(rank: int, kind: type[Net]) -> tuple[list[str], bool]:
-    """Compare outputs, gradients and what is left behind; return what is told, and whether the attention is split."""
+    """Compare outputs, gradients and stored attributes; return the warnings, and if the attention is split."""
     torch.manual_seed(0)
     expected, model = kind(Part), kind(Part)
     model.load_state_dict(expected.state_dict())
-    model(tokens(2, 8))  # which leaves values with gradients in the attributes
+    model(tokens(2, 8))  # this stores values with gradients in the attributes
     sch = create_schedule(model, example_inputs=(tokens(2, 8),))
     with warnings_told() as told:
         sch.tensor_parallel()
@@ -92,7 +92,7 @@ def compare_attributes(rank: int, expected: nn.Module, model: nn.Module) -> None
 
 
 @pytest.mark.parametrize("kind", [LeavesLoss, ReadsLength, ReadsMap])
-def test_what_a_forward_leaves_in_attributes(kind: Any) -> None:
+def test_attributes_stored_by_a_forward(kind: Any) -> None:
     for told, is_split in run_distributed(run, 2, kind):
         parts = [message for message in told if "the attribute 'attn_map' of 'blocks.0.part' holds this rank's part" in message]
         assert (len(parts), is_split) == {LeavesLoss: (1, True), ReadsLength: (0, False), ReadsMap: (0, False)}[kind]

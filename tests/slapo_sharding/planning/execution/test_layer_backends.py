@@ -1,4 +1,4 @@
-"""``tensor_parallel(backend=...)``: layers that a plugin registers by ``slapo_layer_backends`` take the place of split ones."""
+"""``tensor_parallel(backend=...)``: layers registered by ``slapo_layer_backends`` replace split ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLAN = {"0": "colwise", "2": "rowwise", "3": "rowwise_split_input"}
 
 
 class Own(nn.Module):
-    """A stranger's layer, which sums what it has to sum."""
+    """Layer of another plugin that runs its own collectives."""
 
     def __init__(self, module: nn.Linear, kind: str, spec: ShardSpec, sums_gradient: bool) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def _replaced(rank: int) -> None:
 
 
 @pytest.mark.multiproc
-def test_layers_of_a_stranger_take_the_place_of_those_this_step_splits():
+def test_layers_of_a_backend_replace_those_this_step_splits():
     run_distributed(_replaced, 2)
 
 
@@ -109,7 +109,7 @@ def _refused(rank: int) -> list[str]:
 
 
 @pytest.mark.multiproc
-def test_a_backend_without_the_layers_and_one_that_fails_change_nothing():
+def test_a_backend_that_fails_or_has_no_layers_changes_nothing():
     none = "has no layer for any that is split: *: it is none that I like; leave out backend"
     expected = [
         f"tensor_parallel(''): backend 'strange' {none}",
@@ -135,7 +135,7 @@ def test_a_backend_without_the_layers_and_one_that_fails_change_nothing():
         ({"all": [own_layer]}, "own", r"slapo_layer_backends of .*stranger.* returned \[.*\]; return \{name: backend\}"),
     ],
 )
-def test_a_backend_that_is_not_there(backends, name, message):
+def test_an_unknown_backend(backends, name, message):
     model = _mlp()
     with pytest.raises((ScheduleError, PluginError), match=message):
         create_schedule(model, plugins=_registry(**backends)).tensor_parallel(PLAN, backend=name)

@@ -1,4 +1,4 @@
-"""Layers that a model chooses from by name: those that the example inputs did not run are split as the one that they did."""
+"""Layers that a model selects by name: those that the example inputs did not run are split like the one that ran."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RANKS = {"first": 4, "second": 2, "narrow": 4}
 
 
 class Adapted(nn.Module):
-    """A layer with thin layers beside it, of which one pair is used."""
+    """Layer with pairs of low-rank layers beside it, of which one is used."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = Adapted(8, 16), Adapted(16, 8)
-        self.down.a["narrow"] = nn.Linear(15, 4, bias=False)  # none of this one's width
+        self.down.a["narrow"] = nn.Linear(15, 4, bias=False)  # its width differs from the others'
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(F.gelu(self.up(x)))
@@ -60,7 +60,7 @@ def _choices(rank: int) -> tuple[set[str], list[str]]:
     return split, forks
 
 
-def test_layers_beside_one_that_ran_are_split_as_it_is() -> None:
+def test_unused_entries_are_split_like_the_one_that_ran() -> None:
     for split, forks in run_distributed(_choices, 2):
         assert split >= {f"{layer}.{name}" for layer in ("up.b", "down.a") for name in ("first", "second")}
         assert not split & {"down.a.narrow", *(f"{layer}.{name}" for layer in ("up.a", "down.b") for name in _RANKS)}

@@ -1,4 +1,4 @@
-"""What a model is asked for at a call, and would return as this rank's part: refused, whatever the form of the output."""
+"""Optional outputs that would be shards are refused, whatever the form of the output."""
 
 from __future__ import annotations
 
@@ -20,12 +20,8 @@ pytestmark = pytest.mark.multiproc
 
 IDS = torch.arange(16).view(2, 8)
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 32}
-HIDDEN_STATES = (
-    "tensor_parallel(''): the hidden_states that the model is asked for are this rank's parts of the sequence; leave"
-)
-ATTENTIONS = (
-    "tensor_parallel(''): the attentions that the model is asked for are this rank's heads; leave out output_attentions"
-)
+HIDDEN_STATES = "tensor_parallel(''): the hidden_states requested from the model are this rank's parts of the sequence; leave"
+ATTENTIONS = "tensor_parallel(''): the attentions requested from the model are this rank's heads; leave out output_attentions"
 
 
 def _llama() -> nn.Module:
@@ -43,7 +39,7 @@ def _t5() -> nn.Module:
 
 
 class Lists(nn.Module):
-    """Returns lists of its own, whatever it is asked for."""
+    """Model that returns lists in any case."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,8 +79,13 @@ ASKED: list[tuple[str, str, dict[str, Any], list[tuple[str, str]]]] = [
     ("llama", "published", INPUTS, [("output_attentions", ATTENTIONS)]),
     ("llama", "given", INPUTS, [("output_attentions", ATTENTIONS)]),
     ("bert", "published", INPUTS, [("output_attentions", ATTENTIONS)]),
-    ("t5", "published", BOTH, [("output_attentions", "encoder_attentions and decoder_attentions and cross_attentions that")]),
-    ("t5", "sequence", BOTH, [("output_hidden_states", "encoder_hidden_states and decoder_hidden_states that")]),
+    (
+        "t5",
+        "published",
+        BOTH,
+        [("output_attentions", "encoder_attentions and decoder_attentions and cross_attentions requested")],
+    ),
+    ("t5", "sequence", BOTH, [("output_hidden_states", "encoder_hidden_states and decoder_hidden_states requested")]),
 ]
 
 
@@ -96,13 +97,13 @@ def _refused(rank: int) -> list[tuple[str, str]]:
             for given in ({option: True}, {option: True, "return_dict": False}):
                 with pytest.raises(ScheduleError) as caught:
                     model(**inputs, **given)
-                of_tuple = "return_dict" in given and kind == "t5"  # where nothing has a name
+                of_tuple = "return_dict" in given and kind == "t5"  # a tuple has no names
                 messages.append((option if of_tuple else message, str(caught.value)))
     return messages
 
 
 @pytest.mark.slow
-def test_parts_are_refused_under_their_names_and_in_tuples() -> None:
+def test_shards_are_refused_by_name_and_in_tuples() -> None:
     for pairs in run_distributed(_refused, 2, timeout=100):
         assert [(wanted, message) for wanted, message in pairs if wanted not in message] == []
 
@@ -121,7 +122,7 @@ def _in_config(rank: int) -> list[str]:
     return messages
 
 
-def test_what_the_config_asks_for_is_asked_for() -> None:
+def test_options_in_the_config_count() -> None:
     for messages in run_distributed(_in_config, 2):
         expected = [HIDDEN_STATES, HIDDEN_STATES, ATTENTIONS, ATTENTIONS]
         assert [message.startswith(start) for message, start in zip(messages, expected, strict=True)] == [True] * 4
@@ -137,7 +138,7 @@ def _by_position(rank: int) -> str:
 
 
 class Positions(nn.Module):
-    """Takes what is asked for by position and returns a tuple."""
+    """Model with a positional option that returns a tuple."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +148,7 @@ class Positions(nn.Module):
         return self.model(ids, output_hidden_states=output_hidden_states, return_dict=False)
 
 
-def test_what_is_asked_for_by_position_is_asked_for() -> None:
+def test_positional_options_count() -> None:
     for message in run_distributed(_by_position, 2):
         assert message.startswith(HIDDEN_STATES)
 
@@ -166,5 +167,5 @@ def _whole(rank: int) -> None:
     assert x is same
 
 
-def test_what_is_whole_is_returned() -> None:
+def test_whole_outputs_are_returned() -> None:
     run_distributed(_whole, 2)

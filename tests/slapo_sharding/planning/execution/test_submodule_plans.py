@@ -1,4 +1,4 @@
-"""Models whose own forwards, or those of some modules, cannot be graphs: the parts inside are split, each for itself."""
+"""Models that cannot be graphs, as a whole or in some modules: their submodules are split one by one."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Model(nn.Module):
 
 
 class Logging(Model):
-    """Keeps losses as numbers, and its last logits."""
+    """Model that stores losses as Python numbers, and its last logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Logging(Model):
 
 
 class Matching(Model):
-    """Weights its loss by what NumPy finds in the logits, as a Hungarian matching does."""
+    """Model that weights its loss by a NumPy result of the logits, as a Hungarian matching does."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         logits = self.logits(tokens)
@@ -72,7 +72,7 @@ class Matching(Model):
 
 
 class Exits(Model):
-    """Stops at a block that is good enough."""
+    """Model that stops at a block that is good enough."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x, losses = self.embedding(tokens), []
@@ -95,13 +95,13 @@ class Measuring(Block):
 
 
 class MeasuringModel(Model):
-    """Each block keeps a number of what it is given."""
+    """Model whose blocks store a statistic of their inputs."""
 
     block = Measuring
 
 
 class Experts(nn.Module):
-    """Leaves its balance loss where the model finds it."""
+    """Experts that store their balance loss for the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class ExpertBlock(Block):
 
 
 class Balanced(Model):
-    """Adds up the balance losses that its blocks have left."""
+    """Model that adds the balance losses stored by its blocks."""
 
     block = ExpertBlock
 
@@ -132,11 +132,11 @@ class Balanced(Model):
 
 KINDS = {kind.__name__: kind for kind in (Logging, Matching, Exits, MeasuringModel, Balanced)}
 PLANNED = ("MeasuringModel", "Balanced")
-"""Those that have a plan as a whole, apart from blocks in it."""
+"""Models with a plan as a whole, apart from blocks in them."""
 
 
 def trains(rank: int, kinds: list[str]) -> dict[str, Any]:
-    """Compare three steps; return what stays whole of the blocks, and what is said."""
+    """Compare three steps; return the layers of the blocks that stay whole, and the warnings."""
     found = {}
     for kind in kinds:
         torch.manual_seed(0)
@@ -160,18 +160,16 @@ def trains(rank: int, kinds: list[str]) -> dict[str, Any]:
     return found
 
 
-def test_parts_of_what_cannot_be_a_graph_are_split() -> None:
+def test_submodules_of_models_that_cannot_be_graphs_are_split() -> None:
     for found in run_distributed(trains, 2, [*KINDS], timeout=110):
         for kind, (whole, told) in found.items():
             assert whole == (["0.mlp.gate", "1.mlp.gate"] if kind == "Balanced" else []), kind
-            expected = (
-                f"tensor_parallel: the parts of {kind} are split each for themselves, as there is no plan for all of it: "
-            )
+            expected = f"tensor_parallel: the submodules of {kind} are split one by one, as there is no plan for the whole: "
             assert [each.startswith(expected) for each in told] == [True] * (kind not in PLANNED), told
 
 
 class Alone(nn.Module):
-    """A module in no list that keeps a number, with layers that make no pair."""
+    """Unrepeated module that stores a number, with layers that make no pair."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +201,7 @@ def alone(rank: int) -> list[str]:
     return list(told)
 
 
-def test_a_module_in_no_list_is_named_too() -> None:
+def test_an_unrepeated_module_is_named_too() -> None:
     start = "tensor_parallel: alone stays whole on every rank: "
     for told in run_distributed(alone, 2):
         assert [each.startswith(start) and "asks for the values of a tensor" in each for each in told] == [True], told

@@ -1,4 +1,4 @@
-"""Modules, parameters and buffers that are called like something every traced module has."""
+"""Modules, parameters and buffers with names that every traced module uses."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def _named(rank: int) -> list[str]:
     return messages
 
 
-def test_a_name_that_a_traced_module_has_is_refused_by_name() -> None:
-    start = "tensor_parallel(''): the Named calls a part of it"
-    end = "as every traced module calls something of its own; rename it, or give plan="
+def test_reserved_names_are_refused_by_name() -> None:
+    start = "tensor_parallel(''): the Named has a part with the name"
+    end = "which every traced module uses itself; rename it, or give plan="
     names = ("graph", "code", "meta", "recompile", "graph", "meta")
     assert run_distributed(_named, 2) == [[f"{start} {name!r}, {end}" for name in names]] * 2

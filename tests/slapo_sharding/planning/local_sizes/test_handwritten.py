@@ -1,4 +1,4 @@
-"""Modules that people write by hand: split without a plan, right for every shape, in every mode and by every engine's ways."""
+"""Handwritten modules are split without a plan and correct for every shape, mode and engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FAST = ("SplitByWidth", "IndexedQkv", "GroupedByExpand", "EinopsFused", "Relativ
 FAST += ("FusedLinear", "LayerThenParameter", "StandardOverHeads", "OneKeyRepeated", "ListOfHeads", "ChunkedHeads")
 FAST += ("FusedOneKey", "FusedHeads", "SplitterTwice", "CachedMask", "KeepsMap", "LengthFirstHeads")
 FAST += ("ScoresInFloat32",)
-"""One for each way in which a graph is changed, and one that needs none."""
+"""One module for each way in which a graph is changed, and one with an unchanged graph."""
 
 
 def net(kind: Callable[[], nn.Module] | str) -> Net:
@@ -45,13 +45,13 @@ def split(model: nn.Module, **options: Any) -> Any:
 
 
 def compare(kind: str) -> float:
-    """Compare outputs and all gradients in three calls; return the share of the part's numbers that this rank holds."""
+    """Compare outputs and gradients in three calls; return the share of parameters that this rank holds."""
     expected, model = net(kind), net(kind)
     sch = split(model)
     build(sch)
     for number, shape in enumerate(SHAPES):
         given = tokens(*shape, seed=number)
-        with torch.no_grad():  # what runs without gradients first is no graph for a call with them
+        with torch.no_grad():  # a graph traced without gradients must not serve a call with them
             model(given)
         for each in (expected, model):
             each.zero_grad()
@@ -71,15 +71,15 @@ def shares(rank: int, kinds: tuple[str, ...]) -> dict[str, float]:
 
 
 class Unbiased(SPLIT["Temperature"]):  # type: ignore[misc]
-    """A parameter of the module's own meets what layers without biases give."""
+    """Module with a parameter that meets the output of layers without biases."""
 
     def __init__(self) -> None:
         super().__init__()
         self.q.bias = self.k.bias = self.v.bias = None
 
 
-def halves(rank: int, kind: Callable[[], nn.Module] | str, casts: bool) -> None:
-    """Compare outputs and all gradients in bfloat16, by autocast or by a cast of the split model."""
+def compare_in_bfloat16(rank: int, kind: Callable[[], nn.Module] | str, casts: bool) -> None:
+    """Compare outputs and gradients in bfloat16, by autocast or a cast of the split model."""
     expected, model = net(kind), net(kind)
     sch = split(model)
     build(sch)
@@ -104,7 +104,7 @@ SLOW_HALVES = ("RotaryHalves", "FusedOneKey", "LongConvolution", "StandardOverHe
     [(Unbiased, False), (Unbiased, True), *(pytest.param(each, False, marks=pytest.mark.slow) for each in SLOW_HALVES)],
 )
 def test_half_precision(kind: Callable[[], nn.Module] | str, casts: bool) -> None:
-    run_distributed(halves, 2, kind, casts, timeout=100)
+    run_distributed(compare_in_bfloat16, 2, kind, casts, timeout=100)
 
 
 def thirds() -> list[Any]:
@@ -115,7 +115,7 @@ def thirds() -> list[Any]:
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kinds", [pytest.param(FAST, id="one of each"), *thirds()])
 @pytest.mark.timeout(400)
-def test_modules_are_split_and_right_for_every_shape(kinds: tuple[str, ...], ranks: int) -> None:
+def test_modules_are_split_and_correct_for_every_shape(kinds: tuple[str, ...], ranks: int) -> None:
     for found in run_distributed(shares, ranks, kinds, timeout=360):
         assert {kind: share for kind, share in found.items() if share > 0.5 / ranks + 0.5} == {}
 
@@ -186,7 +186,7 @@ def engine_run(rank: int, kind: str, layout: tuple[int, int, int], sequence_para
         pytest.param("Temperature", (2, 1, 2), False, True, marks=pytest.mark.slow),
     ],
 )
-def test_they_train(kind: str, layout: tuple[int, int, int], sequence_parallel: bool, checkpoint: bool) -> None:
+def test_modules_train_on_engines(kind: str, layout: tuple[int, int, int], sequence_parallel: bool, checkpoint: bool) -> None:
     ranks = layout[0] * layout[1] * layout[2]
     run_distributed(engine_run, ranks, kind, layout, sequence_parallel, checkpoint, timeout=100)
 
@@ -222,12 +222,12 @@ def changes(rank: int) -> None:
     torch.testing.assert_close(model(tokens(1, 5)), expected(tokens(1, 5)), atol=1e-5, rtol=1e-4)
 
 
-def test_a_module_stays_what_it_is() -> None:
+def test_attributes_and_class_of_a_module_are_kept() -> None:
     run_distributed(changes, 2)
 
 
 def traces(rank: int) -> list[int]:
-    """Return how many graphs are made in calls of several shapes, of two identical blocks."""
+    """Return the number of graphs traced in calls of two identical blocks with several shapes."""
     model, expected = net("SplitByWidth"), net("SplitByWidth")
     build(split(model))
     made, trace = [], LocalForward._trace
@@ -245,11 +245,11 @@ def traces(rank: int) -> list[int]:
 def test_identical_modules_share_their_graphs() -> None:
     first, *others, last = run_distributed(traces, 2)[0]
     assert [number - first for number in others] == [1, 1, 2, 2]
-    assert last - first == 3  # an attribute is another one in one of them
+    assert last - first == 3  # one of them has another attribute value
 
 
 class Dropping(SPLIT["SplitByWidth"]):  # type: ignore[misc]
-    """Drops attention weights by a module or by a function, and results of the projection."""
+    """Attention with dropout of its weights, by a module or a function, and of its outputs."""
 
     def __init__(self, by_module: bool) -> None:
         super().__init__()
@@ -264,7 +264,7 @@ class Dropping(SPLIT["SplitByWidth"]):  # type: ignore[misc]
 
 
 class Core(nn.Module):
-    """Drops attention weights in a module of its own, which is given parts of the heads."""
+    """Module that drops attention weights, with shards of the heads as inputs."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return F.dropout((q @ k.mT).softmax(-1), 0.5, self.training) @ v
@@ -285,11 +285,11 @@ DROPPING = {"module": partial(Dropping, True), "function": partial(Dropping, Fal
 
 
 def drops(rank: int, kind: str) -> tuple[list[bool], list[bool]]:
-    """Return what is kept of the attention weights, which a rank has of its heads, and of the results."""
+    """Return the kept attention weights of the rank's heads, and the kept outputs."""
     model = net(DROPPING[kind])
     part = model.blocks[0].part
     with torch.no_grad():
-        part.c_attn.weight.zero_()  # all weights are alike, and all values one
+        part.c_attn.weight.zero_()  # all attention weights are equal, and all values are one
         part.c_attn.bias.copy_(torch.ones(96))
         part.c_proj.weight.copy_(torch.eye(32))
     build(split(model))
@@ -304,7 +304,7 @@ def drops(rank: int, kind: str) -> tuple[list[bool], list[bool]]:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", DROPPING)
-def test_dropped_weights_differ_between_ranks_and_results_do_not(kind: str) -> None:
+def test_dropout_masks_differ_for_weights_and_agree_for_outputs(kind: str) -> None:
     (first, results), (second, others) = run_distributed(drops, 2, kind)
     assert first != second
     assert results == others
@@ -333,7 +333,7 @@ class DroppingHeads(nn.Module):
 
 
 def drops_in_branches(rank: int, by_module: bool) -> tuple[list[float], torch.Tensor, float]:
-    """Return what this rank's heads give where all heads are alike, the results, and the next random number."""
+    """Return the outputs of this rank's equal heads, the results, and the next random number."""
     model = net(partial(DroppingHeads, by_module))
     part = model.blocks[0].part
     with torch.no_grad():
@@ -350,7 +350,7 @@ def drops_in_branches(rank: int, by_module: bool) -> tuple[list[float], torch.Te
 
 
 @pytest.mark.parametrize("by_module", [True, False])
-def test_dropped_weights_of_branches_differ_between_ranks(by_module: bool) -> None:
+def test_dropout_masks_of_branches_differ_between_ranks(by_module: bool) -> None:
     (first, results, number), (second, others, same) = run_distributed(drops_in_branches, 2, by_module)
     assert len(first) == 2 * 2 * 8  # of two heads
     assert first != second
@@ -359,7 +359,7 @@ def test_dropped_weights_of_branches_differ_between_ranks(by_module: bool) -> No
 
 
 class Behind(nn.Module):
-    """Attention that counts the width of what a layer before it gives."""
+    """Attention that takes its width from the output of a layer before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -377,7 +377,7 @@ def behind_a_layer(rank: int) -> set[str]:
     return {name for name, each in model.blocks[0].named_parameters() if each.shape != whole[f"blocks.0.{name}"].shape}
 
 
-def test_a_layer_gives_way_to_the_attention_that_counts_its_width() -> None:
+def test_a_layer_stays_whole_for_the_attention_that_uses_its_width() -> None:
     assert (
         run_distributed(behind_a_layer, 2)
         == [{f"part.attn.{name}" for name in ("c_attn.weight", "c_attn.bias", "c_proj.weight")}] * 2
@@ -385,7 +385,7 @@ def test_a_layer_gives_way_to_the_attention_that_counts_its_width() -> None:
 
 
 class Branching(SPLIT["SplitByWidth"]):  # type: ignore[misc]
-    """Does something else for some values."""
+    """Attention with a data-dependent branch."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[1] > 8 and x.sum() > 0:

@@ -1,4 +1,4 @@
-"""Modules that take sizes from whole values, sharded by hand or by a plan of one's own: a sentence says what works instead."""
+"""Handwritten modules sharded by ``shard`` or by a given plan: the plan is correct, or an error names the remedy."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ ROWS = {
 
 
 ONE_LAYER = {"ParameterHeads", "TextConvolutions"}
-"""Lists of branches without layers, before one that a plan may split."""
+"""Lists of branches without layers, before a list that a plan may split."""
 
 
 def layers(kind: str) -> tuple[list[str], list[str]]:
-    """Return the paths of the layers of a part that are split along their outputs and along their inputs."""
+    """Return the paths of the column-parallel and of the row-parallel layers of a module."""
     part = net(kind).blocks[0].part
     paths = [path for path, module in part.named_modules() if isinstance(module, nn.Linear) and path != "pair"]
     rows = [path for path in paths if path.rpartition(".")[2] in ROWS]
@@ -64,8 +64,8 @@ def by_shard(sch: Any, columns: list[str], rows: list[str]) -> None:
             sch[f"blocks.{block}.part.{path}"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
 
 
-def sentences(rank: int, kinds: list[str], way: Any) -> dict[str, str]:
-    """Return the sentences that kinds end in; the outputs and gradients of the others are the unmodified module's."""
+def messages_by_kind(rank: int, kinds: list[str], way: Any) -> dict[str, str]:
+    """Return the error messages by kind; kinds without one have the outputs and gradients of the unmodified module."""
     found = {}
     for kind in kinds:
         expected, model = net(kind), net(kind)
@@ -89,9 +89,9 @@ NAMED = re.compile(
 )
 
 
-def test_shards_by_hand_end_in_a_sentence() -> None:
+def test_shards_by_hand_are_refused_with_a_remedy() -> None:
     kinds = [kind for kind in SPLIT if kind not in ONE_LAYER]
-    first, second = run_distributed(sentences, 2, kinds, by_shard, timeout=100)
+    first, second = run_distributed(messages_by_kind, 2, kinds, by_shard, timeout=100)
     assert first == second
     assert [message for message in first.values() if not NAMED.search(message)] == []
     assert len(first) > 35
@@ -100,14 +100,14 @@ def test_shards_by_hand_end_in_a_sentence() -> None:
 ONE_KEY = {"OneKey", "OneKeyEach", "OneKeyEinsum", "OneKeyRepeated"}
 LISTS = {kind.__name__ for kind in BRANCHES} - ONE_LAYER
 OTHERWISE = {"Einops", "BiasOfPairs", "BatchedExperts", "SelectiveScan", "WeightRead", *ONE_KEY, *LISTS}
-"""Kinds whose plans here split a layer that stays whole or along the wrong dimension, or leave one out that has to be split."""
+"""Kinds whose plan here splits a layer along a wrong dimension, splits one that must be whole, or leaves one out."""
 
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_plan_is_right_where_the_forward_shows_it_and_ends_in_a_sentence_elsewhere(every: int) -> None:
+def test_a_given_plan_is_correct_or_refused_with_a_remedy(every: int) -> None:
     kinds = [kind for kind in SPLIT if any(layers(kind)) and kind not in ONE_LAYER][::every]
-    first, second = run_distributed(sentences, 2, kinds, with_plan, timeout=160)
+    first, second = run_distributed(messages_by_kind, 2, kinds, with_plan, timeout=160)
     assert first == second
     assert first.keys() == OTHERWISE & set(kinds)
     assert first
@@ -121,7 +121,7 @@ def unpacks(rank: int) -> None:
     sch.mod(tokens(2, 8))
 
 
-def test_an_error_of_python_names_the_layer_and_what_works() -> None:
+def test_an_error_of_python_names_the_layer_and_a_remedy() -> None:
     expected = (
         r"SplitByWidth 'blocks.0.part': it fails at \S+handwritten_projections.py:\d+, ValueError: not enough values to unpack "
         r"\(expected 3, got 2\), where each rank has a part of the output of 'blocks.0.part.c_attn'; tensor_parallel\(\) "
@@ -150,5 +150,5 @@ def wrong_call(rank: int) -> None:
         Refusing()(tokens(2, 8))
 
 
-def test_an_error_before_any_layer_ran_is_the_models_own() -> None:
+def test_an_error_before_the_first_layer_is_unchanged() -> None:
     run_distributed(wrong_call, 2)

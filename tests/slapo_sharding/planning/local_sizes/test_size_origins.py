@@ -1,4 +1,4 @@
-"""Origins of a traced model's sizes, and how much search they save."""
+"""Origins of a traced model's sizes, and the search that they save."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import slapo_training.plugin
 from slapo_core import Registry, create_schedule
 from slapo_sharding import plugin
 from slapo_sharding.planning.derivation import flat_graphs
-from slapo_sharding.planning.local_sizes.size_origins import Counted, forget, may_be, remembered
+from slapo_sharding.planning.local_sizes.size_origins import SizeWithOrigin, can_become, record_origins, strip_origins
 from slapo_testing import run_distributed
 from slapo_tracing import trace
 from tests.slapo_sharding.split_families import family
@@ -25,7 +25,7 @@ class Config:
 
 
 class Attention(nn.Module):
-    """Computes sizes from attributes, of its own and its config's, and from shapes."""
+    """Attention with sizes from its own attributes, from its config, and from shapes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,41 +39,41 @@ class Attention(nn.Module):
 
 
 def _nodes(model: nn.Module) -> list[fx.Node]:
-    with remembered(model, 2):
+    with record_origins(model, 2):
         graph = trace(model, flatten=True, example_inputs=(torch.randn(2, 3, 64),), symbolic=False).graph
-    forget(graph)
+    strip_origins(graph)
     return [node for node in graph.nodes if node.op.startswith("call")]
 
 
-def test_a_size_is_what_its_attributes_make_it():
+def test_a_size_follows_its_attributes():
     model = Attention()
     first, second, _, view = _nodes(model)
     heads, width = {(id(model.config), "heads"): 2}, {(id(model), "width"): 4}
-    assert may_be(first, 32, 16, heads)
-    assert may_be(first, 32, 16, width)
-    assert not may_be(first, 32, 16, {})
-    assert not may_be(first, 32, 16, {**heads, **width})
-    assert may_be(second, 48, 24, width)
-    assert not may_be(second, 48, 20, heads)
-    assert may_be(second, 48, 24, heads), "the 2 in the code might be a length that is split too"
-    assert may_be(view, 12, 6, heads)
+    assert can_become(first, 32, 16, heads)
+    assert can_become(first, 32, 16, width)
+    assert not can_become(first, 32, 16, {})
+    assert not can_become(first, 32, 16, {**heads, **width})
+    assert can_become(second, 48, 24, width)
+    assert not can_become(second, 48, 20, heads)
+    assert can_become(second, 48, 24, heads), "the 2 in the code might be a length that is split too"
+    assert can_become(view, 12, 6, heads)
 
 
-def test_an_attribute_that_was_set_since_counts_as_it_is():
+def test_attributes_not_given_have_their_present_values():
     model = Attention()
     first = _nodes(model)[0]
     model.width = 4
-    assert may_be(first, 32, 16, {})
-    assert not may_be(first, 32, 16, {(id(model.config), "heads"): 2})
+    assert can_become(first, 32, 16, {})
+    assert not can_become(first, 32, 16, {(id(model.config), "heads"): 2})
 
 
-def test_a_size_that_is_given_as_it_is_may_be_anything():
+def test_a_size_without_an_origin_can_become_anything():
     model = Attention()
     view = _nodes(model)[-1]
-    assert may_be(view, 2, 1, {})
+    assert can_become(view, 2, 1, {})
 
 
-def test_graph_and_model_have_plain_numbers_again():
+def test_graph_and_model_get_plain_integers_back():
     model = Attention()
     given: list[object] = []
     for node in _nodes(model):
@@ -84,9 +84,9 @@ def test_graph_and_model_have_plain_numbers_again():
     assert model.flag is True
 
 
-def test_attributes_are_put_back_when_the_trace_fails():
+def test_attributes_are_restored_after_a_failed_trace():
     model = Attention()
-    with pytest.raises(ZeroDivisionError), remembered(model, 2):
+    with pytest.raises(ZeroDivisionError), record_origins(model, 2):
         assert model.width // 0
     assert type(model.width) is int
 
@@ -94,8 +94,8 @@ def test_attributes_are_put_back_when_the_trace_fails():
 OPERATIONS = [operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod]
 
 
-def _half(value: int) -> Counted:
-    return Counted(value, 2, lambda values: {value // 2 if values else value})
+def _half(value: int) -> SizeWithOrigin:
+    return SizeWithOrigin(value, 2, lambda values: {value // 2 if values else value})
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -105,19 +105,19 @@ def test_arithmetic_from_both_sides(operation):
         (operation(65, _half(12)), operation(65, 12), operation(65, 6)),
         (operation(_half(12), _half(4)), operation(12, 4), operation(6, 2)),
     ):
-        assert type(made) is Counted
+        assert type(made) is SizeWithOrigin
         assert made == whole
-        assert made.where({(0, "one"): 1}) == {part}
+        assert made.possible_values({(0, "one"): 1}) == {part}
 
 
-def test_numbers_that_may_be_lengths_of_shards_and_others():
-    assert (_half(12) * 4).where({(0, "one"): 1}) == {24, 12}
-    assert (3 // _half(2) % (_half(2) - 1)).where({(0, "one"): 1}) == set(), "nothing can be divided by zero"
+def test_numbers_that_may_be_whole_or_local_sizes():
+    assert (_half(12) * 4).possible_values({(0, "one"): 1}) == {24, 12}
+    assert (3 // _half(2) % (_half(2) - 1)).possible_values({(0, "one"): 1}) == set(), "nothing can be divided by zero"
     assert type(_half(12) * 0.5) is float
 
 
 class Sums(nn.Module):
-    """More terms than anybody would follow."""
+    """Module with a size of more terms than are followed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,14 +130,14 @@ class Sums(nn.Module):
         return x[..., :size]
 
 
-def test_long_sums_may_be_anything():
+def test_long_sums_can_become_anything():
     (node,) = _nodes(Sums())
-    assert may_be(node, 32, 16, {})
-    assert not _half(32).where({}) & {16}
+    assert can_become(node, 32, 16, {})
+    assert not _half(32).possible_values({}) & {16}
 
 
 def _traces(rank: int, name: str) -> int:
-    """Count the traces of the model; both attributes that have to turn local are found in the first attempt."""
+    """Count the traces of the model; the first attempt finds both attributes to make local."""
     model, batch = family(name)
     count, traced = 0, flat_graphs.trace
 

@@ -1,4 +1,4 @@
-"""``tensor_parallel(sequence_parallel=True)``: the numbers of the unmodified model, with the sequence split between layers."""
+"""Split sequences: ``tensor_parallel(sequence_parallel=True)`` equals the unmodified model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BATCH, LENGTH, WIDTH = 3, 8, 16
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each with a norm before and a dropout behind."""
+    """Attention and an MLP, each between a norm and a dropout."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def test_the_steps_are_those_of_megatron(ranks: int, is_sequential: bool) -> Non
 
 
 class Flat(nn.Module):
-    """A layer that flattens its values to tokens, for its MLP or for its attention too."""
+    """Layer that flattens its values to tokens, for its MLP alone or for its attention too."""
 
     def __init__(self, attends: bool) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ def _flat(rank: int, attends: bool) -> None:
     assert_equivalent(before, model, token_ids())
 
 
-def test_flattened_tokens_of_one_example_are_taken_for_those_of_many() -> None:
+def test_flattened_tokens_of_one_example_serve_larger_batches() -> None:
     run_distributed(_flat, 2, False)
     with pytest.raises(DistributedError, match="merged with another dimension"):
         run_distributed(_flat, 2, True)
@@ -147,7 +147,7 @@ def _shared(rank: int) -> None:
     assert not any(parameter.requires_grad for parameter in model.norm.parameters())
 
 
-def test_norms_that_are_tied_shared_or_frozen() -> None:
+def test_tied_shared_and_frozen_norms_are_correct() -> None:
     run_distributed(_shared, 2)
 
 
@@ -167,7 +167,7 @@ def _images(rank: int) -> list[str]:
     return [str(child) for child in step.children if "gather" in str(child) or "scatter" in str(child)]
 
 
-def test_an_image_whose_patches_divide() -> None:
+def test_an_image_with_divisible_patches_is_split() -> None:
     assert sum("reduce_scatter" in step for step in run_distributed(_images, 2)[0]) == 8
 
 
@@ -201,12 +201,12 @@ def _memory(rank: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_rank_saves_its_part_of_norms_dropouts_and_inputs(ranks: int) -> None:
+def test_a_rank_saves_its_shard_of_norms_dropouts_and_inputs(ranks: int) -> None:
     positions = BATCH * LENGTH
     value, statistics = 4 * positions * WIDTH, 2 * 4 * positions
     norms = 5 * (value + statistics)
-    masks = 4 * value  # on a CPU a dropout keeps what it multiplies with
-    gathered = 4 * value  # what attention and MLP are given
+    masks = 4 * value  # on a CPU, dropout saves its multiplier
+    gathered = 4 * value  # inputs of attention and MLP
     for whole, part in run_distributed(_memory, ranks):
         assert whole - part == (norms + masks + gathered) * (ranks - 1) // ranks
 
@@ -233,7 +233,7 @@ def _masks(rank: int) -> tuple[list[float], list[list[bool]]]:
     return losses, dropped[:3]
 
 
-def test_parts_of_the_sequence_draw_masks_of_their_own_and_runs_repeat() -> None:
+def test_sequence_shards_have_different_masks_and_runs_repeat() -> None:
     (one, first), (other, second) = run_distributed(_masks, 2)
     assert one[0] == one[1] == other[0] == other[1]
     assert [left == right for left, right in zip(first, second, strict=True)] == [True, False, False]
@@ -241,7 +241,7 @@ def test_parts_of_the_sequence_draw_masks_of_their_own_and_runs_repeat() -> None
 
 
 def _called_before_and_behind(rank: int) -> list[float]:
-    """T5's stacks have one dropout for what enters the layers and for what leaves them."""
+    """Test the stacks of T5, which use one dropout for inputs and for outputs of the layers."""
     model, batch = FAMILIES["t5"].model(dropout=0.5), {**FAMILIES["t5"].batch(), "use_cache": False}
     sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]), example_inputs=batch)
     sch.tensor_parallel(sequence_parallel=True)
@@ -250,7 +250,7 @@ def _called_before_and_behind(rank: int) -> list[float]:
     return [float(model(**batch).loss.detach())]
 
 
-def test_a_dropout_of_whole_values_too_is_given_whole_ones_only() -> None:
+def test_a_dropout_with_whole_inputs_too_has_only_whole_inputs() -> None:
     one, other = run_distributed(_called_before_and_behind, 2)
     assert one == other
 
@@ -280,7 +280,7 @@ def test_the_plan_is_saved_replayed_and_undone(tmp_path: Any, monkeypatch: pytes
 
 
 def _equal_parts(rank: int) -> None:
-    """Each token adds the same to the gradient of the last norm's bias, so the ranks' parts of it are equal."""
+    """Compare a model in which each token adds equally to the last norm's bias, so that partial gradients are equal."""
     model = Model()
     before = copy.deepcopy(model)
     sch = _schedule(model, token_ids()).tensor_parallel(sequence_parallel=True)
@@ -291,7 +291,7 @@ def _equal_parts(rank: int) -> None:
     torch.testing.assert_close(sch.full_state("grad"), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_parts_of_a_gradient_may_be_equal():
+def test_equal_partial_gradients_are_summed():
     run_distributed(_equal_parts, 2)
 
 
@@ -313,13 +313,13 @@ def _asked_later(rank: int) -> str:
     return str(caught.value)
 
 
-def test_values_between_layers_are_not_returned_as_parts():
+def test_hidden_states_are_not_returned_as_shards():
     for message in run_distributed(_asked_later, 2):
-        assert message.startswith("tensor_parallel(''): the hidden_states that the model is asked for are this rank's parts of")
+        assert message.startswith("tensor_parallel(''): the hidden_states requested from the model are this rank's parts of")
 
 
 def _without_a_head(rank: int) -> None:
-    """The structure that the model returns holds what the last norm made of parts."""
+    """Compare a model that returns a structure with the output of the last norm in it."""
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 32}
     for model in (LlamaModel(LlamaConfig(**sizes, use_cache=False)), BertModel(BertConfig(**sizes))):
         ids, before = torch.arange(16).view(2, 8), copy.deepcopy(model.eval())

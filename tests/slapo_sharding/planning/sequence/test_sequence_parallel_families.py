@@ -1,4 +1,4 @@
-"""``tensor_parallel()`` on Transformers families with and without ``sequence_parallel``, as the unmodified model computes."""
+"""``tensor_parallel()`` on Transformers families with and without ``sequence_parallel`` equals the unmodified model."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ EACH = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for n
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", EACH)
-def test_with_and_without(name: str, request: pytest.FixtureRequest) -> None:
-    """In the fast runs most are split along the sequence alone, which is all of the other and more."""
+def test_families_with_and_without_a_split_sequence(name: str, request: pytest.FixtureRequest) -> None:
+    """Most families run with a split sequence only in fast runs, as that includes the other split."""
     both = name in ON_FOUR or request.node.get_closest_marker("slow") is not None
     check_on_two_and_four_ranks(name, (False, True) if both else (True,))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FAST if name in ALLOWED and name not in ON_FOUR])
-def test_the_others_without(name: str) -> None:
+def test_other_families_without_a_split_sequence(name: str) -> None:
     check_on_two_and_four_ranks(name, (False,))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FAST if name not in ON_FOUR])
-def test_the_others_on_four_ranks(name: str) -> None:
+def test_other_families_on_four_ranks(name: str) -> None:
     check(name, 4, (False, True) if name in ALLOWED and name not in ALONG_ON_TWO else (False,), depth_of(name))
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in ("ctrl", "vit") else pytest.mark.slow) for name in sorted(REFUSED)]
 )
-def test_refused_families_say_why(name: str) -> None:
+def test_refused_families_have_a_reason(name: str) -> None:
     first, second = run_distributed(refusal, 2, name, True, timeout=120)
     assert first == second
     assert "the sequence cannot be split: " in first

@@ -1,4 +1,4 @@
-"""What a layer keeps for its backward, with the sequence split and without."""
+"""Activations that a layer saves for its backward, with and without a split sequence."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _llama(layers: int) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def _kept(model: nn.Module, batch: dict[str, Any]) -> Counter[int]:
-    """Sizes of the memories that the backward needs, but for parameters."""
+    """Return the sizes of the tensors saved for the backward, without parameters."""
     parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     kept: dict[int, torch.Tensor] = {}
 
@@ -48,13 +48,13 @@ def _of_one_layer(rank: int, sequence_parallel: bool | None) -> Counter[int]:
         model, batch = _llama(layers)
         if sequence_parallel is not None:
             split(model, batch, sequence_parallel)
-            model(**batch)  # the first run is looked at
+            model(**batch)  # the first run is checked
         found.append(_kept(model, batch))
     return found[1] - found[0]
 
 
-def test_values_between_the_layers_are_kept_in_parts() -> None:
-    """Every whole value that a layer keeps is cut in parts, also what attention and MLP gather."""
+def test_saved_activations_are_split() -> None:
+    """Each whole value that a layer saves is split, also the inputs of attention and MLP."""
     whole, part = BATCH * LENGTH * WIDTH, BATCH * LENGTH * WIDTH // 2
     plain, sequence = (run_distributed(_of_one_layer, 2, sequence_parallel)[0] for sequence_parallel in (False, True))
     assert plain[whole] == 6

@@ -1,4 +1,4 @@
-"""What ``tensor_parallel(sequence_parallel=True)`` refuses, and that it changes nothing then."""
+"""Refusals of ``tensor_parallel(sequence_parallel=True)``, after which the model is unchanged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.multiproc
 
 
 class Odd(Model):
-    """A model that does one thing that no part of the sequence can do."""
+    """Model with one operation that a shard of the sequence cannot do."""
 
     def __init__(self, why: str) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def _refusals(rank: int) -> dict[str, str]:
     return messages
 
 
-def test_what_cannot_be_split_is_refused_and_nothing_changes() -> None:
+def test_a_refused_split_changes_nothing() -> None:
     first, second = run_distributed(_refusals, 2, timeout=100)
     assert first == second
     assert "give example_inputs to create_schedule" in first["no inputs"]
@@ -88,15 +88,15 @@ def test_what_cannot_be_split_is_refused_and_nothing_changes() -> None:
     assert "the sequence cannot be split" in first["keeps"]
     assert "leaf_modules" not in first["keeps"]
     assert "the sequence in 'blocks.0' has length 7, not divisible by 2 ranks" in first["odd length"]
-    assert "'blocks.0' is given values of shape [8, 3, 16], not [batch, sequence, width]" in first["another order"]
-    assert "'blocks.0.norm.weight' is used on a part of the sequence and on all of it" in first["used on both"]
+    assert "'blocks.0' has inputs of shape [8, 3, 16], not [batch, sequence, width]" in first["another order"]
+    assert "'blocks.0.norm.weight' is used on a shard of the sequence and on all of it" in first["used on both"]
     assert "no list of layers (nn.ModuleList, or nn.Sequential of one class)" in first["a list"]
     for why in ("the length", "neighbours"):
         assert "test_sequence_parallel" in first[why], "the line of the model"
 
 
 def _other_lengths(rank: int) -> list[str]:
-    """Lengths that the example did not have; the first call is looked at, the others are not."""
+    """Run lengths that the example did not have; the first call is checked, the others are not."""
     messages = []
     model = Model()
     sch = create_schedule(
@@ -122,7 +122,7 @@ def _other_lengths(rank: int) -> list[str]:
     return [*messages, str(caught.value)]
 
 
-def test_a_length_that_the_ranks_do_not_divide_names_the_module_and_the_remedy() -> None:
+def test_an_indivisible_length_names_the_module_and_the_remedy() -> None:
     remedy = "cannot be split over 2 ranks; pad it to a multiple, or, to generate, leave out sequence_parallel"
     odd = f"sync('blocks.0'): fwd_pre scatter: the sequence of 7 in [3, 7, 16] {remedy}"
     token = f"sync('model.layers.0'): fwd_pre scatter: the sequence of 1 in [3, 1, 16] {remedy}"
@@ -130,7 +130,7 @@ def test_a_length_that_the_ranks_do_not_divide_names_the_module_and_the_remedy()
 
 
 class Routed(nn.Module):
-    """Attention, and experts that are given the tokens of their own."""
+    """Attention, and experts with data-dependent numbers of tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,13 +153,13 @@ def _routed(rank: int) -> str:
     return str(caught.value)
 
 
-def test_a_forward_in_which_values_decide_shapes() -> None:
+def test_data_dependent_shapes_are_refused() -> None:
     first, second = run_distributed(_routed, 2)
     assert first == second
-    assert "the sequence cannot be split: values decide the shape of what where gives (" in first
+    assert "the sequence cannot be split: the result shape of where depends on data (" in first
 
 
-def test_the_readme_lists_what_is_refused_and_what_stays_whole() -> None:
+def test_the_readme_lists_refused_and_partly_split_families() -> None:
     page = (Path(__file__).parents[4] / "plugins/slapo_sharding/README.md").read_text(encoding="utf-8")
     part = page.partition("## Families that are refused, or split in part\n")[2].partition("\n## ")[0]
     rows = {tuple(cell.strip() for cell in line.strip("|").split("|")) for line in part.splitlines() if line.startswith("|")}

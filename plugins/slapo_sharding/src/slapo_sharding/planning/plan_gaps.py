@@ -1,4 +1,4 @@
-"""Parts that a model's published plan leaves out, as the vision part of one for images and text: split by derived plans."""
+"""Submodules that a published plan leaves out, such as the vision part of a model for images and text."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ from slapo_core import Schedule, ScheduleError, TraceError, is_sharded
 
 from ..splitting import attention_heads
 from ..splitting.module_paths import without_block_numbers
-from .derivation.replicated_modules import tell_whole_attentions
-from .derived_plan import apply_derived
+from .derivation.replicated_modules import log_replicated_attentions
+from .derived_plan import apply_derived_plan
 
-_UNPLANNED = "the plan that is published with the model leaves it out"
+_UNPLANNED = "the published plan of the model leaves it out"
 
 
-def split_unplanned(schedule: Schedule) -> None:
-    """Split each part with attention of which the published plan splits nothing, and warn of what stays whole.
+def split_plan_gaps(schedule: Schedule) -> None:
+    """Derive a plan for each submodule with attention and no split, and log what stays whole.
 
     Args:
-        schedule: Of the model, after the steps of its published plan.
+        schedule: Schedule of the model, after the steps of its published plan.
     """
     reasons = dict[str, str]()
     if schedule.example_inputs is not None:
-        for path in _unplanned(schedule):
+        for path in _attention_modules(schedule):
             try:
-                apply_derived(schedule[path])
+                apply_derived_plan(schedule[path])
             except (ScheduleError, TraceError) as err:
                 reasons[f"{path}."] = f"{_UNPLANNED}, and none can be derived: {err}"
-    tell_whole_attentions(schedule, reasons, _UNPLANNED)
+    log_replicated_attentions(schedule, reasons, _UNPLANNED)
 
 
-def _unplanned(schedule: Schedule) -> list[str]:
-    """Return the outermost modules, none of them repeated, that have attention and nothing that is split."""
+def _attention_modules(schedule: Schedule) -> list[str]:
+    """Return the outermost modules with attention and no split. A repeated module is none."""
     found = dict[str, None]()
     for path in attention_heads.replicated_attentions(schedule.mod):
         names = path.split(".")

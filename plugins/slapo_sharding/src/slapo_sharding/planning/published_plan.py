@@ -1,16 +1,16 @@
-"""Tensor-parallel plans: which module is split how, as ``{path or glob: style}``.
+"""Tensor-parallel plans that come with a model, as ``{path or glob: style}``.
 
 The styles are those Transformers publishes in ``base_model_tp_plan``:
 
-    colwise                        output sharded; its input is replicated
-    rowwise                        input sharded; output replicated
-    colwise_gather_output          output gathered: both sides replicated
-    rowwise_split_input            input cut first: both sides replicated
+    colwise                        output sharded, input replicated
+    rowwise                        input sharded, output replicated
+    colwise_gather_output          output gathered: input and output replicated
+    rowwise_split_input            input cut first: input and output replicated
     embedding_rowwise              vocabulary split over the ranks
-    packed_colwise, packed_rowwise as colwise and rowwise, the split dimension made of two equal parts, as gate and up
-    moe_tp_experts                 stacked experts, each split along its inner width; the output is reduced. What is said of
-                                   their single parameters follows from it
-    replicated_with_grad_allreduce parameters are whole, but used on sharded values, so their gradients are summed:
+    packed_colwise, packed_rowwise like colwise and rowwise; the split dimension has two equal parts, such as gate and up
+    moe_tp_experts                 stacked experts, each split along its inner width; the output is reduced. Styles of their
+                                   single parameters are ignored
+    replicated_with_grad_allreduce parameters are whole but used on sharded values, so their gradients are reduced:
                                    ``sync("grad", "all_reduce")``
 """
 
@@ -30,19 +30,19 @@ from .derivation.vocabulary import vocabulary_modules
 Plan = Mapping[str, str]
 
 BESIDE_SHARDED = ("colwise", "rowwise", "packed_colwise", "packed_rowwise")
-"""Styles of modules around which values are sharded: what lies beside them may see such."""
+"""Styles of modules with sharded inputs or outputs: parameters beside them may meet sharded values."""
 
 
 def tensor_parallel_plan(model: nn.Module) -> dict[str, str]:
-    """The plan of a model: what Transformers publishes for it, or what its structure says; empty when neither says anything.
+    """Return the plan that Transformers publishes for a model, or one for GPT-2's structure; empty for neither.
 
-    Vocabulary embedding and head are not part of it; see ``vocabulary.py``.
+    The vocabulary's embedding and head are not part of it (see ``vocabulary.py``).
     """
     return published_plan(model) or gpt2_plan(model)
 
 
 def published_plan(model: Any) -> dict[str, str]:
-    """The plan that comes with a Transformers model, keys counted from the model's top."""
+    """Return the plan that Transformers publishes for a model, with keys relative to the model."""
     plan = getattr(model, "_tp_plan", None)
     if not isinstance(plan, Mapping):
         return {}
@@ -51,7 +51,7 @@ def published_plan(model: Any) -> dict[str, str]:
 
 
 def gpt2_plan(model: nn.Module) -> dict[str, str]:
-    """A plan for models built like GPT-2, told by their Conv1D layers ``c_attn``/``c_proj`` and ``c_fc``/``c_proj``."""
+    """Return a plan for models like GPT-2, recognized by their Conv1D layers ``c_attn``/``c_proj`` and ``c_fc``/``c_proj``."""
     plan: dict[str, str] = {}
     for path, module in model.named_modules():
         children = {name for name, child in module.named_children() if is_conv1d(child)}
@@ -64,10 +64,9 @@ def gpt2_plan(model: nn.Module) -> dict[str, str]:
 
 
 def undeclared_parameters(model: nn.Module, steps: Plan) -> list[str]:
-    """Names of parameters that lie beside split layers, in the same module, without a style of their own.
+    """Return the names of parameters in the same module as split layers, without a style of their own.
 
-    Their gradients are partial if they are used on sharded values (a scale per head, an activation's slope), which only the
-    module's code knows.
+    Their gradients are partial if they are used on sharded values, as a scale per head is. Only the module's code knows.
     """
     owners = {path.rpartition(".")[0] for path, style in steps.items() if style in BESIDE_SHARDED}
     found = []
@@ -78,15 +77,15 @@ def undeclared_parameters(model: nn.Module, steps: Plan) -> list[str]:
     return found
 
 
-def left_whole(model: nn.Module, steps: Plan, rules: Rulebook) -> str | None:
-    """The first layer on which a plan that splits experts is silent: many leave their attention whole, or a shared expert."""
+def first_unplanned_layer(model: nn.Module, steps: Plan, rules: Rulebook) -> str | None:
+    """Return the first layer without a style in a plan that splits experts: many leave attention or a shared expert whole."""
     heads = vocabulary_modules(model)
     layers = (path for path, module in model.named_modules() if rules.is_layer(module) and module not in heads)
     return next((path for path in layers if path not in steps), None) if "moe_tp_experts" in steps.values() else None
 
 
 def head_norms(model: nn.Module, steps: Plan) -> Iterator[str]:
-    """Paths of the norms of single heads on which a plan that splits the heads is silent: each rank has the part of its own."""
+    """Yield the norms of single heads without a style in a plan that splits the heads; each rank norms its own heads."""
     for name in undeclared_parameters(model, steps):
         path = name.rpartition(".")[0]
         owner, _, child = path.rpartition(".")

@@ -1,4 +1,4 @@
-"""Parts of a module whose own forward cannot be a graph: each is split by a plan of its own, with whole values between them."""
+"""Plans for the submodules of a module that cannot be a graph as a whole; values between them are whole."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from slapo_tracing.tracers import is_container
 
 from .derivation.flat_graphs import layer_paths
 
-_LEAST = 2
-"""Layers of a part: one makes values of which each rank has a part, and another one takes these in."""
+_MIN_LAYERS = 2
+"""Least number of layers in a submodule: a column-parallel one and a row-parallel one."""
 
 
-def split_parts(schedule: Schedule, split: Callable[[Schedule], None]) -> bool:
-    """Split the parts of a module; return whether anything of it is split then.
+def split_submodules(schedule: Schedule, split: Callable[[Schedule], None]) -> bool:
+    """Split the submodules of a module, each by its own plan; return whether anything is split.
 
     Args:
-        schedule: Of the module.
-        split: Derives the plan of a part and takes its steps.
+        schedule: Schedule of the module.
+        split: Derives the plan of a submodule and applies it.
     """
-    for path in list(_parts(schedule.mod)):
+    for path in list(_submodules(schedule.mod)):
         part = schedule[path]
-        if len(layer_paths(part)) >= _LEAST and not is_opaque(part.mod) and not _is_split(part.mod):
+        if len(layer_paths(part)) >= _MIN_LAYERS and not is_opaque(part.mod) and not _is_split(part.mod):
             try:
                 split(part)
             except (ScheduleError, TraceError) as err:
@@ -33,11 +33,11 @@ def split_parts(schedule: Schedule, split: Callable[[Schedule], None]) -> bool:
     return _is_split(schedule.mod)
 
 
-def _parts(module: nn.Module) -> Iterator[str]:
-    """Yield the paths of a module's children, of containers those of their elements."""
+def _submodules(module: nn.Module) -> Iterator[str]:
+    """Yield the paths of a module's children, or of the elements of children that are containers."""
     for name, child in module.named_children():
         if is_container(child):
-            yield from (f"{name}.{path}" for path in _parts(child))
+            yield from (f"{name}.{path}" for path in _submodules(child))
         else:
             yield name
 

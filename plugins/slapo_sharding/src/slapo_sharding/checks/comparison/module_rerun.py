@@ -28,7 +28,7 @@ from slapo_tracing.nodes import name_of
 from ...communication import collectives
 from ...communication._torch_private import no_modes
 from ...communication.collectives import Group
-from ...planning.execution.layer_backends import DoneInside
+from ...planning.execution.layer_backends import BackendSync
 from ...rules.sharding_rule import AppliedCut, split_of
 from ...syncs.sync_hooks import Sync, map_first_input, map_output, syncs_of
 from . import original_sizes
@@ -142,7 +142,7 @@ def _gathered_output(module: nn.Module, applied: AppliedCut, args: Any, kwargs: 
     """Return the output of a layer, gathered or reduced to that of the unmodified layer."""
     if applied.cut.output == "sharded":
         return map_output(lambda x: _gathered(x, applied), output)
-    if any(isinstance(sync, DoneInside) and sync.mode == "fwd_post" for sync in module._forward_hooks.values()):
+    if any(isinstance(sync, BackendSync) and sync.mode == "fwd_post" for sync in module._forward_hooks.values()):
         return output
     return Sync("fwd_post", "all_reduce", group=applied.spec.group)(module, args, kwargs, output)
 
@@ -163,7 +163,7 @@ def _shard_layout(applied: AppliedCut, x: torch.Tensor, whole: int) -> ShardSpec
     shape = (*x.shape[:dim], whole, *x.shape[dim + 1 :])
     if whole == spec.full_shape[spec.dim] and not applied.cut.parts:
         return replace(spec, dim=dim, full_shape=shape)
-    return replace(spec, dim=dim, full_shape=shape, blocks=(whole,), dealt=None)
+    return replace(spec, dim=dim, full_shape=shape, blocks=(whole,), uneven_ranges=None)
 
 
 @contextmanager
@@ -182,7 +182,7 @@ def _without_hooks(modules: list[nn.Module], is_whole: bool) -> Iterator[None]:
 
 def _is_kept_hook(hook: Any, is_whole: bool) -> bool:
     if isinstance(hook, Sync):
-        return not is_whole or isinstance(hook, DoneInside)
+        return not is_whole or isinstance(hook, BackendSync)
     hook = getattr(hook, "func", hook)
     hook = getattr(hook, "__func__", hook)
     return str(getattr(hook, "__module__", "")).startswith(_KNOWN)

@@ -30,7 +30,7 @@ from slapo_tracing.nodes import in_function_transform, is_metadata, name_of
 
 from ...communication._torch_private import fake_mesh, global_state
 from ...communication.collectives import Group, num_ranks
-from ...planning.dry_run.function_probe import check_parts
+from ...planning.dry_run.function_probe import check_on_random_shards
 from ...planning.dry_run.fused_sizes import index_bounds
 from ...rules.sharding_rule import AppliedCut, split_of
 from ...splitting.attention_heads import counts_locally
@@ -138,7 +138,7 @@ class ShardedValues:
 
     def _track_output(self, module: nn.Module, applied: AppliedCut, x: torch.Tensor) -> torch.Tensor:
         ranks = applied.spec.num_shards
-        if applied.spec.dealt is not None:
+        if applied.spec.uneven_ranges is not None:
             self.known[x] = None
         else:
             blocks = tuple(block // ranks for block in _blocks(applied))
@@ -241,7 +241,7 @@ class ShardedValues:
 
         try:
             given_all, made = pytree.tree_map(stand_in, (args, result))
-            check_parts(function.apply, given_all, {}, made, ranks)
+            check_on_random_shards(function.apply, given_all, {}, made, ranks)
         except ValueError:
             name = function.__name__
             why = f"{name} needs all of it, or its backward all of the gradient"

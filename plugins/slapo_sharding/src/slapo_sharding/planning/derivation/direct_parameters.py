@@ -1,4 +1,4 @@
-"""Parameters that forwards use themselves, in products and einsums: the ways in which each may be split."""
+"""Parameters that forwards use directly in matrix products and einsums, and the splits to try for each."""
 
 from __future__ import annotations
 
@@ -11,32 +11,33 @@ from torch import fx, nn
 from slapo_tracing.nodes import expect, function_name
 
 from ..dry_run.fused_sizes import fused_sizes
-from ..dry_run.layout_adaptation import dim_cut
+from ..dry_run.layout_adaptation import cut_dim
 from ..dry_run.layouts import Layouts
 from ..dry_run.split_specs import ParameterSplit
 
-_PRODUCTS = frozenset("matmul mm bmm linear einsum addmm baddbmm tensordot".split())
-_MOST_BETWEEN = 4
-"""Operations that only rearrange a parameter before a product uses it."""
+_MATMULS = frozenset("matmul mm bmm linear einsum addmm baddbmm tensordot".split())
+_MAX_REARRANGEMENTS = 4
+"""Limit on operations that rearrange a parameter before a product uses it."""
 
 
 def direct_parameters(traced: fx.GraphModule, without: Collection[str]) -> dict[str, list[ParameterSplit]]:
-    """Return the splits to try for each parameter that a product in some forward is given.
+    """Return the splits to try for each parameter that a matrix product of some forward uses.
 
-    A dimension that the product sums over, with a whole value on its other side, fits nowhere: the next one is tried then.
+    A dimension that the product sums over does not fit if the other factor is whole. The next dimension is tried then.
 
     Args:
-        traced: The flat graph of a model.
-        without: Names of parameters that are not split, and paths of modules whose own are split by rules or not at all.
+        traced: Flat graph of a model.
+        without: Names of parameters that are not split, and paths of modules whose parameters rules split or leave whole.
     """
     found: dict[str, list[ParameterSplit]] = {}
-    for node, name, tensor in _alone(traced):
-        if name not in found and not {name, name.rpartition(".")[0]} & {*without} and tensor.dim() > 1 and _has_product(node):
+    for node, name, tensor in _untied_uses(traced):
+        stays_whole = name in without or name.rpartition(".")[0] in without
+        if name not in found and not stays_whole and tensor.dim() > 1 and _reaches_matmul(node):
             found[name] = [ParameterSplit(dim) for dim, size in enumerate(tensor.shape) if size > 1]
     return {name: splits for name, splits in found.items() if splits}
 
 
-def _alone(traced: fx.GraphModule) -> Iterator[tuple[fx.Node, str, nn.Parameter]]:
+def _untied_uses(traced: fx.GraphModule) -> Iterator[tuple[fx.Node, str, nn.Parameter]]:
     """Yield the uses of floating-point parameters that one module holds under one name."""
     held = [
         (module, name, each) for module in traced.modules() for name, each in module._parameters.items() if each is not None
@@ -49,11 +50,11 @@ def _alone(traced: fx.GraphModule) -> Iterator[tuple[fx.Node, str, nn.Parameter]
             yield node, str(node.target), tensor
 
 
-def _has_product(node: fx.Node) -> bool:
-    """Return whether a product uses a parameter, or what only rearranges it."""
-    for _ in range(_MOST_BETWEEN):
+def _reaches_matmul(node: fx.Node) -> bool:
+    """Return whether a matrix product uses a parameter, directly or rearranged."""
+    for _ in range(_MAX_REARRANGEMENTS):
         users = [user for user in node.users if user.target is not expect]
-        if any(function_name(user) in _PRODUCTS for user in users):
+        if any(function_name(user) in _MATMULS for user in users):
             return True
         alone = [user for user in users if user.op.startswith("call") and user.all_input_nodes == [node]]
         if not alone or not isinstance(alone[0].meta.get("val"), torch.Tensor):
@@ -63,14 +64,15 @@ def _has_product(node: fx.Node) -> bool:
 
 
 def fused_splits(layouts: Layouts, name: str) -> dict[str, ParameterSplit]:
-    """Return splits of a fused projection and its bias, by the parts that the model takes out; empty where it takes none.
+    """Return the splits of a fused projection and its biases by the parts that the model takes out; empty for no parts.
 
     Args:
-        layouts: The dry run in which the parameter is split as one.
-        name: Of the parameter.
+        layouts: Dry run in which the parameter is split as one part.
+        name: Name of the parameter.
     """
     split = layouts.parameters[name]
-    uses = [node for node in layouts.local if node not in layouts.weights and layouts.sources.get(node) == frozenset((name,))]
+    own = frozenset((name,))
+    uses = [node for node in layouts.local_shapes if node not in layouts.weights and layouts.sources.get(node) == own]
     products = [node for node in uses if any(other in layouts.weights for other in node.all_input_nodes)]
     biases: set[str] = set()
     ends: list[fx.Node] = []
@@ -85,7 +87,7 @@ def fused_splits(layouts: Layouts, name: str) -> dict[str, ParameterSplit]:
         dim - len(shape)
         for node, shape in zip(products, whole, strict=True)
         for dim, size in enumerate(shape)
-        if layouts.local[node][dim] != size
+        if layouts.local_shapes[node][dim] != size
     }
     if len(dims) != 1 or split.blocks:
         return {}
@@ -97,7 +99,7 @@ def fused_splits(layouts: Layouts, name: str) -> dict[str, ParameterSplit]:
 
 
 def _biases(node: fx.Node) -> set[str]:
-    """Return the names of vectors among the arguments of a node."""
+    """Return the names of the one-dimensional parameters among the arguments of a node."""
     given = [other for other in node.all_input_nodes if other.op == "get_attr"]
     return {
         str(other.target) for other in given if isinstance(other.meta.get("val"), torch.Tensor) and other.meta["val"].dim() == 1
@@ -105,16 +107,16 @@ def _biases(node: fx.Node) -> set[str]:
 
 
 def cut_parameters(layouts: Layouts, traced: fx.GraphModule) -> dict[str, ParameterSplit]:
-    """Return whole parameters that are cut wherever they are used, in modules of which other parameters are split.
+    """Return whole parameters that every use cuts, in modules with other split parameters.
 
     Args:
-        layouts: The dry run.
-        traced: The flat graph.
+        layouts: Dry run.
+        traced: Flat graph.
     """
     found: dict[str, set[int | None]] = {}
-    for node, name, _ in _alone(traced):
-        if name not in layouts.parameters and name.rpartition(".")[0] in layouts.holders:
-            dims = {dim_cut(layouts, user, node) for user in node.users if user.target is not expect}
+    for node, name, _ in _untied_uses(traced):
+        if name not in layouts.parameters and name.rpartition(".")[0] in layouts.parameter_owners:
+            dims = {cut_dim(layouts, user, node) for user in node.users if user.target is not expect}
             found[name] = found.get(name, set()) | dims
     only = {name: next(iter(dims)) for name, dims in found.items() if len(dims) == 1}
     return {name: ParameterSplit(dim) for name, dim in only.items() if dim is not None}

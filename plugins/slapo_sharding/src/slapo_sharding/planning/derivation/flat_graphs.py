@@ -1,4 +1,4 @@
-"""Flat graphs of a model, in which the layers that a sharding rule covers are calls."""
+"""Flat graphs of a model: all modules are inlined but the layers that a sharding rule covers, which are calls."""
 
 from __future__ import annotations
 
@@ -15,90 +15,85 @@ from ...rules.parametrization_hooks import parametrization_hooks
 from ...rules.parametrizations import no_parametrization_in_forward, parametrization_of
 from ...rules.rulebook import rules_of
 from ..local_sizes.adapted_modules import is_inside
-from ..local_sizes.size_origins import forget, remembered
+from ..local_sizes.size_origins import record_origins, strip_origins
 from ..local_sizes.tensor_prototypes import without_prototypes
 from .capturing_hooks import recorded_captures
-from .replicated_modules import LeftWhole
+from .replicated_modules import ReplicatedModules
 
-_OF_LAYERS = (
+_TORCH_TRANSFORMERS = (
     nn.TransformerEncoderLayer,
     nn.TransformerDecoderLayer,
     nn.TransformerEncoder,
     nn.TransformerDecoder,
     nn.Transformer,
 )
-"""Modules of torch that call layers as other code does: with hooks on these they take no faster path."""
+"""Modules of torch that are traced as user code: hooks on the layers inside keep torch off its fast path."""
 
 
-class TakenName(ScheduleError):
-    """Error of a part that has a name which a graph uses itself."""
+class ReservedNameError(ScheduleError):
+    """Error of a submodule, parameter or buffer whose name ``fx.GraphModule`` uses."""
 
 
-def trace_flat(schedule: Schedule, whole: LeftWhole) -> fx.GraphModule:
-    """Return the graph of the module, in which it is known what sizes are computed from attributes.
+def trace_flat(schedule: Schedule, replicated: ReplicatedModules) -> fx.GraphModule:
+    """Return the flat graph of the module, with the origins of the sizes in it.
 
     Args:
-        schedule: Of the module.
-        whole: Modules that cannot be traced, which become calls as well; those with hooks that compute are added.
+        schedule: Schedule of the module.
+        replicated: Opaque modules, which become calls. Modules with parametrization hooks are added.
 
     Raises:
-        ScheduleError: hooks hide layers, or a part has a name that a graph uses itself.
+        ScheduleError: hooks hide layers, or a name is reserved.
         TraceError: the forward cannot be traced.
     """
     with recorded_captures(schedule.root_module):
-        return _checked(schedule, whole)
+        return _trace_checked(schedule, replicated)
 
 
-def _checked(schedule: Schedule, whole: LeftWhole) -> fx.GraphModule:
-    layers = [*layer_paths(schedule), *whole.opaque]
+def _trace_checked(schedule: Schedule, replicated: ReplicatedModules) -> fx.GraphModule:
+    layers = [*layer_paths(schedule), *replicated.opaque]
     _check_names(schedule)
     for path, module in schedule.mod.named_modules():
         if path and parametrization_hooks(module):
             if path not in layers:
                 layers.append(path)
-                whole.opaque[path] = f"its {parametrization_of(module)}"
+                replicated.opaque[path] = f"its {parametrization_of(module)}"
         elif is_opaque(module) and any(layer == path or layer.startswith(f"{path}.") for layer in layers):
             raise _error(
                 schedule, f"{path!r} has hooks or a wrapped forward, which hide its layers; call tensor_parallel first"
             )
-    with remembered(schedule.mod, schedule.world_size), no_parametrization_in_forward() as parametrised:
+    with record_origins(schedule.mod, schedule.world_size), no_parametrization_in_forward() as parametrized:
         traced = flat_graph(schedule, layers)
-    forget(traced.graph)
-    paths = [path for path, module in schedule.mod.named_modules() if module in parametrised]
+    strip_origins(traced.graph)
+    paths = [path for path, module in schedule.mod.named_modules() if module in parametrized]
     paths = [path for path in paths if not any(is_inside(path, layer) for layer in layers if layer != path)]
-    whole.layers.update(dict.fromkeys(paths, "a forward around it parametrises its tensors while it runs"))
+    replicated.layers.update(dict.fromkeys(paths, "a forward around it parametrizes its tensors while it runs"))
     return traced
 
 
 def _check_names(schedule: Schedule) -> None:
-    """Refuse a model with a name that a traced module uses itself: it would be found in the place of the model's."""
+    """Refuse a model with a name that ``fx.GraphModule`` uses: its own attribute would be found instead."""
     module = schedule.mod
     for name in (*module._modules, *module._parameters, *module._buffers):
         if name == "meta" or (hasattr(fx.GraphModule, name) and not hasattr(nn.Module, name)):
-            what = f"the {type(module).__name__} calls a part of it {name!r}, as every traced module calls something of its own"
-            raise TakenName(f"{what}; rename it, or give plan=", path=schedule.path, primitive="tensor_parallel")
+            what = f"the {type(module).__name__} has a part with the name {name!r}, which every traced module uses itself"
+            raise ReservedNameError(f"{what}; rename it, or give plan=", path=schedule.path, primitive="tensor_parallel")
 
 
 def layer_paths(schedule: Schedule) -> list[str]:
-    """Return the paths of the layers, tables and stacks that a sharding rule covers."""
+    """Return the paths of the layers, embedding tables and stacked experts that a sharding rule covers."""
     rules, named = rules_of(schedule), schedule.mod.named_modules()
     finds = (rules.is_layer, rules.is_table, rules.stack_cut)
     return [path for path, module in named if path and any(find(module) for find in finds)]
 
 
-def called_paths(graph: fx.Graph) -> set[str]:
-    """Return the paths of the modules that are calls in a flat graph; forwards may use the weights of others themselves."""
-    return {str(node.target) for node in graph.find_nodes(op="call_module")}
-
-
 def in_graph(modules: Collection[nn.Module], model: nn.Module, traced: fx.GraphModule) -> set[nn.Module]:
-    """Return the modules that a graph has at the paths of some of the model's: it may hold copies."""
+    """Return the modules of a graph at the paths of some of the model: a graph may hold copies."""
     paths = {path for path, module in model.named_modules(remove_duplicate=False) if module in modules}
     return {module for path, module in traced.named_modules(remove_duplicate=False) if path in paths}
 
 
 def flat_graph(schedule: Schedule, layers: list[str]) -> fx.GraphModule:
-    """Return the graph of the module in training mode, in which modules at these paths are calls.
+    """Return the flat graph of the module in training mode, with the modules at these paths as calls.
 
     Raises:
         TraceError: the forward cannot be traced.
@@ -112,8 +107,8 @@ def flat_graph(schedule: Schedule, layers: list[str]) -> fx.GraphModule:
             target=schedule.path,
             example_inputs=inputs,
             symbolic=False,
-            open_modules=_OF_LAYERS,
-            assigned="returned" if schedule.path else "noted",  # what is around a part may read what that leaves behind
+            open_modules=_TORCH_TRANSFORMERS,
+            assigned="returned" if schedule.path else "noted",  # code around a submodule may read the attributes that it sets
         )
     without_prototypes(traced.graph)
     return traced
@@ -121,7 +116,7 @@ def flat_graph(schedule: Schedule, layers: list[str]) -> fx.GraphModule:
 
 @contextmanager
 def _training(root: nn.Module) -> Iterator[None]:
-    """Every module in training mode for a moment: what drops something is part of the graph then."""
+    """Put every module in training mode for a moment, so that dropouts are in the graph."""
     modes = {module: module.training for module in root.modules()}
     try:
         for module in modes:

@@ -1,37 +1,37 @@
-"""Whole parameters that are used on sharded values and on whole ones: no single reduction makes their gradient right."""
+"""Whole parameters that are used on sharded and on whole values: one reduction cannot make their gradient right."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from ..dry_run.layouts import Layouts
-from ..dry_run.node_values import gives_gradient, has_gradient, parameters_of
+from ..dry_run.node_values import has_any_gradient, has_gradient, parameters_of
 
 
 def mixed_parameters(layouts: Layouts) -> set[str]:
-    """Return the names, tied ones too, of parameters of whose gradient each rank has a part here and all of it there.
+    """Return the names, with tied ones, of parameters whose gradient is partial in one use and whole in another.
 
     Args:
-        layouts: The finished dry run.
+        layouts: Finished dry run.
     """
     named = {
         name: id(each)
         for name, each in layouts.traced.named_parameters(remove_duplicate=False)
         if name not in layouts.parameters
     }
-    partial = {named[name] for name in layouts.partial if name in named}
+    partial = {named[name] for name in layouts.partial_parameters if name in named}
     whole = {named[name] for name in _used_whole(layouts) if name in named} if partial else set()
     return {name for name, key in named.items() if key in partial & whole}
 
 
 def _used_whole(layouts: Layouts) -> Iterator[str]:
-    """Yield the names of the parameters that a node uses with the whole gradient on every rank."""
-    partial = {(node, other) for node, other, _ in layouts.mixed}
+    """Yield the names of parameters in uses whose gradient is whole on every rank."""
+    partial = {(node, other) for node, other, _ in layouts.partial_uses}
     for node in layouts.graph.nodes:
         if node.op == "call_module" and str(node.target) not in layouts.splits and (node, None) not in partial:
             module = layouts.traced.get_submodule(str(node.target))
             yield from (f"{node.target}.{name}" for name, each in module.named_parameters() if each.requires_grad)
-        if node.op == "output" or (gives_gradient(node) and not parameters_of(node)):
+        if node.op == "output" or (has_any_gradient(node) and not parameters_of(node)):
             for other in node.all_input_nodes:
                 if has_gradient(other) and (node, other) not in partial and other not in layouts.weights:
                     yield from parameters_of(other)

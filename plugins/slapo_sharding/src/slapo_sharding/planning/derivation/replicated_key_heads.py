@@ -1,11 +1,11 @@
-"""Attention whose key heads the ranks cannot share out, thought of as attention with more of them.
+"""Attention with fewer key heads than ranks, split as an attention in which each copy of a key head is a head.
 
-With 4 query and 2 key heads on 4 ranks, each key head is held twice. That is a model of 4 key heads, in which each stands twice
-and serves half as many queries; this one can be split like any other. The model is traced as if it were that: key projections
-are wider for a moment, counts of keys and groups say so, and every rank's model has to be its part of what is traced.
+With 4 query heads and 2 key heads on 4 ranks, two ranks hold each key head. That equals a model of 4 key heads in which each
+is there twice and serves half as many queries. Such a model can be split like any other. The model is traced as that one: for
+a moment key projections are wider, and counts of keys and groups match. Every rank's model has to be its shard of that trace.
 
-That both compute the same is shown as well. They take the same steps, but for those that only move data, as repeating the keys.
-A dry run on as many ranks as there are key heads shows which queries meet which key, in the model as it is and in the wide one.
+The equality is verified. Both graphs must have the same operations, except for those that only move data, such as the
+repetition of keys. A dry run of both on as many ranks as there are key heads shows which queries meet which key.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from ...rules.rulebook import Rulebook
 from ...rules.sharding_rule import Cut
 from ...splitting import attention_heads
 from ..dry_run.fused_sizes import fused_sizes
-from ..dry_run.split_specs import Split
+from ..dry_run.node_values import calls_by_path
+from ..dry_run.split_specs import LayerSplit
 from ..local_sizes.local_attributes import literals
-from .layer_search import Derived
+from .layer_search import DerivedPlan
 
-_MOVES = ("getitem", "unsqueeze", "expand", "reshape", "view", "flatten", "contiguous", "repeat_interleave", "split", "chunk")
+_DATA_MOVEMENT = "getitem unsqueeze expand reshape view flatten contiguous repeat_interleave split chunk".split()
 
 
 @dataclass(frozen=True)
-class KeyCopies:
-    """An attention module of whose key heads ranks hold copies.
+class ReplicatedKeyHeads:
+    """Attention module with key heads that several ranks hold.
 
     Args:
-        owner: The attention module.
-        heads: What it has.
-        wide: What it has when each copy counts.
-        blocks: Path of each projection that makes heads, to the widths of its blocks.
+        owner: Attention module.
+        heads: Its numbers of heads.
+        wide: Numbers of heads if each copy counts.
+        blocks: Path of each projection into heads, to the widths of its blocks.
     """
 
     owner: nn.Module
@@ -48,53 +49,50 @@ class KeyCopies:
     blocks: Mapping[str, tuple[int, ...]]
 
     def wide_blocks(self, path: str) -> tuple[int, ...]:
-        """Widths of the blocks of a projection when each copy counts."""
+        """Return the widths of the blocks of a projection if each copy counts."""
         return attention_heads.blocks_with_key_heads(path.rpartition(".")[2], self.blocks[path], self.wide)
 
-    def split_by(self, splits: Mapping[str, Split]) -> bool:
+    def split_by(self, splits: Mapping[str, LayerSplit]) -> bool:
         """Return whether a plan splits all of the projections by heads."""
         return all(path in splits and splits[path].output == "sharded" for path in self.blocks)
 
 
-def key_copies(root: nn.Module, traced: fx.GraphModule, num_shards: int) -> list[KeyCopies]:
-    """The attention modules of a model and its graph that want copies of keys."""
-    calls: dict[str, list[fx.Node]] = {}
-    for node in traced.graph.find_nodes(op="call_module"):
-        calls.setdefault(str(node.target), []).append(node)
+def find_key_heads(root: nn.Module, traced: fx.GraphModule, num_shards: int) -> list[ReplicatedKeyHeads]:
+    """Return the attention modules in a graph that need replicated key heads."""
     groups: dict[str, dict[str, tuple[int, ...]]] = {}
-    for path, nodes in calls.items():
+    for path, nodes in calls_by_path(traced.graph).items():
         owner, _, child = path.rpartition(".")
         if owner and attention_heads.makes_heads(root.get_submodule(owner), child):
             blocks = fused_sizes(nodes) if attention_heads.may_be_fused(child) else ()
             groups.setdefault(owner, {})[path] = blocks or (int(nodes[0].meta["val"].shape[-1]),)
-    found = (_key_copies(root.get_submodule(owner), blocks, num_shards) for owner, blocks in groups.items())
+    found = (_replicated_key_heads(root.get_submodule(owner), blocks, num_shards) for owner, blocks in groups.items())
     return [each for each in found if each is not None]
 
 
-def _key_copies(owner: nn.Module, blocks: dict[str, tuple[int, ...]], num_shards: int) -> KeyCopies | None:
+def _replicated_key_heads(owner: nn.Module, blocks: dict[str, tuple[int, ...]], num_shards: int) -> ReplicatedKeyHeads | None:
     each = [attention_heads.copied_heads(owner, path.rpartition(".")[2], sizes, num_shards) for path, sizes in blocks.items()]
     heads = each[0]
     if heads is None or any(other != heads for other in each):
         return None
-    return KeyCopies(owner, heads, heads._replace(keys=heads.local(num_shards).keys * num_shards), blocks)
+    return ReplicatedKeyHeads(owner, heads, heads._replace(keys=heads.local(num_shards).keys * num_shards), blocks)
 
 
 @contextmanager
-def widened(root: nn.Module, copies: Iterable[KeyCopies], rules: Rulebook) -> Iterator[None]:
-    """Let the attention modules be those in which each copy counts; what is added to their weights has no memory."""
+def with_replicated_heads(root: nn.Module, copies: Iterable[ReplicatedKeyHeads], rules: Rulebook) -> Iterator[None]:
+    """Change the attention modules so that each copy of a key head counts; the wider weights use no memory."""
     with ExitStack() as stack:
         for each in copies:
-            stack.enter_context(_with(each.owner, attention_heads.key_counts(each.owner, each.heads, each.wide)))
+            stack.enter_context(_with_attributes(each.owner, attention_heads.key_counts(each.owner, each.heads, each.wide)))
             for path in each.blocks:
                 module = root.get_submodule(path)
                 cut = rules.layer_cut(module, "sharded")
                 assert cut is not None
-                stack.enter_context(_resized(module, cut, sum(each.blocks[path]), sum(each.wide_blocks(path))))
+                stack.enter_context(_with_width(module, cut, sum(each.blocks[path]), sum(each.wide_blocks(path))))
         yield
 
 
 @contextmanager
-def _with(module: nn.Module, values: Mapping[str, int]) -> Iterator[None]:
+def _with_attributes(module: nn.Module, values: Mapping[str, int]) -> Iterator[None]:
     kept = {name: module.__dict__[name] for name in values}
     module.__dict__.update(values)
     try:
@@ -104,10 +102,10 @@ def _with(module: nn.Module, values: Mapping[str, int]) -> Iterator[None]:
 
 
 @contextmanager
-def _resized(module: nn.Module, cut: Cut, old: int, new: int) -> Iterator[None]:
-    """Let a layer have another width, its parameters one number that stands everywhere."""
+def _with_width(module: nn.Module, cut: Cut, old: int, new: int) -> Iterator[None]:
+    """Give a layer another width; each new parameter is a single number, expanded."""
     kept = dict(module._parameters)
-    with _with(module, {name: new for name in cut.attributes if module.__dict__.get(name) == old}):
+    with _with_attributes(module, {name: new for name in cut.attributes if module.__dict__.get(name) == old}):
         for name, dim in cut.dims.items():
             if (given := kept.get(name)) is not None and old != new:
                 shape = [*given.shape[:dim], new, *given.shape[dim + 1 :]]
@@ -119,39 +117,44 @@ def _resized(module: nn.Module, cut: Cut, old: int, new: int) -> Iterator[None]:
             module._parameters.update(kept)
 
 
-def unshown(
-    copies: list[KeyCopies], traced: fx.GraphModule, wide: fx.GraphModule, derived: Derived, rederive: Callable[..., Derived]
-) -> list[KeyCopies]:
-    """Those that a plan for the wide model does not split, or of which it is not shown that the model computes the same.
+def unverified(
+    copies: list[ReplicatedKeyHeads],
+    traced: fx.GraphModule,
+    wide: fx.GraphModule,
+    derived: DerivedPlan,
+    rederive: Callable[..., DerivedPlan],
+) -> list[ReplicatedKeyHeads]:
+    """Return the attentions that the plan for the wide model does not split, or whose equality to it was not verified.
 
     Args:
-        copies: The attention modules.
-        traced: The model as it is.
-        wide: The model traced inside ``widened``; still there.
-        derived: The plan for it.
-        rederive: Makes the plan of a graph for a mesh.
+        copies: Attention modules.
+        traced: Graph of the model as it is.
+        wide: Graph traced inside ``with_replicated_heads``, which is still active.
+        derived: Plan for the wide graph.
+        rederive: Returns the plan of a graph for a mesh.
     """
-    if not copies or list(_steps(traced.graph)) != list(_steps(wide.graph)):
+    if not copies or list(_operations(traced.graph)) != list(_operations(wide.graph)):
         return copies
     failed = [each for each in copies if not each.split_by(derived.splits)]
     for graph, heads in ((traced, "heads"), (wide, "wide")):
+        # one rank shows nothing, and the plan itself is the dry run on all ranks
         for size in sorted({getattr(each, heads).keys for each in copies} - {1, derived.layouts.mesh.size()}):
             splits = rederive(graph, fake_mesh(size)).splits
             failed += [each for each in copies if getattr(each, heads).keys == size and not each.split_by(splits)]
     return failed
 
 
-def narrow(derived: Derived, copies: Iterable[KeyCopies]) -> None:
-    """Let a plan for the wide model be one for the model as it is."""
+def restore_key_heads(derived: DerivedPlan, copies: Iterable[ReplicatedKeyHeads]) -> None:
+    """Change a plan for the wide model into one for the model as it is."""
     for each in copies:
         for path, blocks in each.blocks.items():
             if derived.splits[path].blocks:
                 derived.splits[path] = replace(derived.splits[path], blocks=blocks)
 
 
-def _steps(graph: fx.Graph) -> Iterator[tuple[str, str, list[object]]]:
-    """Iterate over the steps of a graph, without those that only move data."""
+def _operations(graph: fx.Graph) -> Iterator[tuple[str, str, list[object]]]:
+    """Yield the operations of a graph, without those that only move data."""
     for node in graph.nodes:
-        if node.op.startswith("call") and node.target is not expect and function_name(node) not in _MOVES:
+        if node.op.startswith("call") and node.target is not expect and function_name(node) not in _DATA_MOVEMENT:
             kwargs = {name: value for name, value in node.kwargs.items() if name != "enable_gqa"}  # it repeats keys itself
             yield node.op, str(node.target), literals(node.args, kwargs)

@@ -1,4 +1,4 @@
-"""Heavy products of whole values, which every rank computes beside layers that are split."""
+"""Expensive matrix products of whole values, which every rank computes beside split layers."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from ...splitting.module_paths import ancestors, without_block_numbers
 from ..dry_run.layouts import Layouts
 from ..dry_run.node_values import parameters_of
 
-PRODUCTS = frozenset("linear bilinear matmul mm bmm addmm baddbmm einsum tensordot conv1d conv2d conv3d".split())
+MATMULS = frozenset("linear bilinear matmul mm bmm addmm baddbmm einsum tensordot conv1d conv2d conv3d".split())
 """Names of functions that multiply matrices."""
-_LEAST = 1 / 8
-"""Share of the work of the heaviest product from which those of a module count: not routers, and adapters of a low rank."""
+_MIN_SHARE = 1 / 8
+"""Least share of the work of the heaviest product, so that routers and adapters of low rank do not count."""
 
 
-def whole_products(model: nn.Module, layouts: Layouts, split: Collection[str]) -> dict[str, str]:
-    """Return the modules whose heavy products are of whole values, one for all alike, and the line of the first of each.
+def replicated_matmuls(model: nn.Module, layouts: Layouts, split: Collection[str]) -> dict[str, str]:
+    """Return the modules with expensive products of whole values, and the source line of the first product.
 
-    Where a repeated module has several such products and nothing in it is split, it stands for all.
+    Identical modules are named once. A repeated module with several such products and nothing split stands for all of them.
 
     Args:
-        model: The model that the graph is of.
-        layouts: The dry run.
+        model: Model that the graph belongs to.
+        layouts: Dry run.
         split: Paths of the modules in which something is split.
     """
     work = {node: _work(node, model) for node in layouts.graph.nodes}
-    places = {node: path for node, amount in work.items() if amount and (path := _place(node, model)) is not None}
-    least = _LEAST * max(work.values(), default=0.0)
+    places = {node: path for node, amount in work.items() if amount and (path := _matmul_owner(node, model)) is not None}
+    least = _MIN_SHARE * max(work.values(), default=0.0)
     found: dict[str, list[fx.Node]] = {}
     for node, path in places.items():
         if not _is_sharded(node, layouts):
@@ -47,7 +47,7 @@ def whole_products(model: nn.Module, layouts: Layouts, split: Collection[str]) -
 
 
 def _work(node: fx.Node, model: nn.Module) -> float:
-    """Return about how many numbers a node multiplies with each other; 0 for what is no product of matrices."""
+    """Return the approximate number of multiplications of a matrix product; 0 for any other node."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not value.dim():
         return 0.0
@@ -58,7 +58,7 @@ def _work(node: fx.Node, model: nn.Module) -> float:
         weights = sum(math.prod(_whole_shape(each)[0 if is_conv else -2 :]) for each in own if each.dim() > 1)
         return 0.0 if isinstance(module, nn.Embedding) else weights * value.numel() / value.shape[-1]
     given = [other for other in node.all_input_nodes if isinstance(other.meta.get("val"), torch.Tensor)]
-    is_product = function_name(node) in PRODUCTS or (function_name(node) == "apply" and any(map(_is_matrix, given)))
+    is_product = function_name(node) in MATMULS or (function_name(node) == "apply" and any(map(_is_matrix, given)))
     if not is_product or len(given) < 2:
         return 0.0
     sizes = sorted(other.meta["val"].numel() for other in given)
@@ -71,16 +71,16 @@ def _whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _is_matrix(node: fx.Node) -> bool:
-    """Return whether a value is a tensor of the model's own, of several dimensions."""
+    """Return whether a value is a parameter or buffer of several dimensions."""
     return node.op == "get_attr" and node.meta["val"].dim() > 1
 
 
 def _is_sharded(node: fx.Node, layouts: Layouts) -> bool:
-    return any(value in layouts.sources or value in layouts.local for value in (node, *node.all_input_nodes))
+    return any(value in layouts.sources or value in layouts.local_shapes for value in (node, *node.all_input_nodes))
 
 
-def _place(node: fx.Node, model: nn.Module) -> str | None:
-    """Return the path of the layer or module that multiplies, or the name of its own parameter if it is split in part."""
+def _matmul_owner(node: fx.Node, model: nn.Module) -> str | None:
+    """Return the path of the module that multiplies, or the name of its parameter if the module is split in part."""
     path = str(node.target if node.op == "call_module" else node.meta.get("module", ""))
     if not any(map(is_sharded, model.get_submodule(path).parameters())):
         return path
@@ -89,6 +89,6 @@ def _place(node: fx.Node, model: nn.Module) -> str | None:
 
 
 def _outermost(path: str, split: Collection[str]) -> str:
-    """Return the outermost repeated module around a path, or it itself, in which nothing is split; no element of a list."""
+    """Return the outermost repeated module around a path in which nothing is split, or the path; never a list element."""
     outer = (each for each in ancestors(path) if without_block_numbers(each) != each and not each.rpartition(".")[2].isdigit())
     return ([path] + [each for each in outer if each not in split])[-1]

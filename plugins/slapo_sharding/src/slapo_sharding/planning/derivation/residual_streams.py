@@ -1,4 +1,4 @@
-"""Convolutions that add to the values between blocks: split along their output, they would keep the blocks whole."""
+"""Convolutions that add to the residual stream: a split of their output would keep the blocks whole."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _SUMS = ("add", "add_", "iadd", "sub", "sub_", "isub", "__add__", "__radd__")
 
 
 def residual_streams(traced: fx.GraphModule, is_layer: Callable[..., bool], paths: Iterable[str]) -> set[str]:
-    """Return the paths of convolutions whose results meet, in a sum, what they are made from, or what layers make of them.
+    """Return the convolutions whose results are added to values that they, or other layers, are computed from.
 
     Args:
-        traced: The flat graph, in which layers are calls.
-        is_layer: Whether a module is a layer; with ``"kept"`` such that it keeps channels apart.
-        paths: Of the layers to look at.
+        traced: Flat graph in which layers are calls.
+        is_layer: Returns whether a module is a layer, or with ``"kept"`` whether it keeps channels apart.
+        paths: Paths of the layers to look at.
     """
     asked = {path for path in paths if channel_dim(traced.get_submodule(path)) != -1}
     called = {node: traced.get_submodule(str(node.target)) for node in traced.graph.find_nodes(op="call_module")}
@@ -41,7 +41,7 @@ def _is_added_to(start: fx.Node, layers: Collection[fx.Node]) -> bool:
 
 
 def _sources(node: fx.Node, layers: Collection[fx.Node] = ()) -> set[fx.Node]:
-    """Return the values with a gradient that a node is made from, up to results of layers."""
+    """Return the values with gradients that a node is computed from, up to results of layers."""
     found, work = set[fx.Node](), [] if node in layers else [node]
     while work:
         new = [other for other in work.pop().all_input_nodes if other not in found and has_gradient(other)]
@@ -51,7 +51,7 @@ def _sources(node: fx.Node, layers: Collection[fx.Node] = ()) -> set[fx.Node]:
 
 
 def _reached(found: set[fx.Node], layers: Collection[fx.Node]) -> set[fx.Node]:
-    """Add all users of some nodes up to layers, and return these layers."""
+    """Add the transitive users of ``found`` to it, up to layers, and return these layers."""
     ends, work = set[fx.Node](), list(found)
     while work:
         users = [user for user in work.pop().users if user not in found and user not in ends]

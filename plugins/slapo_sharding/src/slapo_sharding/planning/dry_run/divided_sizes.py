@@ -1,4 +1,4 @@
-"""Sizes among the arguments of a dry run's operations that are others on one rank."""
+"""Size arguments in a dry run that have another value on one rank."""
 
 from __future__ import annotations
 
@@ -8,44 +8,46 @@ from torch import fx
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from .size_arguments import is_size, to_divide
+from .size_arguments import is_size, leaf_indices_to_divide
 
 if TYPE_CHECKING:
     from .layouts import Layouts
 
 
-def note_sizes(layouts: Layouts, n: fx.Node, value: DTensor, args: Any, kwargs: Any) -> None:
-    """Note the sizes that an operation is given and that would give another shape on one rank.
+def record_sizes_to_divide(layouts: Layouts, n: fx.Node, value: DTensor, args: Any, kwargs: Any) -> None:
+    """Record the size arguments of an operation that would give another shape on one rank.
 
     Args:
-        layouts: The dry run.
-        n: The node.
-        value: What it gives.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
+        layouts: Dry run that is updated.
+        n: Node of the operation.
+        value: Result of the node.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
     """
-    if n in layouts.sized or n in layouts.norms or not any(map(is_size, pytree.tree_leaves((args, kwargs)))):
+    if n in layouts.sizes_to_divide or n in layouts.norms or not any(map(is_size, pytree.tree_leaves((args, kwargs)))):
         return
     local = pytree.tree_map_only(DTensor, DTensor.to_local, (args, kwargs))
     expected = value.to_local().shape
-    if _gives(layouts, n, local, expected):
+    if _returns_shapes(layouts, n, local, expected):
         return
     given = {int(part) for part in pytree.tree_leaves((args, kwargs)) if is_size(part)}
-    layouts.sized[n] = tuple(
+    layouts.sizes_to_divide[n] = tuple(
         whole for whole, part in zip(value.shape, expected, strict=True) if whole != part and whole in given
     )
-    note_divided(layouts, n, local, expected)
+    record_divided_arguments(layouts, n, local, expected)
 
 
-def note_divided(layouts: Layouts, n: fx.Node, given: Any, expected: Any) -> None:
-    """Note the places of the sizes that have to be divided for an operation to give these shapes on one rank."""
-    found = to_divide(given, layouts.sized[n], layouts.mesh.size(), lambda other: _gives(layouts, n, other, expected))
+def record_divided_arguments(layouts: Layouts, n: fx.Node, given: Any, expected: Any) -> None:
+    """Record the indices of the arguments to divide so that an operation returns the expected local shapes."""
+    found = leaf_indices_to_divide(
+        given, layouts.sizes_to_divide[n], layouts.mesh.size(), lambda other: _returns_shapes(layouts, n, other, expected)
+    )
     if found is not None:
-        layouts.divided[n] = dict.fromkeys(found, 0)
+        layouts.divided_arguments[n] = dict.fromkeys(found, 0)
 
 
-def _gives(layouts: Layouts, n: fx.Node, given: Any, expected: Any) -> bool:
-    """Return whether a node gives tensors of these shapes with other arguments."""
+def _returns_shapes(layouts: Layouts, n: fx.Node, given: Any, expected: Any) -> bool:
+    """Return whether a node returns tensors of the expected shapes with other arguments."""
     try:
         value = getattr(layouts, n.op)(n.target, *given)
     except (RuntimeError, ValueError, TypeError, IndexError):

@@ -1,7 +1,8 @@
-"""Functions on sharded values that no rule of torch describes: autograd functions of a model's own, and some operators.
+"""Numeric probe of functions on sharded values that DTensor has no rule for.
 
-Of the former a dry run on DTensors sees the forward alone, and there the sizes of all ranks. Random numbers show the rest: each
-rank's part of the arguments and of the gradient has to give its part of the results and gradients.
+These are a model's own autograd functions and some operators. In a dry run, only the forward of an autograd function is seen,
+with the sizes of all ranks together. The probe runs the function on random numbers, whole and on each shard. Each shard of the
+arguments and of the output gradient must give that shard of the results and of the input gradients.
 """
 
 from __future__ import annotations
@@ -23,56 +24,60 @@ MIXES = "the operation needs all of a value that is sharded, or of its gradient"
 
 
 def is_autograd_function(target: Any) -> bool:
-    """Return whether a call's target is ``apply`` of an autograd function."""
+    """Return whether a call target is the ``apply`` of an autograd function."""
     owner = getattr(target, "__self__", None)
     return isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
 
 
-def check_parts(target: Any, args: Any, kwargs: Any, results: Any, ranks: int) -> None:
-    """Run an autograd function on random numbers, whole and in parts, forward and backward.
+def check_on_random_shards(target: Any, args: Any, kwargs: Any, results: Any, ranks: int) -> None:
+    """Compare a function on whole random tensors with the function on their shards, forward and backward.
 
     Args:
-        target: ``apply`` of the function.
-        args: Positional arguments; sharded ones as DTensors.
-        kwargs: The others.
+        target: Function, or ``apply`` of an autograd function.
+        args: Positional arguments, sharded ones as DTensors.
+        kwargs: Keyword arguments.
         results: Results of the dry run, sharded ones as DTensors.
         ranks: Number of ranks.
 
     Raises:
-        ValueError: the parts give something else than the parts of what the whole gives, or it does not run.
+        ValueError: results or gradients of the shards differ from those of the whole, or the function fails.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     dims = [_dim(leaf) for leaf in leaves]
     generator = torch.Generator().manual_seed(0)
-    whole = [_drawn(leaf, generator) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    whole = [_random_like(leaf, generator) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     outputs = [_dim(each) for each in pytree.tree_leaves(results) if isinstance(each, torch.Tensor)]
     try:
-        expected, gradients, wanted = _run(target, whole, spec, None, generator)
-        ways = [_part(wanted, outputs, rank, ranks) for rank in range(ranks)]
-        found = [_run(target, _part(whole, dims, rank, ranks), spec, ways[rank], generator)[:2] for rank in range(ranks)]
-    except Exception as err:  # whatever a stranger's function does on random numbers
-        raise ValueError(f"{MIXES}: it does not run on random numbers") from err
+        expected, gradients, wanted = _forward_backward(target, whole, spec, None, generator)
+        output_grads = [_chunks(wanted, outputs, rank, ranks) for rank in range(ranks)]
+        found = [
+            _forward_backward(target, _chunks(whole, dims, rank, ranks), spec, output_grads[rank], generator)[:2]
+            for rank in range(ranks)
+        ]
+    except Exception as err:  # user code may raise anything
+        raise ValueError(f"{MIXES}: it fails on random numbers") from err
     for number, value in enumerate(expected):
-        if not all(_same(_cut(value, outputs[number], rank, ranks), each[0][number]) for rank, each in enumerate(found)):
+        if not all(_is_close(_chunk(value, outputs[number], rank, ranks), each[0][number]) for rank, each in enumerate(found)):
             raise ValueError(MIXES)
     for number, gradient in enumerate(gradients):
         own = [each[1][number] for each in found]
+        # the gradient of a replicated argument is partial on each rank, so the sum is compared
         summed = own if dims[number] is not None else [sum(each for each in own if each is not None)] * ranks
         if gradient is None and any(each is not None for each in own):
             raise ValueError(MIXES)
         if gradient is not None and not all(
-            _same(_cut(gradient, dims[number], rank, ranks), each) for rank, each in enumerate(summed)
+            _is_close(_chunk(gradient, dims[number], rank, ranks), each) for rank, each in enumerate(summed)
         ):
             raise ValueError(MIXES)
 
 
-def by_trial(node: fx.Node, args: Any, kwargs: Any, mesh: DeviceMesh) -> DTensor:
-    """Return the result of an operator that DTensor has no rule for, if each rank's part of it follows from the rank's parts.
+def probe_operator(node: fx.Node, args: Any, kwargs: Any, mesh: DeviceMesh) -> DTensor:
+    """Compute an operator without a DTensor rule where each rank's result follows from its own shards.
 
-    Reflected padding, windows of a sequence and distances are such operators.
+    Reflection padding, windows of a sequence and pairwise distances are such operators.
 
     Raises:
-        RuntimeError: it does not, or the operator draws random numbers, writes in place or gives several tensors.
+        RuntimeError: the result needs other ranks' data, or the operator is random, writes in place or returns several tensors.
     """
     target: Any = node.target
     run = target if node.op == "call_function" else lambda x, *others, **named: getattr(x, target)(*others, **named)
@@ -85,7 +90,7 @@ def by_trial(node: fx.Node, args: Any, kwargs: Any, mesh: DeviceMesh) -> DTensor
     for dim in (dim for dim, size in enumerate(whole) if size == local.shape[dim] * mesh.size()):
         result = DTensor.from_local(local, mesh, [Shard(dim)], run_check=False)
         with suppress(ValueError):
-            check_parts(run, args, kwargs, result, mesh.size())
+            check_on_random_shards(run, args, kwargs, result, mesh.size())
             return result
     raise RuntimeError("DTensor has no rule")
 
@@ -97,23 +102,25 @@ def _dim(leaf: Any) -> int | None:
     return placement.dim if isinstance(placement, Shard) else None
 
 
-def _drawn(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def _random_like(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
         kind = torch.complex64 if leaf.dtype.is_complex else torch.float32
         return torch.randn(tuple(leaf.shape), dtype=kind, generator=generator, device="cpu").to(leaf.dtype)
     return (torch.rand(tuple(leaf.shape), generator=generator, device="cpu") < 0.5).to(leaf.dtype)
 
 
-def _cut(value: Any, dim: int | None, rank: int, ranks: int) -> Any:
+def _chunk(value: Any, dim: int | None, rank: int, ranks: int) -> Any:
     return value if dim is None or value is None else value.chunk(ranks, dim)[rank].contiguous()
 
 
-def _part(values: Sequence[Any], dims: Sequence[int | None], rank: int, ranks: int) -> list[Any]:
-    return [_cut(value, dim, rank, ranks) for value, dim in zip(values, dims, strict=True)]
+def _chunks(values: Sequence[Any], dims: Sequence[int | None], rank: int, ranks: int) -> list[Any]:
+    return [_chunk(value, dim, rank, ranks) for value, dim in zip(values, dims, strict=True)]
 
 
-def _run(target: Any, leaves: Sequence[Any], spec: Any, wanted: Sequence[Any] | None, generator: torch.Generator) -> Any:
-    """Return the results, the gradient of each argument or None, and the gradients of the results that it started from."""
+def _forward_backward(
+    target: Any, leaves: Sequence[Any], spec: Any, wanted: Sequence[Any] | None, generator: torch.Generator
+) -> Any:
+    """Return the results, the gradient of each argument or None, and the output gradients that the backward started from."""
     given = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     with torch.enable_grad(), no_functions(), no_modes(), torch.device("cpu"):
         for leaf in given:
@@ -123,7 +130,7 @@ def _run(target: Any, leaves: Sequence[Any], spec: Any, wanted: Sequence[Any] | 
         args, kwargs = pytree.tree_unflatten(tracked, spec)
         results = [each for each in pytree.tree_leaves(target(*args, **kwargs)) if isinstance(each, torch.Tensor)]
         if wanted is None:
-            wanted = [_drawn(each, generator) if each.requires_grad else None for each in results]
+            wanted = [_random_like(each, generator) if each.requires_grad else None for each in results]
         sources = {place: leaf for place, leaf in enumerate(given) if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
         ends = [(each, grad) for each, grad in zip(results, wanted, strict=True) if grad is not None and each.requires_grad]
         found = (
@@ -135,7 +142,7 @@ def _run(target: Any, leaves: Sequence[Any], spec: Any, wanted: Sequence[Any] | 
     return [each.detach() for each in results], [of.get(place) for place in range(len(given))], wanted
 
 
-def _same(expected: torch.Tensor, found: Any) -> bool:
+def _is_close(expected: torch.Tensor, found: Any) -> bool:
     if not isinstance(found, torch.Tensor) or found.shape != expected.shape:
         return False
     tolerance = 1e-4 if expected.dtype in (torch.float32, torch.float64, torch.complex64) else 2e-2

@@ -1,4 +1,4 @@
-"""Sizes of the parts that a model takes out of a fused projection's output, read from the graph."""
+"""Sizes of the parts that a model takes out of the output of a fused projection, read from its graph."""
 
 from __future__ import annotations
 
@@ -12,40 +12,44 @@ from torch.fx.node import map_arg
 
 from slapo_tracing.nodes import expect, function_name
 
-from .split_specs import Split
+from .split_specs import LayerSplit
 
 SPLITS = ("split", "chunk", "tensor_split")
 ADDS = ("add", "iadd", "add_")
 VIEWS = ("view", "reshape", "unflatten")
-_MOVES = ("unsqueeze", "transpose", "permute", "movedim", "contiguous")
+_PERMUTATIONS = ("unsqueeze", "transpose", "permute", "movedim", "contiguous")
 
 
-def other_split(split: Split, calls: list[fx.Node], dim: int) -> Split | None:
-    """Return the next way to split a layer whose output does not fit split like this: in parts, the smaller ones in copies.
+def next_split(split: LayerSplit, calls: list[fx.Node], dim: int) -> LayerSplit | None:
+    """Return the next split to try for a layer whose split output does not fit; None if there is none.
+
+    The first step splits the parts of a fused output one by one. Further steps replicate the smaller parts.
 
     Args:
-        split: How it is split.
-        calls: The nodes that call the layer.
+        split: Split that does not fit.
+        calls: Nodes that call the layer.
         dim: Dimension of the outputs that is split.
     """
     blocks = split.blocks or fused_sizes(calls, dim)
     if not split.blocks:
-        return Split("sharded", blocks) if blocks else None
-    largest = max((blocks[place] for place in split.copied), default=0)
+        return LayerSplit("sharded", blocks) if blocks else None
+    largest = max((blocks[place] for place in split.replicated), default=0)
     *smaller, _ = sorted({size for size in blocks if size > largest})
-    return replace(split, copied=tuple(place for place, size in enumerate(blocks) if size <= smaller[0])) if smaller else None
+    return (
+        replace(split, replicated=tuple(place for place, size in enumerate(blocks) if size <= smaller[0])) if smaller else None
+    )
 
 
 def fused_sizes(calls: list[fx.Node], dim: int = -1) -> tuple[int, ...]:
-    """Return the sizes of the parts that the model takes out of outputs along ``dim``; empty when it uses these as one."""
-    found = {_parts(call, dim % call.meta["val"].dim()) for call in calls}
+    """Return the sizes of the parts taken out of the outputs along ``dim``; empty if an output is used as one."""
+    found = {_part_sizes(call, dim % call.meta["val"].dim()) for call in calls}
     return found.pop() if len(found) == 1 else ()
 
 
-def _parts(call: fx.Node, dim: int) -> tuple[int, ...]:
+def _part_sizes(call: fx.Node, dim: int) -> tuple[int, ...]:
     value, users = call.meta["val"], [user for user in call.users if user.target is not expect]
     if all(user.target is operator.getitem for user in users):
-        return _tiles([index_bounds(user.args[1], value, dim) for user in users], value.shape[dim])
+        return _tile_sizes([index_bounds(user.args[1], value, dim) for user in users], value.shape[dim])
     users = [user for user in users if function_name(user) != "size"]
     if len(users) != 1:
         return ()
@@ -54,18 +58,18 @@ def _parts(call: fx.Node, dim: int) -> tuple[int, ...]:
     if name in SPLITS:
         parts = sorted(user.users, key=lambda part: int(part.args[1]))  # type: ignore[arg-type]
         whole = sum(part.meta["val"].shape[dim] for part in parts) == value.shape[dim]
-        return tuple(size for part in parts for size in _halves(part, dim)) if whole and len(parts) > 1 else ()
+        return tuple(size for part in parts for size in _sizes_in_part(part, dim)) if whole and len(parts) > 1 else ()
     if name == "glu" and user.meta["val"].shape[dim] * 2 == value.shape[dim]:
         return (value.shape[dim] // 2,) * 2
     if name in VIEWS and user.meta["val"].dim() > value.dim():
-        return _in_view(user, value, dim)
-    if name in _MOVES and isinstance(user.meta.get("val"), torch.Tensor):
-        return _parts(user, _moved(user, call, dim))
-    return _parts(user, dim) if keeps_shape(user, call) or adds_alike(user) else ()
+        return _sizes_in_view(user, value, dim)
+    if name in _PERMUTATIONS and isinstance(user.meta.get("val"), torch.Tensor):
+        return _part_sizes(user, _permuted_dim(user, call, dim))
+    return _part_sizes(user, dim) if keeps_shape(user, call) or adds_same_shapes(user) else ()
 
 
-def _moved(node: fx.Node, given: fx.Node, dim: int) -> int:
-    """Return where a node puts a dimension: its stride, which no other one has, shows it."""
+def _permuted_dim(node: fx.Node, given: fx.Node, dim: int) -> int:
+    """Return the new index of a dimension behind a permutation, found by a stride that no other dimension has."""
     if function_name(node) == "contiguous":
         return dim
     shape = given.meta["val"].shape
@@ -76,51 +80,51 @@ def _moved(node: fx.Node, given: fx.Node, dim: int) -> int:
     return int(function(*args, **kwargs).stride().index(strides[dim]))
 
 
-def _tiles(bounds: list[tuple[int, int] | None], size: int) -> tuple[int, ...]:
+def _tile_sizes(bounds: list[tuple[int, int] | None], size: int) -> tuple[int, ...]:
     ordered = sorted({bound for bound in bounds if bound is not None})
     tiles = [0, *(stop for _, stop in ordered)] == [*(start for start, _ in ordered), size]
     return tuple(stop - start for start, stop in ordered) if tiles and None not in bounds else ()
 
 
-def _in_view(view: fx.Node, value: torch.Tensor, dim: int) -> tuple[int, ...]:
-    """Return the sizes of parts that are a dimension of a view, or are taken out of it as so many heads each."""
+def _sizes_in_view(view: fx.Node, value: torch.Tensor, dim: int) -> tuple[int, ...]:
+    """Return the sizes of parts that a view has as a dimension, or that are taken out of it as groups of heads."""
     shape, width, before = view.meta["val"].shape, value.shape[dim], value.shape[:dim].numel()
     place = next((place for place in (dim, *range(len(shape))) if shape[:place].numel() == before), None)
-    number = 1 if place is None else shape[place]  # a view may join or divide the dimensions before it
+    number = 1 if place is None else shape[place]  # a view may merge or split the dimensions before it
     if place is None or not 1 < number < width or width % number:
         return ()
-    heads = _parts(view, place)
+    heads = _part_sizes(view, place)
     if any(size > 1 for size in heads):
         return tuple(size * width // number for size in heads)
     return (width // number,) * number
 
 
-def _halves(part: fx.Node, dim: int) -> tuple[int, ...]:
-    """Return the size of a part, or of its halves where the model takes these apart: keys and values, or a gate."""
+def _sizes_in_part(part: fx.Node, dim: int) -> tuple[int, ...]:
+    """Return the size of a part, or of its two halves if the model splits it: keys and values, or a gate."""
     users = [user for user in part.users if user.target is not expect]
     is_split = len(users) == 1 and (function_name(users[0]) in (*SPLITS, "glu") or _calls_glu(users[0]))
-    found = _parts(part, dim) if is_split else ()
+    found = _part_sizes(part, dim) if is_split else ()
     return found if len(found) == 2 else (part.meta["val"].shape[dim],)
 
 
 def keeps_shape(node: fx.Node, given: fx.Node) -> bool:
-    """Return whether a node gives a value of the shape of the only one that it is given, as an activation does."""
+    """Return whether a node has a single input and returns its shape, as an activation does."""
     one, other = node.meta.get("val"), given.meta.get("val")
     is_alone = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and node.all_input_nodes == [given]
     return is_alone and one.shape == other.shape  # type: ignore[union-attr]
 
 
-def adds_alike(node: fx.Node) -> bool:
-    """Return whether a node adds values of one shape, as an adapter's output to that of its layer."""
+def adds_same_shapes(node: fx.Node) -> bool:
+    """Return whether a node adds values of one shape, as an adapter adds its output to that of a layer."""
     shapes = {
         other.meta["val"].shape for other in (node, *node.all_input_nodes) if isinstance(other.meta.get("val"), torch.Tensor)
     }
     return function_name(node) in ADDS and len(node.all_input_nodes) > 1 and len(shapes) == 1
 
 
-def moves(node: fx.Node) -> bool:
-    """Return whether a node puts dimensions in another order, or adds one."""
-    return function_name(node) in _MOVES
+def permutes_dims(node: fx.Node) -> bool:
+    """Return whether a node permutes dimensions or inserts one."""
+    return function_name(node) in _PERMUTATIONS
 
 
 def _calls_glu(node: fx.Node) -> bool:
@@ -129,7 +133,7 @@ def _calls_glu(node: fx.Node) -> bool:
 
 
 def index_bounds(index: Any, value: torch.Tensor, dim: int = -1) -> tuple[int, int] | None:
-    """Return start and stop along ``dim``, when ``value[index]`` cuts that one and leaves the others whole."""
+    """Return start and stop along ``dim`` if ``value[index]`` slices that dimension and no other; else None."""
     whole = slice(None)
     items = index_items(index, value.dim())
     dim %= value.dim()
@@ -144,7 +148,7 @@ def index_bounds(index: Any, value: torch.Tensor, dim: int = -1) -> tuple[int, i
 
 
 def index_items(index: Any, dims: int) -> list[Any] | None:
-    """Return one item of an index for each dimension; None where it has others than slices, integers and lists of these."""
+    """Return an index as one item per dimension; None if it has items other than slices, integers and lists of these."""
     items = list(index) if isinstance(index, tuple) else [index]
     numbers = (each for item in items for each in (item if isinstance(item, list) else [item]))
     if not all(isinstance(each, slice | int) or each is Ellipsis for each in numbers) or True in items or False in items:

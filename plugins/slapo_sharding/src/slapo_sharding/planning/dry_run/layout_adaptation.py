@@ -1,4 +1,4 @@
-"""Operations on whole values beside sharded ones: the parts of these that they are given, and results that are added up."""
+"""Operations on whole and sharded values together: whole values are cut, and partial results are reduced."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from slapo_tracing.nodes import autocast_state, function_name
 
 from ...communication._torch_private import StridedShard
 from ...syncs.sharded_norms import norm_in, norm_of, variance_in
-from .node_values import as_meta, gives_tensors, has_gradient, parameters_of
+from .node_values import as_meta, has_gradient, parameters_of, returns_several_tensors
 from .size_arguments import leaves, with_leaves
 
 if TYPE_CHECKING:
     from .layouts import Layouts
 
-_MOST_CHOICES = 256
+_MAX_CHOICES = 256
 _SUMS = ("sum", "mean")
-_HALF = (torch.bfloat16, torch.float16)
+_HALF_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def in_full_precision(values: Any) -> Any:
-    """Return values with tensors of half precision in float32 where autocast is on, which does not cast what has no data."""
+    """Return the values with half-precision tensors in float32 if autocast is on, as autocast does not cast meta tensors."""
     if not autocast_state():
         return values
-    return pytree.tree_map_only(torch.Tensor, lambda value: value.float() if value.dtype in _HALF else value, values)
+    return pytree.tree_map_only(torch.Tensor, lambda value: value.float() if value.dtype in _HALF_PRECISION else value, values)
 
 
-def with_parts(layouts: Layouts, n: fx.Node, args: Any, kwargs: Any) -> Any:
-    """Run a node on parts of the whole tensors that are as long as what is sharded.
+def run_on_cut_values(layouts: Layouts, n: fx.Node, args: Any, kwargs: Any) -> Any:
+    """Run a node on shards of its whole tensors, cut along dimensions of the sharded sizes.
 
     Raises:
-        ValueError: none of these fit.
+        ValueError: no choice of dimensions fits.
     """
     given, nodes = leaves((args, kwargs)), leaves((n.args, n.kwargs))
     is_fused = bool(layouts.blocks_of(n))
@@ -54,34 +54,35 @@ def with_parts(layouts: Layouts, n: fx.Node, args: Any, kwargs: Any) -> Any:
         for place, each in whole.items()
     ]
     blocks = _blocks(shards)
-    for chosen in islice(product(*options), 1, _MOST_CHOICES):
+    for chosen in islice(product(*options), 1, _MAX_CHOICES):
         cut = {place: dim for place, dim in chosen if dim is not None}
-        parts = {place: _cut(layouts, whole[place], dim, blocks) for place, dim in cut.items()}
+        parts = {place: _shard_of(layouts, whole[place], dim, blocks) for place, dim in cut.items()}
         args, kwargs = with_leaves((args, kwargs), parts)
         try:
             value = getattr(layouts, n.op)(n.target, args, kwargs)
         except RuntimeError:
             args, kwargs = with_leaves((args, kwargs), whole)
         else:
-            layouts.cut[n] = cut
+            layouts.cut_arguments[n] = cut
             if blocks:
                 layouts.cut_blocks[n] = blocks
             return value
     if layouts.cuts_only:
         raise ValueError("the operation needs all of a value that is sharded")
-    for place, each in whole.items():  # what DTensor takes for a part of a sum, beside others, is added up with these
+    # a whole argument that DTensor accepts as a partial value beside others counts once in the sum, on the first rank
+    for place, each in whole.items():
         part = DTensor.from_local(each, layouts.mesh, [Partial()], run_check=False)
         with suppress(RuntimeError):
             args, kwargs = with_leaves((args, kwargs), {**whole, place: part})
             value = getattr(layouts, n.op)(n.target, args, kwargs)
             if isinstance(value, DTensor) and value.placements[0].is_partial("sum"):
-                layouts.once[n] = place
+                layouts.first_rank_values[n] = place
                 return value
-    return _with_statistics(layouts, n, args, kwargs)
+    return _run_with_reduced_statistics(layouts, n, args, kwargs)
 
 
 def _blocks(shards: list[DTensor]) -> tuple[int, ...]:
-    """Return the sizes of the blocks of each of which ranks have a part, as of heads folded into the batch; empty for one."""
+    """Return the block sizes of a strided shard, as of heads folded into the batch; empty for a plain shard."""
     for each in shards:
         (placement,) = each.placements
         if isinstance(placement, StridedShard):
@@ -90,19 +91,19 @@ def _blocks(shards: list[DTensor]) -> tuple[int, ...]:
     return ()
 
 
-def _cut(layouts: Layouts, whole: torch.Tensor, dim: int, blocks: tuple[int, ...]) -> DTensor:
+def _shard_of(layouts: Layouts, whole: torch.Tensor, dim: int, blocks: tuple[int, ...]) -> DTensor:
     if sum(blocks) != whole.shape[dim] or any(block % layouts.mesh.size() for block in blocks):
-        return layouts._shard(whole, dim)
+        return layouts.shard(whole, dim)
     local = torch.empty_like(whole.chunk(layouts.mesh.size(), dim)[0])
     placement = StridedShard(dim, split_factor=len(blocks))
     return DTensor.from_local(local, layouts.mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
 
 
-def _with_statistics(layouts: Layouts, n: fx.Node, args: Any, kwargs: Any) -> Any:
-    """Take a norm or a variance along the sharded dimension for one whose statistics are summed over the ranks.
+def _run_with_reduced_statistics(layouts: Layouts, n: fx.Node, args: Any, kwargs: Any) -> Any:
+    """Run a norm or a variance over the sharded dimension as one with reduced statistics.
 
     Raises:
-        ValueError: it is none, or along other dimensions too.
+        ValueError: the node is neither, or reduces over other dimensions too.
     """
     x = args[0] if args else None
     if isinstance(x, DTensor) and _has_statistics(layouts, n):
@@ -120,7 +121,7 @@ def _with_statistics(layouts: Layouts, n: fx.Node, args: Any, kwargs: Any) -> An
                 place for place, each in enumerate(values) if isinstance(each, torch.Tensor) and nodes[place] is not n.args[0]
             ]
             if n.op == "call_function" and places:
-                layouts.cut[n] = dict.fromkeys(places, 0)
+                layouts.cut_arguments[n] = dict.fromkeys(places, 0)
             local = torch.empty_like(x.to_local(), dtype=n.meta["val"].dtype)
             return DTensor.from_local(local, layouts.mesh, [placement], run_check=False)
     raise ValueError("the operation needs all of a value that is sharded")
@@ -133,39 +134,39 @@ def _has_statistics(layouts: Layouts, n: fx.Node) -> bool:
 
 
 def needs_statistics(layouts: Layouts, n: fx.Node) -> bool:
-    """Return whether a node is a norm, or gives a sum, a mean or a variance of what it is given."""
+    """Return whether a node is a norm, a sum, a mean or a variance."""
     return function_name(n) in _SUMS or _has_statistics(layouts, n)
 
 
 def _meets_activations(layouts: Layouts, n: fx.Node) -> bool:
-    """Return whether a node is given sharded values that are not made from parameters alone."""
-    return any(other in layouts.sources.keys() - layouts.copies - layouts.weights for other in n.all_input_nodes)
+    """Return whether a node has sharded inputs that are not computed from parameters alone."""
+    return any(other in layouts.sources.keys() - layouts.replicated_parts - layouts.weights for other in n.all_input_nodes)
 
 
 def may_cut(layouts: Layouts, node: fx.Node, of_layers: bool = True) -> bool:
-    """Return whether ranks may cut a whole value: a parameter, a constant, or one that is there for their parts.
+    """Return whether a whole value may be cut: a parameter, a constant, or a value that only reductions lead to.
 
     Args:
-        layouts: The dry run.
-        node: Gives the value.
-        of_layers: Count the results that row layers add up among the latter.
+        layouts: Dry run.
+        node: Node of the value.
+        of_layers: Count the reduced outputs of row-parallel layers as reductions.
     """
-    is_given = layouts.cuts_inputs and _is_of_argument(node)
-    if is_given or not has_gradient(node) or parameters_of(node) or node in layouts.copies:
+    is_given = layouts.cuts_inputs and _derives_from_argument(node)
+    if is_given or not has_gradient(node) or parameters_of(node) or node in layouts.replicated_parts:
         return True
-    return not layouts.cuts_only and _is_for_parts(layouts, node, of_layers)
+    return not layouts.cuts_only and _derives_from_reductions(layouts, node, of_layers)
 
 
-def _is_of_argument(node: fx.Node) -> bool:
-    """Return whether a value is an argument of the graph, or made from one alone, as a bias with one dimension more."""
+def _derives_from_argument(node: fx.Node) -> bool:
+    """Return whether a value is a graph input, or computed from a single one."""
     while node.op in ("call_function", "call_method") and len(given := [*filter(has_gradient, node.all_input_nodes)]) == 1:
         (node,) = given
     return node.op == "placeholder"
 
 
-def _is_for_parts(layouts: Layouts, node: fx.Node, of_layers: bool) -> bool:
-    """Return whether a whole value has its gradient from added-up values and shared layers alone, and parameters beside."""
-    if node in layouts.reduced or node in layouts.norms or str(node.target) in layouts.shared:
+def _derives_from_reductions(layouts: Layouts, node: fx.Node, of_layers: bool) -> bool:
+    """Return whether all inputs of a value with gradients are reduced values, shared layers or parameters."""
+    if node in layouts.reductions or node in layouts.norms or str(node.target) in layouts.shared:
         return True
     split = layouts.splits.get(str(node.target)) if node.op == "call_module" else None
     if of_layers and split is not None and split.output == "reduced":
@@ -174,24 +175,24 @@ def _is_for_parts(layouts: Layouts, node: fx.Node, of_layers: bool) -> bool:
         return False
     if any(other.op == "get_attr" and str(other.target) in layouts.shared for other in node.all_input_nodes):
         return True
-    tuples = [other for other in node.all_input_nodes if other.op.startswith("call") and gives_tensors(other)]
+    tuples = [other for other in node.all_input_nodes if other.op.startswith("call") and returns_several_tensors(other)]
     found = [*tuples, *(other for other in node.all_input_nodes if has_gradient(other) and not parameters_of(other))]
-    return bool(found) and all(_is_for_parts(layouts, other, of_layers) for other in found)
+    return bool(found) and all(_derives_from_reductions(layouts, other, of_layers) for other in found)
 
 
 def _is_opaque(layouts: Layouts, path: str) -> bool:
     return path in layouts.opaque or bool(layouts.is_layer(layouts.fetch_attr(path)))
 
 
-def dim_cut(layouts: Layouts, node: fx.Node, other: fx.Node) -> int | None:
-    """Return along which dimension a node's argument is cut; None where it is used whole, or cut block by block."""
+def cut_dim(layouts: Layouts, node: fx.Node, other: fx.Node) -> int | None:
+    """Return the dimension along which an argument of a node is cut; None if it is used whole or cut by blocks."""
     if layouts.blocks_of(node) or node in layouts.cut_blocks:
         return None
     values = leaves((node.args, node.kwargs))
-    found = {dim for place, dim in layouts.cut.get(node, {}).items() if values[place] is other}
+    found = {dim for place, dim in layouts.cut_arguments.get(node, {}).items() if values[place] is other}
     return found.pop() if len(found) == 1 else None
 
 
 def may_reduce(layouts: Layouts, n: fx.Node) -> bool:
-    """Return whether a partial result is worth adding up: of a product with parameters, or a sum or mean of one value."""
+    """Return whether a partial result may be reduced: of a product with parameters, or a sum or mean of one value."""
     return needs_statistics(layouts, n) or any(other in layouts.weights or parameters_of(other) for other in n.all_input_nodes)

@@ -1,4 +1,4 @@
-"""Values of the nodes of a graph: their tensors without data, and the parameters that they are made from."""
+"""Facts about the values of graph nodes, and operations that DTensor has no rule for."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 
-class Unknown:
-    """Object that is not known, as the result of a call that cannot be run without data; tensors taken out of it are."""
+class UnknownObject:
+    """Placeholder for a result that cannot be computed without data; every item and attribute of it is a placeholder too."""
 
-    def __getattr__(self, name: str) -> Unknown:
+    def __getattr__(self, name: str) -> UnknownObject:
         if name.startswith("__"):
             raise AttributeError(name)
         return self
 
-    def __getitem__(self, index: Any) -> Unknown:
+    def __getitem__(self, index: Any) -> UnknownObject:
         return self
 
 
 def as_meta(value: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape without data."""
+    """Return a meta tensor of the same shape, strides and dtype."""
     if value.is_meta and type(value) is torch.Tensor:
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
@@ -38,31 +38,31 @@ def has_gradient(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-def gives_gradient(node: fx.Node) -> bool:
-    """Return whether a value has a gradient, or one of several, as those of a split."""
+def has_any_gradient(node: fx.Node) -> bool:
+    """Return whether a value, or one of the tensors taken out of it, has a gradient."""
     return has_gradient(node) or any(
         user.target is operator.getitem and user.args[0] is node and has_gradient(user) for user in node.users
     )
 
 
 def parameters_of(node: fx.Node) -> list[str]:
-    """Names of the parameters a value is made from, if it is made from nothing else that has a gradient; else empty."""
+    """Return the names of the parameters that a value is computed from; empty if anything else with a gradient enters it."""
     if node.op == "get_attr":
         return [str(node.target)]
     if node.op in ("placeholder", "call_module"):
         return []
-    found = [parameters_of(other) for other in node.all_input_nodes if gives_gradient(other)]
+    found = [parameters_of(other) for other in node.all_input_nodes if has_any_gradient(other)]
     return [name for names in found for name in names] if all(found) else []
 
 
-def by_heads(name: str, args: Any, kwargs: Any) -> DTensor | torch.Tensor:
-    """Return the result of a product or an attention for which DTensor has no rule, though ranks need no more than they have.
+def run_by_heads(name: str, args: Any, kwargs: Any) -> DTensor | torch.Tensor:
+    """Compute an operation without a DTensor rule that needs no data of other ranks.
 
-    Products of matrices in batches that are repeated have one as an einsum; of an attention, one whole head of keys and values
-    may serve all query heads of a rank. A view that splits one dimension and merges the next is two views.
+    Three cases are covered. A matmul with repeated batch dimensions runs as an einsum. In attention, one whole key and value
+    head serves all query heads of a rank. A view that splits one dimension and merges the next runs as two views.
 
     Raises:
-        RuntimeError: it is none of these.
+        RuntimeError: the operation is none of these.
     """
     if name in ("view", "reshape") and not kwargs and isinstance(args[0], DTensor):
         return view_in_two_steps(name, args[0], *args[1:])
@@ -83,10 +83,12 @@ def by_heads(name: str, args: Any, kwargs: Any) -> DTensor | torch.Tensor:
 
 
 def view_in_two_steps(name: str, x: DTensor, *sizes: Any) -> DTensor:
-    """Return a view by way of the finest shape between: ``[batch, heads * size]`` to ``[batch * heads, size]`` splits first.
+    """Return a view as two views by way of the finest shape between them.
+
+    ``[batch, heads * size]`` to ``[batch * heads, size]`` splits first and then merges.
 
     Raises:
-        RuntimeError: there is none, or DTensor has no rule for these either.
+        RuntimeError: there is no shape between, or DTensor has no rule for these views either.
     """
     shape = torch.empty(x.shape, device="meta").view(*sizes).shape
     strides = sorted({math.prod(of[place:]) for of in (x.shape, shape) for place in range(len(of) + 1)}, reverse=True)
@@ -97,18 +99,26 @@ def view_in_two_steps(name: str, x: DTensor, *sizes: Any) -> DTensor:
     return view
 
 
-def gives_numbers(node: fx.Node) -> bool:
-    """Return whether a node gives tensors that may have gradients."""
+def calls_by_path(graph: fx.Graph) -> dict[str, list[fx.Node]]:
+    """Return the calls of each module in a graph, by its path."""
+    calls: dict[str, list[fx.Node]] = {}
+    for node in graph.find_nodes(op="call_module"):
+        calls.setdefault(str(node.target), []).append(node)
+    return calls
+
+
+def returns_float_tensors(node: fx.Node) -> bool:
+    """Return whether a node returns tensors of a dtype that can have gradients."""
     given = (part for part in pytree.tree_leaves(node.meta.get("val")) if isinstance(part, torch.Tensor))
     return any(part.is_floating_point() or part.is_complex() for part in given)
 
 
-def has_tensors(module: nn.Module) -> bool:
-    """Return whether a module holds parameters or buffers itself."""
+def holds_tensors(module: nn.Module) -> bool:
+    """Return whether a module itself, without its children, holds parameters or buffers."""
     return any(each is not None for each in (*module._parameters.values(), *module._buffers.values()))
 
 
-def gives_tensors(node: fx.Node) -> bool:
-    """Return whether a node gives several tensors, as a split does."""
+def returns_several_tensors(node: fx.Node) -> bool:
+    """Return whether a node returns several tensors, as a split does."""
     taken = (user.meta.get("val") for user in node.users if user.target is operator.getitem and user.args[0] is node)
     return node.meta.get("val") is None and any(isinstance(value, torch.Tensor) for value in taken)

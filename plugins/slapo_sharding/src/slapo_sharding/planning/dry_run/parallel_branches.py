@@ -1,7 +1,8 @@
-"""Parallel branches of a forward, such as attention heads in a list: ranks can run some of them each, instead of a part of all.
+"""Parallel branches of a forward, such as attention heads in a list.
 
-The results of branches are put together by ``torch.cat`` or ``torch.stack``. A branch is what is computed for its result alone;
-the tensors that it alone uses need to be on one rank only. So the result put together is sharded along its dimension.
+``torch.cat`` or ``torch.stack`` joins the results of branches. A branch is the set of nodes that only its result needs. Each
+rank can run some of the branches, holding the parameters that they alone use. The joined result is then sharded along the
+dimension of the join.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import fx, nn
 from slapo_tracing.nodes import function_name
 
 from ...splitting.module_paths import without_block_numbers
-from .node_values import gives_tensors, has_gradient
+from .node_values import has_gradient, returns_several_tensors
 from .split_specs import ParameterSplit
 
 _JOINTS = ("cat", "concat", "concatenate", "stack")
@@ -25,15 +26,15 @@ _JOINTS = ("cat", "concat", "concatenate", "stack")
 
 @dataclass(frozen=True, eq=False)
 class Branches:
-    """Branches whose results are put together.
+    """Branches whose results one node joins.
 
     Args:
-        joint: The node that puts them together.
-        dim: Dimension of its result along which they lie.
+        joint: Node that joins the results.
+        dim: Dimension of the joined result along which the branches lie.
         nodes: Nodes of each branch.
         parameters: Names of the parameters that each branch alone uses.
-        entries: Nodes outside that give branches several tensors each, as ``chunk`` does.
-        shared: Names of the parameters of modules that all branches call.
+        entries: Nodes outside that return several tensors to branches, as ``chunk`` does.
+        shared: Modules that all branches call, to the names of their parameters.
     """
 
     joint: fx.Node
@@ -48,26 +49,26 @@ class Branches:
         return index * ranks // len(self.nodes)
 
     def splits(self, ranks: int) -> dict[str, ParameterSplit]:
-        """Return the parameters, each with the rank that holds it."""
+        """Return the split of each parameter of the branches: whole on the rank that runs its branch."""
         owners = ((names, self.owner(index, ranks)) for index, names in enumerate(self.parameters))
         return {name: ParameterSplit(0, owner=owner) for names, owner in owners for name in names}
 
     @cached_property
-    def inside(self) -> frozenset[fx.Node]:
-        """All nodes of the branches, and their entries."""
+    def all_nodes(self) -> frozenset[fx.Node]:
+        """Return the nodes of all branches and their entries."""
         return frozenset[fx.Node]().union(self.entries, *self.nodes)
 
-    def given(self, node: fx.Node) -> Iterator[fx.Node]:
-        """Yield the values from outside that a node of a branch uses."""
-        return (other for other in node.all_input_nodes if other not in self.inside)
+    def external_inputs(self, node: fx.Node) -> Iterator[fx.Node]:
+        """Yield the inputs of a branch node that come from outside the branches."""
+        return (other for other in node.all_input_nodes if other not in self.all_nodes)
 
 
 def find_branches(graph: fx.Graph, root: nn.Module, ranks: int, without: Collection[str] = ()) -> list[Branches]:
-    """Return the branches that can be dealt out to ranks, in equal numbers.
+    """Return the branches that can be distributed to the ranks in equal numbers.
 
     Args:
-        graph: A flat graph.
-        root: The module that it is of.
+        graph: Flat graph.
+        root: Module that the graph belongs to.
         ranks: Number of ranks.
         without: Paths of modules and names of parameters that stay whole.
     """
@@ -97,8 +98,8 @@ class _Finder:
         self._named = named
 
     def branches(self, joint: fx.Node, ranks: int) -> Branches | None:
-        """Return the branches of a node that puts values together; None where it has none that can be dealt out."""
-        given, dim = _arguments(joint)
+        """Return the branches that a node joins, or None if ranks cannot run some each."""
+        given, dim = _joined_values(joint)
         if len(given) < ranks or len(given) % ranks or len({*given}) < len(given):
             return None
         if any(list(other.users) != [joint] for other in given) or len({other.meta["val"].shape for other in given}) > 1:
@@ -116,7 +117,7 @@ class _Finder:
         return branches if are_alike and self._can_be_left_out(branches) else None
 
     def _closures(self, results: list[fx.Node]) -> tuple[frozenset[fx.Node], ...]:
-        """Return the nodes that are there for one result alone; those without users are there for what they look at."""
+        """Return the nodes that only one result needs; a node without users belongs to the branch of its inputs."""
         branch_of = dict(zip(results, range(len(results)), strict=True))
         changed = True
         while changed:
@@ -132,13 +133,15 @@ class _Finder:
 
     def _entries(self, nodes: tuple[frozenset[fx.Node], ...]) -> frozenset[fx.Node]:
         inside = frozenset[fx.Node]().union(*nodes)
-        lists = {other for node in inside for other in node.all_input_nodes if other not in inside and gives_tensors(other)}
+        lists = {
+            other for node in inside for other in node.all_input_nodes if other not in inside and returns_several_tensors(other)
+        }
         return frozenset(node for node in lists if inside.issuperset(node.users))
 
     def _tensors(
         self, nodes: tuple[frozenset[fx.Node], ...]
     ) -> tuple[tuple[frozenset[str], ...], dict[fx.Node, list[str]]] | None:
-        """Return the parameters of each branch, and those that all branches share; None where one is neither."""
+        """Return the parameters of each branch and those that all share; None if a parameter is neither."""
         own, shared = [], dict[fx.Node, list[str]]()
         inside = frozenset[fx.Node]().union(*nodes)
         for each in nodes:
@@ -161,30 +164,30 @@ class _Finder:
         return name in self._without or any(name.startswith(f"{path}.") for path in self._without)
 
     def _can_be_left_out(self, branches: Branches) -> bool:
-        """Return whether nothing is missed where a branch does not run: no writes, and gradients that all ranks add to."""
-        for node in branches.inside:
+        """Return whether a branch can be skipped: it writes nothing outside, and all branches have the same outside inputs."""
+        for node in branches.all_nodes:
             if node.op == "call_module" and any(True for _ in self._root.get_submodule(str(node.target)).buffers()):
                 return False
             for place in node.meta.get("mutates") or ():
                 written = self._memories[node.all_input_nodes[place].meta.get("memory")]
-                if any(other not in branches.inside or other.op == "get_attr" for other in written):
+                if any(other not in branches.all_nodes or other.op == "get_attr" for other in written):
                     return False
-            if any(gives_tensors(other) for other in branches.given(node)):
+            if any(returns_several_tensors(other) for other in branches.external_inputs(node)):
                 return False
         uses = [{other for node in each for other in self._outside(node, branches)} for each in branches.nodes]
         return all(other in each for other in set[fx.Node]().union(*uses) for each in uses)
 
     def _outside(self, node: fx.Node, branches: Branches) -> Iterable[fx.Node]:
-        """Yield the values with gradients from outside that a node uses, or that an entry takes apart for it."""
+        """Yield the outside values with gradients that a node uses, directly or through an entry."""
         for other in node.all_input_nodes:
             if other in branches.entries:
                 yield from self._outside(other, branches)
-            elif other not in branches.inside and has_gradient(other):
+            elif other not in branches.all_nodes and has_gradient(other):
                 yield other
 
 
-def _arguments(joint: fx.Node) -> tuple[list[fx.Node], int]:
-    """Return the values that a node puts together, and along which dimension of its result; none where it is no such node."""
+def _joined_values(joint: fx.Node) -> tuple[list[fx.Node], int]:
+    """Return the joined tensors and the dimension of the join; no tensors if the node joins none."""
     values: Any = joint.args[0] if joint.args else joint.kwargs.get("tensors", ())
     dim = joint.args[1] if len(joint.args) > 1 else joint.kwargs.get("dim", joint.kwargs.get("axis", 0))
     result = joint.meta.get("val")

@@ -1,4 +1,4 @@
-"""Splits of layers, and of parameters that forwards use themselves."""
+"""Splits of layers and of parameters that forwards use directly."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ import torch
 
 
 @dataclass(frozen=True)
-class Split:
+class LayerSplit:
     """Split of a layer.
 
     Args:
-        output: What the layer returns: ``"sharded"`` along the width or the channels (its input is replicated), ``"reduced"``
-            (its input is sharded so, the partial results are summed), or ``"kept"`` (its input is sharded so as well).
-        blocks: Sizes of the parts of a fused layer's output, each split for itself.
-        copied: Places of the blocks that every rank holds whole instead, as keys of one head; their gradient is summed.
+        output: ``"sharded"``: column-parallel, the output is sharded along the width or the channels and the input is
+            replicated. ``"reduced"``: row-parallel, the input is sharded and the partial outputs are summed. ``"kept"``: input
+            and output are sharded alike.
+        blocks: Sizes of the parts of a fused layer's output. Each part is split by itself.
+        replicated: Indices of the blocks that every rank holds whole, such as the keys of a single head. Their gradient is
+            summed.
     """
 
     output: Literal["sharded", "reduced", "kept"]
     blocks: tuple[int, ...] = ()
-    copied: tuple[int, ...] = ()
+    replicated: tuple[int, ...] = ()
 
-    def local_number(self, tensor: torch.Tensor, ranks: int) -> int:
-        """Return how many elements of a whole tensor of the layer each of the ranks holds."""
-        copied = sum(self.blocks[place] for place in self.copied)
-        whole = tensor.numel() * copied // sum(self.blocks) if copied else 0
+    def local_numel(self, tensor: torch.Tensor, ranks: int) -> int:
+        """Return the number of elements of a whole tensor of the layer that each rank holds."""
+        replicated = sum(self.blocks[index] for index in self.replicated)
+        whole = tensor.numel() * replicated // sum(self.blocks) if replicated else 0
         return whole + (tensor.numel() - whole) // ranks
 
 
@@ -36,8 +38,8 @@ class ParameterSplit:
 
     Args:
         dim: Dimension that is split.
-        blocks: Sizes of the parts of a fused projection along it, each split for itself; empty for one part.
-        owner: The rank that holds all of it; None where each has a part.
+        blocks: Sizes of the parts of a fused projection along ``dim``, each split by itself. Empty for one part.
+        owner: Rank that holds the whole parameter. None if each rank holds a shard.
     """
 
     dim: int

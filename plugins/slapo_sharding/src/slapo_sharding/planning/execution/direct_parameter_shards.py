@@ -1,4 +1,4 @@
-"""Parameters that a module's forward uses itself, in ``x @ self.w`` say, and that are split as those of layers are."""
+"""Shards of parameters that a module's forward uses directly, as in ``x @ self.w``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from slapo_core import Schedule, ShardSpec
-from slapo_training.gradient_hooks import carry_hooks
+from slapo_training.gradient_hooks import move_hooks
 
 from ...rules.sharding_rule import AppliedCut, Cut, record_cut
 from ...splitting import persistent_hooks
@@ -16,13 +16,13 @@ from ..dry_run.split_specs import ParameterSplit
 
 
 def split_parameters(schedule: Schedule, splits: Mapping[str, ParameterSplit]) -> None:
-    """Split parameters of a module that runs from a graph, which reduces what they give on this rank, or deal them out.
+    """Shard or distribute parameters of a module that runs from a graph, whose graph reduces the results.
 
-    The module is recorded as split, whatever is: whole values go in and come out, and those inside were looked at.
+    The module is recorded as split with whole inputs and outputs. Checks of its inside were made by the dry run.
 
     Args:
-        schedule: Of the module.
-        splits: Path of each parameter below the module to how it is split.
+        schedule: Schedule of the module.
+        splits: Path of each parameter below the module, to its split.
     """
     size, rank = schedule.world_size, schedule.rank
     spec = ShardSpec(0, (size,), rank, size, (size,), schedule.group)
@@ -34,10 +34,10 @@ def split_parameters(schedule: Schedule, splits: Mapping[str, ParameterSplit]) -
         dealt = None
         if split.owner is not None:
             dealt = tuple(((0, shape[split.dim] if each == split.owner else 0),) for each in range(size))
-        spec = ShardSpec(split.dim, shape, rank, size, split.blocks or (shape[split.dim],), schedule.group, dealt=dealt)
+        spec = ShardSpec(split.dim, shape, rank, size, split.blocks or (shape[split.dim],), schedule.group, uneven_ranges=dealt)
         schedule.touch(handle.mod)
         handle.set_parameter(name, new := local_shard(tensor, spec))
-        carry_hooks(new, tensor, spec, handle.places_of(new, (handle.mod, name)))
+        move_hooks(new, tensor, spec, handle.places_of(new, (handle.mod, name)))
         persistent_hooks.keep_facts(handle.mod)
     schedule.touch(schedule.mod)
     cut = Cut({path: split.dim for path, split in splits.items()}, "whole", "whole")

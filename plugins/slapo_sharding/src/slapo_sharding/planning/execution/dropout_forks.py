@@ -1,4 +1,4 @@
-"""Dropout under tensor parallelism: masks of its own on each rank where values are sharded, equal ones elsewhere."""
+"""Dropout under tensor parallelism: each rank has its own masks for sharded values; masks for whole values are equal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def fork_dropouts(schedule: Schedule, paths: Iterable[str]) -> None:
     """Fork the random numbers of the attention modules around the split modules at ``paths``.
 
     Raises:
-        ScheduleError: a dropout of which nothing says whether it sees sharded or replicated values.
+        ScheduleError: a dropout may see sharded or replicated values.
     """
     owners = {path.rpartition(".")[0]: None for path in sorted(paths)}
     for path in owners:
@@ -43,20 +43,20 @@ def _fork_attention(handle: Schedule) -> None:
 
 
 def _active(module: nn.Module) -> list[str]:
-    """Names of the dropout layers directly in a module that drop something."""
+    """Return the names of the dropout children of a module with a rate above 0."""
     kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.AlphaDropout)
     return [name for name, child in module.named_children() if isinstance(child, kinds) and child.p > 0]
 
 
 def _rates(module: nn.Module) -> list[str]:
-    """Names of the rates that a module passes to a dropout function."""
+    """Return the names of the rates above 0 that a module passes to a dropout function."""
     return [name for name in _RATES if isinstance(rate := module.__dict__.get(name), float) and rate > 0]
 
 
 def _refuse(handle: Schedule, names: list[str]) -> None:
     if names:
         raise ScheduleError(
-            f"{names[0]!r} may see sharded or replicated values; set it to 0, or shard by hand with fork_rng",
+            f"{names[0]!r} may see sharded or replicated values; set it to 0, or use shard() and fork_rng()",
             path=handle.path,
             primitive="tensor_parallel",
         )

@@ -1,8 +1,8 @@
-"""Layers of an engine's own in the place of layers that a plan has split, and of the loss that is computed from parts.
+"""Replacement of split layers, and of the loss on sharded logits, by layers of an engine.
 
-The plan is carried out first, so parts, facts and syncs are what they are without a backend. A layer of the engine then takes
-the very parameters of the one it replaces, and does of its collectives those that are its own work: a sync of the module that
-does the same is told to the checks from then on, and no longer runs.
+The plan is applied first, so that shards, facts and syncs are those of a plan without a backend. Then a layer of the engine
+takes the parameters of the layer it replaces, and the collectives that it runs itself. The sync of such a collective no longer
+runs; it stays visible to the checks.
 """
 
 from __future__ import annotations
@@ -36,45 +36,46 @@ class LayerBackend(Protocol):
     """Factory of layers that a plugin registers by ``slapo_layer_backends``."""
 
     def __call__(self, module: nn.Module, kind: Kind, spec: ShardSpec, *, sums_gradient: bool) -> nn.Module | str:
-        """The engine's layer for one that is split, or why there is none, as the end of a sentence.
+        """Return the engine's layer for a split layer, or the reason why there is none, as the end of a sentence.
 
         Args:
-            module: The split layer; nothing of it may be changed but attributes of its parameters. Of a loss: what computes
-                the losses of tokens so far, which the new module may keep and call where it cannot do better.
-            kind: ``"columns"``: its output is sharded. ``"rows"``: its input is, and the new layer has to return the sum over
-                the ranks, with the bias once. ``"vocabulary"``: a table whose rows are sharded, and the sum likewise.
-                ``"loss"``: called as ``(logits [tokens, columns], target [tokens], ignore_index)``, it returns each token's
-                cross entropy in float32, equal on all ranks, 0 and without a gradient where the target is ``ignore_index``;
-                any other one outside of the vocabulary is an ``IndexError``. Others may follow: return a str for these.
-            spec: How its weight was split; of a loss: how the head's was.
-            sums_gradient: Of columns: whether the new layer has to sum the gradient of its input over the ranks. If not,
-                somebody else does, and it must leave it a part.
+            module: Split layer. Only attributes of its parameters may be changed. For a loss: the module that computes the
+                losses of tokens so far. The new module may keep it and call it as a fallback.
+            kind: ``"columns"``: the output is sharded. ``"rows"``: the input is sharded. The new layer returns the sum over
+                the ranks, with the bias added once. ``"vocabulary"``: a table with sharded rows. The new layer returns the sum
+                likewise. ``"loss"``: called as ``(logits [tokens, columns], target [tokens], ignore_index)``. It returns each
+                token's cross entropy in float32, equal on all ranks. Where the target is ``ignore_index``, it is 0 without a
+                gradient. Any other target outside of the vocabulary is an ``IndexError``. Return a str for any other kind, as
+                more may follow.
+            spec: Split of the weight, or for a loss that of the head.
+            sums_gradient: For columns, whether the new layer must reduce the gradient of its input over the ranks. If not,
+                another step reduces it, and the layer must leave it partial.
 
         Returns:
-            A module with the same parameters, the very tensors, under the same names; called as ``module`` is.
+            A module with the same parameter tensors under the same names, called like ``module``.
         """
 
 
-class DoneInside(Sync):
-    """A sync that the module itself carries out, kept where it was for the checks."""
+class BackendSync(Sync):
+    """Sync that the module runs itself, kept in its place for the checks."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None) -> Any:
-        """Change no value; the gradient of a new tensor is that of this one use, which the first run tells by the tensor."""
-        return map_first_input(_anew, args, kwargs) if self.mode == "bwd_post" else None
+        """Return a new view of the input, by which the first-run check tells the gradient of this use."""
+        return map_first_input(_new_tensor, args, kwargs) if self.mode == "bwd_post" else None
 
 
-def _anew(x: torch.Tensor) -> torch.Tensor:
+def _new_tensor(x: torch.Tensor) -> torch.Tensor:
     return x.view_as(x) if x.requires_grad and torch.is_grad_enabled() else x
 
 
 def backend_of(schedule: Schedule, name: object) -> LayerBackend:
-    """The backend of this name, imported now.
+    """Return the backend of this name; it is imported now.
 
     Raises:
         ScheduleError: no plugin registers it.
-        PluginError: a plugin's hook fails, two register one name, or it cannot be imported.
+        PluginError: a plugin's hook fails, two plugins register one name, or the backend cannot be imported.
     """
-    found = schedule.registry.provided("slapo_layer_backends", "backend")
+    found = schedule.registry.entries_of_hook("slapo_layer_backends", "backend")
     if not isinstance(name, str) or name not in found:
         raise ScheduleError(_unknown(schedule, name, found), path=schedule.path, primitive="tensor_parallel")
     entry, *others = found[name]
@@ -93,25 +94,25 @@ def _unknown(schedule: Schedule, name: object, found: Iterable[str]) -> str:
 
 
 def split_modules(schedule: Schedule) -> set[nn.Module]:
-    """The modules of which this rank has a part."""
+    """Return the modules of which this rank has a shard."""
     return {module for module in schedule.mod.modules() if split_of(module) is not None}
 
 
 def replace_layers(
     schedule: Schedule, name: str, backend: LayerBackend, before: set[nn.Module], loss: ParallelLoss | None
 ) -> None:
-    """Put the engine's layers in the places of those split by this step; say once what stays, and why.
+    """Replace the layers split by this step by those of an engine, and log once what stays, with the reason.
 
     Args:
-        schedule: Of what was split.
-        name: Of the backend, for messages.
-        backend: Makes the layers.
-        before: What was split before this step, and stays as it is.
-        loss: What computes the model's loss from parts, if this step has put it.
+        schedule: Schedule of the module that was split.
+        name: Name of the backend, for messages.
+        backend: Factory of the layers.
+        before: Modules that were split before this step; they stay.
+        loss: Loss on sharded logits that this step installed, or None.
 
     Raises:
-        ScheduleError: there is none for any of the layers.
-        PluginError: the backend fails, or makes a layer of other parameters.
+        ScheduleError: the backend has no layer for any of them.
+        PluginError: the backend fails, or makes a layer with other parameters.
     """
     reasons: dict[str, str] = {}
     replaced = False
@@ -119,20 +120,20 @@ def replace_layers(
         applied = split_of(module)
         if applied is None or module in before or applied.cut.output == "whole":
             continue
-        made = _made(name, backend, module, applied)
+        made = _make_layer(name, backend, module, applied)
         if isinstance(made, str):
             reasons[path] = made
         else:
-            _put(schedule[path] if path else schedule, applied, made)
+            _replace_layer(schedule[path] if path else schedule, applied, made)
             replaced = True
     if loss is not None:
-        made = _asked(name, backend, loss.losses, "loss", loss.spec)
+        made = _call_backend(name, backend, loss.losses, "loss", loss.spec)
         if isinstance(made, str):
             reasons["loss_function"] = made
         else:
             loss.losses = made.train(loss.training)
     if schedule.world_size > 1 and not replaced:
-        what = _told(reasons) or "nothing is split"
+        what = _grouped_reasons(reasons) or "nothing is split"
         raise ScheduleError(
             f"backend {name!r} has no layer for any that is split: {what}; leave out backend",
             path=schedule.path,
@@ -140,11 +141,11 @@ def replace_layers(
         )
     if reasons:
         what = "tensor_parallel(%r): not replaced by layers of %r: %s"
-        get_logger().warning(what, schedule.path, name, _told(reasons), extra=first_rank_only(schedule))
+        get_logger().warning(what, schedule.path, name, _grouped_reasons(reasons), extra=first_rank_only(schedule))
 
 
-def _told(reasons: Mapping[str, str]) -> str:
-    """Paths by reason, those of repeated layers once."""
+def _grouped_reasons(reasons: Mapping[str, str]) -> str:
+    """Return the paths grouped by reason, one per repeated layer."""
     paths: dict[str, dict[str, list[str]]] = {}
     for path, why in reasons.items():
         paths.setdefault(why, {}).setdefault(kind_of_path(path), []).append(path)
@@ -152,19 +153,19 @@ def _told(reasons: Mapping[str, str]) -> str:
     return "; ".join(f"{', '.join(names)}: {why}" for why, names in named.items())
 
 
-def _made(name: str, backend: LayerBackend, module: nn.Module, applied: AppliedCut) -> nn.Module | str:
+def _make_layer(name: str, backend: LayerBackend, module: nn.Module, applied: AppliedCut) -> nn.Module | str:
     what = _KINDS.get((applied.cut.input, applied.cut.output))
     if what is None:
-        return f"engines have no {type(module).__name__} that is split so"
+        return f"engines have no {type(module).__name__} with such a split"
     if forward_wrappers(module):
         return "its forward is wrapped"
     moved = list(syncs_of(module, "fwd_post"))
     if what != "columns" and [(sync.op, sync.fn) for sync in moved] != [("all_reduce", None)]:
-        return f"its output is not made whole by one all_reduce of its own, but by {[sync.op for sync in moved] or 'others'}"
-    return _asked(name, backend, module, what, applied.spec, sums_gradient=_own_sum(module) is not None)
+        return f"its output is not reduced by one all_reduce of its own, but by {[sync.op for sync in moved] or 'other layers'}"
+    return _call_backend(name, backend, module, what, applied.spec, sums_gradient=_own_reduction(module) is not None)
 
 
-def _asked(
+def _call_backend(
     name: str, backend: LayerBackend, module: nn.Module, what: Kind, spec: ShardSpec, *, sums_gradient: bool = False
 ) -> nn.Module | str:
     try:
@@ -173,7 +174,7 @@ def _asked(
         raise PluginError(
             f"backend {name!r} failed on a {type(module).__name__}: {failure_reason(error)}", owner=name
         ) from error
-    if isinstance(made, nn.Module) and _held(made) != _held(module):
+    if isinstance(made, nn.Module) and _own_tensors(made) != _own_tensors(module):
         kind = type(made).__name__
         raise PluginError(
             f"backend {name!r} made a {kind} that does not hold the parameters of the layer it is for", owner=name
@@ -181,29 +182,29 @@ def _asked(
     return made
 
 
-def _held(module: nn.Module) -> dict[str, int]:
+def _own_tensors(module: nn.Module) -> dict[str, int]:
     return {key: id(tensor) for key, tensor in module.named_parameters() if tensor is not None}
 
 
-def _own_sum(module: nn.Module) -> Sync | None:
-    """The sync that sums the gradient of this one layer's input, if the engine's layer can do that."""
+def _own_reduction(module: nn.Module) -> Sync | None:
+    """Return the sync that reduces the input gradient of this layer alone, which a layer of an engine can do; else None."""
     for sync in syncs_of(module, "bwd_post"):
         if sync.fn is None and sync.shared is not None and sync.shared.members == 1:
             return sync
     return None
 
 
-def _put(handle: Schedule, applied: AppliedCut, new: nn.Module) -> None:
-    """Put a layer in the place of another, with what is known of that and what is hooked onto it."""
+def _replace_layer(handle: Schedule, applied: AppliedCut, new: nn.Module) -> None:
+    """Replace a layer by another, and move its facts and hooks."""
     old = handle.mod
     known = handle.metadata.primitives
-    done = [_own_sum(old)] if applied.cut.output == "sharded" else list(syncs_of(old, "fwd_post"))
+    done = [_own_reduction(old)] if applied.cut.output == "sharded" else list(syncs_of(old, "fwd_post"))
     handle.replace_module(new)
     handle.metadata.primitives.update(known)
     for name, table in vars(old).items():
         if "_hooks" in name and isinstance(table, dict):
             vars(new)[name].update(table)
     for table in (new._forward_pre_hooks, new._forward_hooks):
-        table.update({key: DoneInside(**vars(hook)) for key, hook in table.items() if any(hook is each for each in done)})
+        table.update({key: BackendSync(**vars(hook)) for key, hook in table.items() if any(hook is each for each in done)})
     record_cut(new, replace(applied, late_bias=False))
     new.train(old.training)

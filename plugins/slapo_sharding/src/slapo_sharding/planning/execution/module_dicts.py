@@ -1,4 +1,4 @@
-"""Entries of an ``nn.ModuleDict``, from which a model chooses by name, as from the adapters of a projection."""
+"""Entries of an ``nn.ModuleDict`` that a model selects by name, such as the adapters of a projection."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from ..derivation.flat_graphs import called_paths
 from ..dry_run.layouts import Layouts
+from ..dry_run.node_values import calls_by_path
 from ..local_sizes.adapted_modules import is_inside
 
 
 def unused_entries(root: nn.Module, layouts: Layouts, path: str) -> Iterator[str]:
-    """Yield the paths of the entries beside a module that ran, of the same class, which did not: it stands for them.
+    """Yield the entries of the same class beside a module that ran, which did not run themselves.
 
     Args:
-        root: The model.
-        layouts: The dry run of what the example inputs ran.
-        path: Of a module that ran. Only one in an ``nn.ModuleDict`` has such entries.
+        root: Model.
+        layouts: Dry run of the example inputs.
+        path: Path of a module that ran. It has such entries only in an ``nn.ModuleDict``.
     """
     owner, _, name = path.rpartition(".")
     table = root.get_submodule(owner)
     if path and isinstance(table, nn.ModuleDict):
-        called = called_paths(layouts.graph)
+        called = calls_by_path(layouts.graph)
         for other, module in table.items():
             has_run = any(is_inside(each, f"{owner}.{other}") for each in called)
             if type(module) is type(table[name]) and not has_run:

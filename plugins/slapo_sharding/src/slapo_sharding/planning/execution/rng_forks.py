@@ -1,4 +1,4 @@
-"""Operations of a traced graph that draw random numbers: masks on sharded values differ between ranks, others agree."""
+"""Random operations of a traced graph: masks of sharded values differ between ranks, other masks are equal."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ..dry_run.node_values import as_meta
 from ..local_sizes.adapted_modules import is_inside
 
 
-class MixedDraws(ValueError):
+class MixedRandomOps(ValueError):
     """Error of a module whose forward draws random numbers for sharded and for whole values.
 
     Args:
         message: One sentence.
-        node: A node that draws for a sharded value.
+        node: Node that draws for a sharded value.
     """
 
     def __init__(self, message: str, node: fx.Node) -> None:
@@ -32,8 +32,8 @@ class MixedDraws(ValueError):
         self.node = node
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes whether anything that runs inside draws."""
+class _RandomOpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Mode that records whether a random operation ran."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -44,8 +44,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def draws(module: nn.Module, node: fx.Node) -> bool:
-    """Return whether a node draws random numbers, tried on tensors without data."""
+def is_random(module: nn.Module, node: fx.Node) -> bool:
+    """Return whether a node draws random numbers, found by running it on meta tensors."""
     if not node.op.startswith("call") or is_mode_node(node):
         return False
     inputs = [other.meta.get("val") for other in node.all_input_nodes]
@@ -54,8 +54,8 @@ def draws(module: nn.Module, node: fx.Node) -> bool:
     values = {other: as_meta(other.meta["val"]) for other in node.all_input_nodes}
     args: Any = map_arg(node.args, values.__getitem__)
     kwargs: Any = map_arg(node.kwargs, values.__getitem__)
-    # an operation that cannot run without data has drawn before it failed, or does not draw
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), _Watch() as watch, suppress(Exception):
+    # an operation that fails without data has drawn before, or is not random
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), _RandomOpRecorder() as watch, suppress(Exception):
         _run(module, node, args, kwargs)
     return bool(watch.drew)
 
@@ -71,31 +71,32 @@ def _run(module: nn.Module, node: fx.Node, args: Any, kwargs: Any) -> None:
         node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def forks(layouts: Layouts, graphs: Collection[str] = ()) -> Iterator[tuple[str, bool]]:
-    """Paths of the modules whose random numbers have to be forked, and of those inside them that have to stay outside.
+def find_rng_forks(layouts: Layouts, graphs: Collection[str] = ()) -> Iterator[tuple[str, bool]]:
+    """Yield the modules whose random numbers must be forked, and the modules inside them that must stay outside of the fork.
 
     Args:
-        layouts: The dry run of the whole model's flat graph.
-        graphs: Paths of modules that run from graphs, in which those inside are not called, but for layers and the like.
+        layouts: Dry run of the flat graph of the whole model.
+        graphs: Paths of modules that run from graphs. Only calls in their graphs, such as layers, have random numbers of their
+            own.
 
     Yields:
-        Path, and whether it stays outside.
+        Path, and whether the module stays outside of the fork.
 
     Raises:
-        MixedDraws: the forward of one module draws for sharded and for whole values; says where.
+        MixedRandomOps: a forward draws for sharded and for whole values.
     """
-    # the tracer marks all that may draw, attention with a rate of 0 too; only these are tried
-    drawing = [node for node in layouts.graph.nodes if node.meta.get("draws", True) and draws(layouts.traced, node)]
-    inside = {_place(node, graphs): node for node in drawing if _is_sharded(layouts, node)}
-    outside = {_place(node, graphs): node for node in drawing if not _is_sharded(layouts, node)}
+    # the tracer marks every operation that may be random, such as attention with a rate of 0, so marked nodes are run
+    drawing = [node for node in layouts.graph.nodes if node.meta.get("draws", True) and is_random(layouts.traced, node)]
+    inside = {_module_to_fork(node, graphs): node for node in drawing if _is_sharded(layouts, node)}
+    outside = {_module_to_fork(node, graphs): node for node in drawing if not _is_sharded(layouts, node)}
     if both := sorted(inside.keys() & outside.keys()):
         where = outside[both[0]].meta.get("source")
-        raise MixedDraws(f"{both[0]!r} draws random numbers for sharded and for whole values ({where})", inside[both[0]])
+        raise MixedRandomOps(f"{both[0]!r} draws random numbers for sharded and for whole values ({where})", inside[both[0]])
     yield from ((path, False) for path in inside)
     yield from ((path, True) for path in outside if any(path.startswith(f"{fork}.") or not fork for fork in inside))
 
 
-def _place(node: fx.Node, graphs: Collection[str]) -> str:
+def _module_to_fork(node: fx.Node, graphs: Collection[str]) -> str:
     if node.op == "call_module":
         return str(node.target)
     path = str(node.meta.get("module", ""))
@@ -103,4 +104,4 @@ def _place(node: fx.Node, graphs: Collection[str]) -> str:
 
 
 def _is_sharded(layouts: Layouts, node: fx.Node) -> bool:
-    return node in layouts.branch_of or any(other in layouts.local for other in node.all_input_nodes)
+    return node in layouts.branch_of or any(other in layouts.local_shapes for other in node.all_input_nodes)

@@ -1,4 +1,4 @@
-"""Stacked experts and the like: one parameter holds the weights of all."""
+"""Steps for stacked experts, whose weights are one parameter."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ...rules.rulebook import rules_of
 
 
 def split_stack(schedule: Schedule) -> None:
-    """Split stacked experts and the like: reduce their output, and the gradients of what goes in."""
+    """Split stacked experts, and reduce their output and the gradient of their inputs."""
     cut = rules_of(schedule).stack_cut(schedule.mod)
     assert cut is not None
     name = cut.main(schedule.mod)
@@ -17,7 +17,7 @@ def split_stack(schedule: Schedule) -> None:
 
 
 def fork_stack(schedule: Schedule) -> None:
-    """Let each rank draw its own random numbers in a stack that drops something."""
+    """Fork the random numbers of stacked experts that have a dropout."""
     cut = rules_of(schedule).stack_cut(schedule.mod)
     if cut is not None and cut.draws and getattr(schedule.mod, "dropout", False):
         schedule.fork_rng()

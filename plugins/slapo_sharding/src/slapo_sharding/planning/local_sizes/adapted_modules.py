@@ -1,4 +1,4 @@
-"""Modules whose forwards count whole sizes of values that are sharded, or use whole values on them."""
+"""Modules whose forwards use whole sizes of sharded values, or combine whole values with sharded ones."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from slapo_tracing.tracers import is_container
 
 from ..dry_run.layouts import Layouts
 from ..dry_run.node_values import has_gradient
-from ..sequence.module_boundaries import border
+from ..sequence.module_boundaries import boundary
 from ..sequence.sequence_layouts import SEQUENCE
 
 
-class SharedParameter(ValueError):
-    """Error of a parameter that a module which runs from a graph is given, and that is used in another way, too.
+class SharedParameterError(ValueError):
+    """Error of a parameter that enters a module running from a graph and is used elsewhere too.
 
     Args:
         message: One sentence.
-        layers: The layers whose sharded outputs meet it.
+        layers: Layers whose sharded outputs meet the parameter.
     """
 
     def __init__(self, message: str, layers: Collection[str]) -> None:
@@ -27,87 +27,89 @@ class SharedParameter(ValueError):
         self.layers = layers
 
 
-def owners(layouts: Layouts) -> dict[str, bool]:
-    """Return the paths of the innermost modules, with whole inputs and results, around all operations that have to be adapted.
+def adapted_modules(layouts: Layouts) -> dict[str, bool]:
+    """Return the innermost modules with whole inputs and outputs around all operations that have to be adapted.
 
     Args:
-        layouts: The dry run of the whole model's flat graph.
+        layouts: Dry run of the flat graph of the whole model.
 
     Returns:
-        Paths to whether the module cannot run but from a graph, as it cuts whole values or sums their gradients.
+        Paths, to whether the module must run from a graph because it cuts whole values or reduces their gradients.
     """
     found: dict[str, bool] = {}
     for node in layouts.graph.nodes:
         must = any(node in found for found in _adaptations(layouts))
         must = must or any(other.op == "get_attr" and other in layouts.weights for other in node.all_input_nodes)
-        if must or layouts.sized.get(node):
-            path = _owner(layouts, node.meta.get("module", ""))
+        if must or layouts.sizes_to_divide.get(node):
+            path = _enclosing_module(layouts, node.meta.get("module", ""))
             found[path] = found.get(path, False) or must
     outer = [path for path in found if not any(is_inside(path, other) for other in found if other != path)]
     return {path: any(must for other, must in found.items() if is_inside(other, path)) for path in outer}
 
 
 def _adaptations(layouts: Layouts) -> tuple[Collection[fx.Node], ...]:
-    return layouts.cut, layouts.summed_gradients, layouts.reduced, layouts.once, layouts.norms, layouts.dealt
+    sent = layouts.reduced_gradients, layouts.reductions, layouts.first_rank_values, layouts.norms
+    return layouts.cut_arguments, *sent, layouts.joint_branches
 
 
 def communicates(layouts: Layouts, path: str) -> bool:
-    """Return whether a module that runs from a graph adds up values there, or uses whole layers' results on parts."""
+    """Return whether a module that runs from a graph reduces values there, or uses results of whole layers on shards."""
     inside = any(is_inside(name, path) for name in layouts.shared)
-    return inside or any(_is_of(node, path) for node in (*layouts.reduced, *layouts.norms, *layouts.once))
+    return inside or any(_runs_inside(node, path) for node in (*layouts.reductions, *layouts.norms, *layouts.first_rank_values))
 
 
-def adapting(layouts: Layouts, path: str) -> set[str]:
-    """Return the modules in whose forwards whole values are cut so that the module at a path has to run from a graph.
+def modules_that_cut_for(layouts: Layouts, path: str) -> set[str]:
+    """Return the modules whose cuts of whole values require the module at ``path`` to run from a graph.
 
     Args:
-        layouts: The dry run of the whole model's flat graph.
-        path: One of ``owners``. Of the model itself only those are meant that no module below can take care of.
+        layouts: Dry run of the flat graph of the whole model.
+        path: One of ``adapted_modules``. For the model itself, only modules that no inner module encloses are returned.
     """
     modules = {node.meta.get("module", "") for found in _adaptations(layouts) for node in found}
-    return {module for module in modules if (is_inside(module, path) if path else not _owner(layouts, module))}
+    return {module for module in modules if (is_inside(module, path) if path else not _enclosing_module(layouts, module))}
 
 
 def partial_parameters(layouts: Layouts, paths: Collection[str]) -> set[str]:
-    """Return the names of whole parameters of whose gradient each rank has a part.
+    """Return the names of whole parameters with partial gradients.
 
     Args:
-        layouts: The dry run of the whole model's flat graph.
-        paths: Modules that run from graphs, which sum the gradients of whole values that they are given.
+        layouts: Dry run of the flat graph of the whole model.
+        paths: Modules that run from graphs, which reduce the gradients of their whole inputs.
 
     Raises:
-        SharedParameter: a parameter is used in such a module as a value that another one computes from it, and elsewhere.
+        SharedParameterError: such an input is computed from a parameter that is used elsewhere on shards too.
     """
-    summed, own = set[str](), set(layouts.partial)
-    for node, other, names in layouts.mixed:
-        owner = next((path for path in paths if _is_of(node, path)), None)
+    summed, own = set[str](), set(layouts.partial_parameters)
+    for node, other, names in layouts.partial_uses:
+        owner = next((path for path in paths if _runs_inside(node, path)), None)
         if owner is not None and other is not None and _comes_from_outside(other, owner):
             summed |= {*names}
-    for node, other, names in layouts.mixed:
-        owner = next((path for path in paths if _is_of(node, path)), None)
+    for node, other, names in layouts.partial_uses:
+        owner = next((path for path in paths if _runs_inside(node, path)), None)
         is_own = owner is None or other is None or not _comes_from_outside(other, owner)
         if is_own and (both := summed & {*names}):
-            what = f"{min(both)!r} is used on sharded values in {node.meta.get('module')!r} and in another way"
-            raise SharedParameter(what, layouts.sources.get(node, frozenset()))
+            place = f"in {node.meta.get('module')!r} and by a module that runs from a graph"
+            raise SharedParameterError(
+                f"{min(both)!r} is used on sharded values {place}", layouts.sources.get(node, frozenset())
+            )
     return own - summed
 
 
-def num_summed(layouts: Layouts, path: str) -> int:
-    """Return how many gradients of whole values a module that runs from a graph has to sum."""
-    own = sum(len(values) for node, values in layouts.summed_gradients.items() if _is_of(node, path))
-    given = [other for node, other, _ in layouts.mixed if other is not None and _is_of(node, path)]
+def num_reduced_gradients(layouts: Layouts, path: str) -> int:
+    """Return the number of whole values whose gradients a module that runs from a graph reduces."""
+    own = sum(len(values) for node, values in layouts.reduced_gradients.items() if _runs_inside(node, path))
+    given = [other for node, other, _ in layouts.partial_uses if other is not None and _runs_inside(node, path)]
     return own + sum(_comes_from_outside(other, path) for other in given)
 
 
 def cuts_from_outside(layouts: Layouts, path: str) -> bool:
-    """Return whether a module cuts values that it is given, and that are made from parameters elsewhere."""
-    return any(
-        other is not None and _is_of(node, path) and _comes_from_outside(other, path) for node, other, _ in layouts.mixed
-    )
+    """Return whether a module cuts its inputs, and these are computed from parameters outside."""
+    used = (other for node, other, _ in layouts.partial_uses if other is not None and _runs_inside(node, path))
+    return any(_comes_from_outside(other, path) for other in used)
 
 
 def _comes_from_outside(node: fx.Node, path: str) -> bool:
-    if node.op == "get_attr":  # its node is where it is used first
+    if node.op == "get_attr":  # its node lies in the module that uses it first
         return not is_inside(str(node.target).rpartition(".")[0], path)
     if not is_inside(node.meta.get("module", ""), path):
         return True
@@ -115,36 +117,36 @@ def _comes_from_outside(node: fx.Node, path: str) -> bool:
 
 
 def is_inside(path: str, other: str) -> bool:
-    """Return whether a module is another one or below it."""
+    """Return whether a path is another one or lies below it; the empty path contains all."""
     return not other or path == other or path.startswith(f"{other}.")
 
 
-def _owner(layouts: Layouts, path: str) -> str:
-    while path and (is_container(layouts.traced.get_submodule(path)) or any(True for _ in _sharded_at_border(layouts, path))):
+def _enclosing_module(layouts: Layouts, path: str) -> str:
+    while path and (is_container(layouts.traced.get_submodule(path)) or any(True for _ in _sharded_at_boundary(layouts, path))):
         path = path.rpartition(".")[0]
     return path
 
 
-def _sharded_at_border(layouts: Layouts, path: str) -> Iterator[fx.Node]:
-    """Give sharded values that go into a module, or come out of it.
+def _sharded_at_boundary(layouts: Layouts, path: str) -> Iterator[fx.Node]:
+    """Yield the sharded values that enter or leave a module.
 
-    A layer inside may split its result along the sequence: that is nothing to the graph around, where it gives no sizes to it.
+    A layer inside may split its output along the sequence. That does not count unless the module has sizes of the sequence.
     """
     for node in layouts.graph.nodes:
-        inside = _is_of(node, path)
+        inside = _runs_inside(node, path)
         for other in node.all_input_nodes:
             is_own = other.op == "get_attr" and is_inside(str(other.target).rpartition(".")[0], path)
-            if (is_own or _is_of(other, path)) != inside and other in layouts.sources:
+            if (is_own or _runs_inside(other, path)) != inside and other in layouts.sources:
                 is_result = not inside and layouts.sources[other] == {SEQUENCE}
                 if not is_result or _sizes_sequence(layouts, path):
                     yield other
 
 
 def _sizes_sequence(layouts: Layouts, path: str) -> bool:
-    return any(_is_of(node, path) and SEQUENCE in layouts.sources.get(node, ()) for node in layouts.sized)
+    return any(_runs_inside(node, path) and SEQUENCE in layouts.sources.get(node, ()) for node in layouts.sizes_to_divide)
 
 
-def _is_of(node: fx.Node, path: str) -> bool:
-    if node.target is border and node.args[1] == path:
-        return False  # a sync stands around the module
+def _runs_inside(node: fx.Node, path: str) -> bool:
+    if node.target is boundary and node.args[1] == path:
+        return False  # the sync is outside of the module
     return node.op.startswith("call") and is_inside(node.meta.get("module", ""), path)

@@ -1,8 +1,8 @@
-"""Modules that count heads or widths in attributes of their own: which of these have to count this rank's part only.
+"""Module attributes that count heads or widths, and have to count the local shard only.
 
-The dry run says which sizes in a module's forward are too large for one rank. The attributes they may come from are tried, but
-for those that would not make these sizes the right ones, until the graph of this rank's model is, operation by operation, what
-the dry run says it has to be.
+The dry run finds the sizes in a forward that are too large for one rank. Subsets of the attributes that these sizes come from
+are set to local values. The first subset wins with which the graph of this rank's model equals the dry run, operation by
+operation.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from slapo_tracing.nodes import expect, is_mode_node, rebuild, set_state
 from ..dry_run.layouts import Layouts
 from ..dry_run.size_arguments import leaves
 from .adapted_modules import is_inside
-from .size_origins import Place, may_be, numbers
+from .size_origins import AttributeKey, can_become, integer_attributes
 
-_MOST = 4  # attributes that turn local together
+_MAX_ATTRIBUTES = 4  # attribute names set together
 
 
 class Difference(NamedTuple):
-    """Difference of a rank's model from the one meant.
+    """Difference between this rank's model and the dry run.
 
     Args:
         reason: One sentence.
-        module: Path of the module in whose forward it is.
+        module: Path of the module whose forward differs.
     """
 
     reason: str
@@ -39,30 +39,30 @@ class Difference(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Count:
-    """An attribute that may count something that is split.
+class SizeAttribute:
+    """Attribute that may count something that is split.
 
     Args:
-        module: Whose forward reads it.
-        name: Of the attribute, of the module itself or of its ``config``.
-        value: What it is in the unmodified model.
-        place: Where it is in the unmodified model.
-        in_config: Whether it is the config's; the module then gets a config of its own.
+        module: Module whose forward reads it.
+        name: Name in the module or in its ``config``.
+        value: Value in the unmodified model.
+        key: Its holder and name in the unmodified model.
+        in_config: Whether it belongs to the config. The module then gets a config of its own.
     """
 
     module: nn.Module
     name: str
     value: int
-    place: Place
+    key: AttributeKey
     in_config: bool = False
 
     @property
     def is_local(self) -> bool:
-        """Return whether it counts one rank's part by now."""
+        """Return whether the attribute counts the local shard now."""
         return bool(vars(self.module.config if self.in_config else self.module)[self.name] != self.value)
 
     def set(self, value: int) -> None:
-        """Let the attribute be ``value``, for this module alone."""
+        """Set the attribute for this module alone."""
         if not self.in_config:
             setattr(self.module, self.name, value)
             return
@@ -71,32 +71,34 @@ class Count:
         self.module.config = config
 
 
-def counts(layouts: Layouts, root: nn.Module, size: int) -> list[Count]:
-    """The attributes that a size which has to be divided may come from; the likelier ones first."""
-    found: dict[tuple[int, Place], Count] = {}
-    for node, sizes in layouts.sized.items():
+def candidate_attributes(layouts: Layouts, root: nn.Module, size: int) -> list[SizeAttribute]:
+    """Return the attributes that a size to divide may come from, those of modules before those of configs."""
+    found: dict[tuple[int, AttributeKey], SizeAttribute] = {}
+    for node, sizes in layouts.sizes_to_divide.items():
         module = root.get_submodule(node.meta["module"])
-        for holder, name, value in numbers(module):
+        for holder, name, value in integer_attributes(module):
             if value > 1 and value % size == 0 and any(whole % value == 0 for whole in sizes):
-                place = id(holder), name
-                found[id(module), place] = Count(module, name, value, place, holder is not module)
+                key = id(holder), name
+                found[id(module), key] = SizeAttribute(module, name, value, key, holder is not module)
     return sorted(found.values(), key=lambda count: count.in_config)
 
 
-def localise(layouts: Layouts, found: list[Count], size: int, problem: Callable[[], Difference | None]) -> Difference | None:
-    """Let as few of the attributes as will do count one rank's part; None, or what is wrong with the unmodified ones.
+def make_attributes_local(
+    layouts: Layouts, found: list[SizeAttribute], size: int, problem: Callable[[], Difference | None]
+) -> Difference | None:
+    """Set as few attributes as possible to local values; return None, or the difference with none of them set.
 
     Args:
-        layouts: The dry run.
-        found: What ``counts`` gave.
+        layouts: Dry run.
+        found: Result of ``candidate_attributes``.
         size: Number of ranks.
-        problem: Traces this rank's model and says what is wrong with it.
+        problem: Traces this rank's model and returns its difference from the dry run.
     """
     first = problem()
     if first is None:
         return None
     for local in _choices([count for count in found if not count.is_local]):
-        if not _may_do(layouts, {count.place: count.value // size for count in local}, size):
+        if not _can_explain(layouts, {count.key: count.value // size for count in local}, size):
             continue
         for count in local:
             count.set(count.value // size)
@@ -107,68 +109,70 @@ def localise(layouts: Layouts, found: list[Count], size: int, problem: Callable[
     return first
 
 
-def _choices(found: list[Count]) -> Iterator[list[Count]]:
-    """Give attributes that may turn local together, the fewest first: those of one name do in all modules."""
+def _choices(found: list[SizeAttribute]) -> Iterator[list[SizeAttribute]]:
+    """Yield sets of attributes by increasing number of names; attributes of one name are set in all modules."""
     names = list(dict.fromkeys((count.name, count.in_config) for count in found))
-    for chosen in chain.from_iterable(combinations(names, number) for number in range(1, _MOST + 1)):
+    for chosen in chain.from_iterable(combinations(names, number) for number in range(1, _MAX_ATTRIBUTES + 1)):
         yield [count for count in found if (count.name, count.in_config) in chosen]
 
 
-def _may_do(layouts: Layouts, values: Mapping[Place, int], size: int) -> bool:
-    """Return False where a size that has to be divided is known not to come from these attributes; a trace costs more."""
-    return all(may_be(node, whole, whole // size, values) for node, sizes in layouts.sized.items() for whole in sizes)
+def _can_explain(layouts: Layouts, values: Mapping[AttributeKey, int], size: int) -> bool:
+    """Return False if a size to divide cannot come from these attributes; this is cheaper than a trace."""
+    return all(
+        can_become(node, whole, whole // size, values) for node, sizes in layouts.sizes_to_divide.items() for whole in sizes
+    )
 
 
 def difference(layouts: Layouts, local: fx.GraphModule, apart: Collection[str] = ()) -> Difference | None:
-    """Return where the graph of one rank's model is not what the dry run says; None where it is.
+    """Return the first difference between the graph of this rank's model and the dry run, or None.
 
     Args:
-        layouts: The dry run.
-        local: The model's flat graph on this rank.
-        apart: Paths of modules that are one call in it.
+        layouts: Dry run.
+        local: Flat graph of the model on this rank.
+        apart: Paths of modules that are single calls in ``local``.
     """
-    ours, theirs = ([node for node in graph.nodes if _does_something(node)] for graph in (layouts.graph, local.graph))
+    ours, theirs = ([node for node in graph.nodes if _is_call(node)] for graph in (layouts.graph, local.graph))
     theirs = [node for node in theirs if not _is_part_of_call(node, apart)]
     ours = [node for node in ours if not any(is_inside(node.meta.get("module", ""), path) for path in apart)]
     for whole, part in zip(ours, theirs, strict=False):
         if (whole.op, str(whole.target)) != (part.op, str(part.target)):
-            return _at(whole, f"{part.target} runs where the unmodified model runs {whole.target}")
+            return _difference_at(whole, f"{part.target} runs instead of the unmodified model's {whole.target}")
         if (mode := part.meta.get("regions", ())) != (meant := whole.meta.get("regions", ())):
-            return _at(
-                whole, f"{whole.name} runs with {mode or 'no mode'} instead of {meant or 'none'} of gradients and autocast"
+            return _difference_at(
+                whole, f"{whole.name} runs with the gradient and autocast modes {mode or 'unset'} instead of {meant or 'unset'}"
             )
         if whole.target is expect:
-            continue  # of a value that is compared itself
+            continue  # the value it guards is compared itself
         expected, given = literals(whole.args, whole.kwargs), literals(part.args, part.kwargs)
-        if whole in layouts.expected:
-            expected = literals(layouts.expected[whole])
-        if (whole not in layouts.sized or whole in layouts.expected) and expected != given:
-            return _at(whole, f"{whole.name} is given {given} instead of {expected}")
+        if whole in layouts.local_arguments:
+            expected = literals(layouts.local_arguments[whole])
+        if (whole not in layouts.sizes_to_divide or whole in layouts.local_arguments) and expected != given:
+            return _difference_at(whole, f"{whole.name} has the arguments {given} instead of {expected}")
         value, found = whole.meta.get("val"), part.meta.get("val")
         if value is None:
             continue
-        local_shape = layouts.local.get(whole, tuple(value.shape))
+        local_shape = layouts.local_shapes.get(whole, tuple(value.shape))
         if found is None or tuple(found.shape) != local_shape:
             shape = None if found is None else list(found.shape)
-            return _at(whole, f"{whole.name} has shape {shape} instead of {list(local_shape)}")
+            return _difference_at(whole, f"{whole.name} has shape {shape} instead of {list(local_shape)}")
     if len(ours) == len(theirs):
         return None
-    return Difference(f"the forward takes {len(theirs)} steps instead of {len(ours)}", "")
+    return Difference(f"the forward has {len(theirs)} operations instead of {len(ours)}", "")
 
 
-def _does_something(node: fx.Node) -> bool:
-    """Return whether a node calls something, and does not only change a mode, which each node has with it."""
+def _is_call(node: fx.Node) -> bool:
+    """Return whether a node is a call that does more than change a mode; every node records its modes."""
     return node.op.startswith("call") and not is_mode_node(node)
 
 
-def _at(node: fx.Node, reason: str) -> Difference:
+def _difference_at(node: fx.Node, reason: str) -> Difference:
     return Difference(f"{reason} ({node.meta.get('source')})", node.meta.get("module", ""))
 
 
 def _is_part_of_call(node: fx.Node, apart: Collection[str]) -> bool:
-    """Return whether a node calls one of these modules, or makes an object for the call, as a cache of keys.
+    """Return whether a node belongs to the call of one of these modules.
 
-    What takes something out of the result, or notes something in it, belongs to the call, too.
+    That includes the construction of an argument, such as a key cache, and reads from the result or writes to it.
     """
     if node.target is rebuild:
         return any(user.op == "call_module" and str(user.target) in apart for user in node.users)
@@ -178,5 +182,5 @@ def _is_part_of_call(node: fx.Node, apart: Collection[str]) -> bool:
 
 
 def literals(*given: object) -> list[object]:
-    """The numbers and words a node is given: a count that turned local must not scale a value."""
+    """Return the numbers and strings among arguments: a count that became local must not scale a value."""
     return [leaf for leaf in leaves(given) if isinstance(leaf, (bool, int, float, str))]

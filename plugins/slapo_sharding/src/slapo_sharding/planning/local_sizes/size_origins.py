@@ -1,7 +1,8 @@
-"""From which attributes of its modules a model computes the sizes in its graph: numbers that remember it.
+"""Integers that record the module attributes they were computed from.
 
-A graph has the sizes alone, ``64`` where the model wrote ``num_heads * head_dim``. While it is traced, the attributes hold
-numbers that say of all that is added to and multiplied with them what it would be if some attributes were others.
+A graph has only sizes, such as ``64`` where the model wrote ``num_heads * head_dim``. During tracing, the attributes hold
+integers that follow additions, subtractions, multiplications, floor divisions and remainders. Such an integer can tell its
+value for other values of the attributes.
 """
 
 from __future__ import annotations
@@ -14,95 +15,99 @@ from typing import Any
 from torch import fx, nn
 from torch.fx.node import map_aggregate
 
-Place = tuple[int, str]
-"""Id of what holds an attribute, a module or a config, and the attribute's name."""
+AttributeKey = tuple[int, str]
+"""Id of the module or config that holds an attribute, and the name of the attribute."""
 
 _GIVEN = "sizes given"
-_MOST = 12  # terms
+_MAX_TERMS = 12  # the possible values are up to 2 ** terms
 _OPERATIONS = [f"__{side}{name}__" for name in ("add", "sub", "mul", "floordiv", "mod") for side in ("", "r")]
 
 
-class Counted(int):
-    """A number computed from attributes.
+class SizeWithOrigin(int):
+    """Integer computed from attributes.
 
     Args:
-        value: The number.
+        value: The integer.
         size: Number of ranks.
-        where: What it may be if the attributes at these places had these values, and the others those they have by then: more
-            than one number where it was computed with others too, which may be lengths of sharded tensors, or not.
-        terms: How many numbers it was computed from; with more than a few it is not asked what it may be.
+        possible_values: Returns the values for given values of some attributes; the others keep those they have then. There
+            are several if other numbers took part, as these may be sizes of sharded dimensions or not.
+        terms: Number of integers it was computed from. Beyond a limit, its possible values are not computed.
     """
 
     size: int
-    where: Callable[[Mapping[Place, int]], set[int]]
+    possible_values: Callable[[Mapping[AttributeKey, int]], set[int]]
     terms: int
 
-    def __new__(cls, value: int, size: int, where: Callable[[Mapping[Place, int]], set[int]], terms: int = 1) -> Counted:
+    def __new__(
+        cls, value: int, size: int, possible_values: Callable[[Mapping[AttributeKey, int]], set[int]], terms: int = 1
+    ) -> SizeWithOrigin:
         made = super().__new__(cls, value)
-        made.size, made.where, made.terms = size, where, terms
+        made.size, made.possible_values, made.terms = size, possible_values, terms
         return made
 
-    def __deepcopy__(self, memo: Any) -> Counted:
-        return self  # a model may copy its config while it runs
+    def __deepcopy__(self, memo: Any) -> SizeWithOrigin:
+        return self  # a model may copy its config during its forward
 
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
         return int, (int(self),)
 
 
-def _remembering(operation: Callable[[int, Any], Any]) -> Callable[[Counted, Any], Any]:
-    def remembering(self: Counted, other: Any) -> Any:
+def _with_origin(operation: Callable[[int, Any], Any]) -> Callable[[SizeWithOrigin, Any], Any]:
+    def remembering(self: SizeWithOrigin, other: Any) -> Any:
         value = operation(self, other)
-        terms = self.terms + (other.terms if isinstance(other, Counted) else 1)
+        terms = self.terms + (other.terms if isinstance(other, SizeWithOrigin) else 1)
         if value is NotImplemented:
             return value
 
-        def where(values: Mapping[Place, int]) -> set[int]:
+        def possible_values(values: Mapping[AttributeKey, int]) -> set[int]:
             found = set()
-            for pair in product(self.where(values), _where(other, values, self.size)):
+            for pair in product(self.possible_values(values), _possible_values(other, values, self.size)):
                 with suppress(ZeroDivisionError):
                     found.add(operation(*pair))
             return found
 
-        return Counted(value, self.size, where if terms <= _MOST else self.where, terms)
+        return SizeWithOrigin(value, self.size, possible_values if terms <= _MAX_TERMS else self.possible_values, terms)
 
     return remembering
 
 
-def _where(number: int, values: Mapping[Place, int], size: int) -> set[int]:
-    if isinstance(number, Counted):
-        return number.where(values)
+def _possible_values(number: int, values: Mapping[AttributeKey, int], size: int) -> set[int]:
+    if isinstance(number, SizeWithOrigin):
+        return number.possible_values(values)
     return {number} if number % size else {number, number // size}
 
 
 for _name in _OPERATIONS:
-    setattr(Counted, _name, _remembering(getattr(int, _name)))
+    setattr(SizeWithOrigin, _name, _with_origin(getattr(int, _name)))
 
 
-def numbers(module: nn.Module) -> Iterator[tuple[Any, str, int]]:
-    """Holder, name and value of what a module, or its config, keeps in attributes and may count with."""
+def integer_attributes(module: nn.Module) -> Iterator[tuple[Any, str, int]]:
+    """Yield holder, name and value of the integer attributes of a module and its config."""
     for holder in (module, module.__dict__.get("config")):
         yield from ((holder, name, value) for name, value in getattr(holder, "__dict__", {}).items() if type(value) is int)
 
 
 @contextmanager
-def remembered(root: nn.Module, size: int) -> Iterator[None]:
-    """Let what is computed from attributes remember them."""
-    places = {(id(holder), name): (holder, value) for module in root.modules() for holder, name, value in numbers(module)}
+def record_origins(root: nn.Module, size: int) -> Iterator[None]:
+    """Record which attributes the integers computed inside come from."""
+    keys = {
+        (id(holder), name): (holder, value) for module in root.modules() for holder, name, value in integer_attributes(module)
+    }
     try:
-        for place, (holder, value) in places.items():
-            vars(holder)[place[1]] = _attribute(holder, place, value, size)
+        for key, (holder, value) in keys.items():
+            vars(holder)[key[1]] = _attribute(holder, key, value, size)
         yield
     finally:
-        for (_, name), (holder, value) in places.items():
+        for (_, name), (holder, value) in keys.items():
             vars(holder)[name] = value
 
 
-def _attribute(holder: Any, place: Place, value: int, size: int) -> Counted:
-    return Counted(value, size, lambda values: {values.get(place, vars(holder)[place[1]])})
+def _attribute(holder: Any, key: AttributeKey, value: int, size: int) -> SizeWithOrigin:
+    return SizeWithOrigin(value, size, lambda values: {values.get(key, vars(holder)[key[1]])})
 
 
-def forget(graph: fx.Graph) -> None:
-    """Let the nodes of a graph have plain numbers; ``may_be`` still knows."""
+def strip_origins(graph: fx.Graph) -> None:
+    """Replace the integers in a graph by plain ones; the originals are kept for ``can_become``."""
     for node in graph.nodes:
         given: list[int] = []
 
@@ -113,20 +118,20 @@ def forget(graph: fx.Graph) -> None:
             return int(value)
 
         args, kwargs = map_aggregate(node.args, plain), map_aggregate(node.kwargs, plain)
-        if any(isinstance(value, Counted) for value in given):
+        if any(isinstance(value, SizeWithOrigin) for value in given):
             node.args, node.kwargs, node.meta[_GIVEN] = args, kwargs, given
 
 
-def may_be(node: fx.Node, whole: int, part: int, values: Mapping[Place, int]) -> bool:
-    """Whether a size that a node is given may be ``part`` instead of ``whole`` if attributes at some places are others.
+def can_become(node: fx.Node, whole: int, part: int, values: Mapping[AttributeKey, int]) -> bool:
+    """Return whether a size ``whole`` among a node's arguments becomes ``part`` for other values of some attributes.
 
     Args:
-        node: Of a graph of the unmodified model.
-        whole: One of the sizes it is given.
-        part: What one of those equal to ``whole`` has to become.
-        values: Of the attributes that are to be set; the others stay as they are by now.
+        node: Node of a graph of the unmodified model.
+        whole: Size among its arguments.
+        part: Size that one argument equal to ``whole`` has to become.
+        values: Values of the attributes to set. Other attributes keep their present values.
     """
     given = [value for value in node.meta.get(_GIVEN, ()) if value == whole]
-    if not given or not all(isinstance(value, Counted) and value.terms <= _MOST for value in given):
-        return True  # nothing is known of where it comes from
-    return any(part in value.where(values) for value in given)
+    if not given or not all(isinstance(value, SizeWithOrigin) and value.terms <= _MAX_TERMS for value in given):
+        return True  # its origin is not known
+    return any(part in value.possible_values(values) for value in given)

@@ -1,4 +1,4 @@
-"""Calls that are given a tensor as a prototype of a shape or a dtype: they use none of its numbers, and it gets no gradient."""
+"""Replacement of tensor arguments that are prototypes of a shape or dtype: their data is not used, nor their gradient."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _LIKE_TYPE = frozenset(("type_as", "to"))
 
 
 def without_prototypes(graph: fx.Graph) -> None:
-    """Let calls take a shape or a dtype in the place of a prototype.
+    """Replace the prototype argument of calls by its shape or dtype.
 
     Rewrite:
         x.view_as(y)             -->  x.view(*sizes of y)
         x.type_as(y) or x.to(y)  -->  x.to(dtype of y)
 
     Args:
-        graph: A graph with values in ``meta["val"]``.
+        graph: Graph with values in ``meta["val"]``.
     """
     for node in graph.find_nodes(op="call_method"):
         name = function_name(node)

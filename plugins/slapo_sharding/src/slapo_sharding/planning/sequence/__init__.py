@@ -1,7 +1,7 @@
 """Sequence parallelism: where the sequence dimension is scattered and gathered between the layers of a model.
 
 What enters is a graph that was traced with marks at the boundaries of modules (``module_boundaries``), and the
-layouts of a dry run. What leaves is a ``Plan`` of scatters and gathers, or ``CannotSplit``. The room imports
+layouts of a dry run. What leaves is a ``SequencePlan`` of scatters and gathers, or ``SequenceSplitError``. The room imports
 ``planning.dry_run``, ``splitting``, ``syncs`` and ``slapo_core``.
 
 ``sequence_search`` scatters what enters the repeated layers, and gathers, at the best boundary, each value that the

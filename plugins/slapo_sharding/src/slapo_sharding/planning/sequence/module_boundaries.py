@@ -1,7 +1,7 @@
-"""The borders of modules as nodes of a traced graph: the places where a sync may stand.
+"""Module boundaries as nodes of a traced graph: the positions at which a sync can be placed.
 
-While a model is traced inside ``marked``, what a sync would find at each border, the first floating-point input and the first
-tensor of the output, passes through ``border``. A sync that stands there already does to its shape what it does.
+Inside ``mark_boundaries``, tracing records what a sync would see at each boundary: the first floating-point input, or the
+first tensor of the output. It passes through ``boundary``. An existing sync changes the shape of the value as usual.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from slapo_core import ScheduleError
 
 from ...syncs.sync_hooks import Sync, map_first_input, map_output
 
-Place = tuple[str, str]
-"""Path of a module, and ``"fwd_pre"`` or ``"fwd_post"``."""
+Boundary = tuple[str, str]
+"""Path of a module and ``"fwd_pre"`` or ``"fwd_post"``."""
 
 
-def border(x: torch.Tensor, path: str, mode: str, run: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """A value that enters or leaves a module; what ``run`` makes of it goes on."""
+def boundary(x: torch.Tensor, path: str, mode: str, run: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Mark a value that enters or leaves a module, and return the result of ``run`` on it."""
     if has_torch_function_unary(x):
-        return handle_torch_function(border, (x,), x, path, mode, run)
+        return handle_torch_function(boundary, (x,), x, path, mode, run)
     return run(x)
 
 
 @dataclass(frozen=True)
-class _Mark:
-    """A hook that tracing sees through."""
+class _BoundaryHook:
+    """Hook that tracing inlines, in place of ``sync`` if there is one."""
 
     path: str
     mode: str
@@ -42,14 +42,14 @@ class _Mark:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> Any:
         try:
             return map_output(self.mark, *output) if output else map_first_input(self.mark, args, kwargs)
-        except ScheduleError:  # there is no tensor: no sync can stand here
+        except ScheduleError:  # no tensor enters or leaves, so no sync can be placed here
             return None
 
     def mark(self, x: torch.Tensor) -> torch.Tensor:
-        return border(x, self.path, self.mode, self.run) if x.dim() == 3 else x
+        return boundary(x, self.path, self.mode, self.run) if x.dim() == 3 else x
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
-        """A tensor of the shape that the sync gives it; nothing is sent while tracing."""
+        """Return a tensor of the shape that the sync returns; nothing is sent during tracing."""
         sync = self.sync
         if sync is None:
             return x
@@ -61,17 +61,17 @@ class _Mark:
 
 
 @contextmanager
-def marked(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
-    """Let what crosses the borders of these modules be seen by a tracer."""
+def mark_boundaries(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
+    """Record the values at the boundaries of these modules in a trace."""
     with_marks = list(modules)
     kept = [(module, dict(module._forward_pre_hooks), dict(module._forward_hooks)) for _, module in with_marks]
     handles = []
     try:
         for path, module in with_marks:
-            if not _stand_in(module._forward_pre_hooks, path, "fwd_pre"):
-                handles.append(module.register_forward_pre_hook(_Mark(path, "fwd_pre"), with_kwargs=True))
-            if not _stand_in(module._forward_hooks, path, "fwd_post"):
-                handles.append(module.register_forward_hook(_Mark(path, "fwd_post"), with_kwargs=True))
+            if not _replace_syncs(module._forward_pre_hooks, path, "fwd_pre"):
+                handles.append(module.register_forward_pre_hook(_BoundaryHook(path, "fwd_pre"), with_kwargs=True))
+            if not _replace_syncs(module._forward_hooks, path, "fwd_post"):
+                handles.append(module.register_forward_hook(_BoundaryHook(path, "fwd_post"), with_kwargs=True))
         yield
     finally:
         for handle in handles:
@@ -81,8 +81,8 @@ def marked(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
             module._forward_hooks.update(after)
 
 
-def _stand_in(hooks: dict[int, Any], path: str, mode: str) -> bool:
-    """Put a mark in the place of each sync; whether there was one."""
+def _replace_syncs(hooks: dict[int, Any], path: str, mode: str) -> bool:
+    """Replace each gather and scatter by a boundary hook; return whether there was one."""
     syncs = {key: hook for key, hook in hooks.items() if isinstance(hook, Sync) and hook.op in ("all_gather", "scatter")}
-    hooks.update((key, _Mark(path, mode, sync)) for key, sync in syncs.items())
+    hooks.update((key, _BoundaryHook(path, mode, sync)) for key, sync in syncs.items())
     return bool(syncs)

@@ -1,4 +1,4 @@
-"""Where the sequence is split: what happens at which borders, between which layers."""
+"""Plan of a split sequence: the collectives at module boundaries, and the layers between them."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any, Literal
 
 from torch import fx
 
-from .module_boundaries import Place
+from .module_boundaries import Boundary
 
 Backward = Literal["split", "reduce_scatter"]
 
 
 @dataclass(frozen=True)
-class Crossing:
-    """What happens to a value at a border.
+class BoundaryCollective:
+    """Collective on a value at a module boundary.
 
     Args:
         op: ``"scatter"`` or ``"all_gather"``.
-        backward: Of ``all_gather``.
+        backward: Backward of ``all_gather``.
         axis: 1, or 0 for a value that is flattened to ``[tokens, width]``.
     """
 
@@ -27,39 +27,40 @@ class Crossing:
     axis: int = 1
 
     def arguments(self) -> dict[str, Any]:
-        """What ``sync`` is given beside the mode."""
+        """Return the keyword arguments of ``sync`` beside the mode."""
         backward = {"backward": self.backward} if self.op == "all_gather" else {}
         return {"axis": self.axis, **backward}
 
 
 @dataclass
-class Plan:
-    """Where the sequence is split.
+class SequencePlan:
+    """Plan of a split sequence.
 
     Args:
-        crossings: What happens at which borders.
-        blocks: Paths of the repeated layers, between which values are split, to the shape of these.
-        whole: Paths of modules inside them that do their work on all of the sequence, to the end.
-        flattens: Whether split values may be flattened to ``[tokens, width]``, and their layers see tokens in another order.
+        collectives: Collective at each boundary.
+        blocks: Paths of the repeated layers, to the shape ``[batch, sequence, width]`` of their input. Values between them are
+            split.
+        whole: Paths of modules inside the layers that work on the whole sequence, up to their end.
+        flattens: Whether split values may be flattened to ``[tokens, width]``, so that layers see the tokens in another order.
     """
 
-    crossings: dict[Place, Crossing] = field(default_factory=dict)
+    collectives: dict[Boundary, BoundaryCollective] = field(default_factory=dict)
     blocks: dict[str, tuple[int, ...]] = field(default_factory=dict)
     whole: set[str] = field(default_factory=set)
     flattens: bool = False
 
     def block_around(self, path: str) -> str | None:
-        """The repeated layer that a module is, or is inside of."""
+        """Return the repeated layer that is this module or contains it."""
         names = path.split(".")
         outer = (".".join(names[:count]) for count in range(1, len(names) + 1))
         return next((block for block in outer if block in self.blocks), None)
 
     def block_of(self, path: str) -> str | None:
-        """The repeated layer that a module is inside of."""
+        """Return the repeated layer that contains this module."""
         return None if path in self.blocks else self.block_around(path)
 
     def splits_output(self, node: fx.Node) -> bool:
-        """Whether the result of a row-parallel layer is left split."""
+        """Return whether the output of a row-parallel layer stays split along the sequence."""
         path = str(node.target)
         block = self.block_of(path)
         if block is None or any(path.startswith(f"{module}.") for module in self.whole):
