@@ -80,7 +80,7 @@ def staged_by_torch(engine: Any, layout: dict[str, int], options: dict[str, Any]
 
 
 def state_of(engine: Any, layout: dict[str, int], options: dict[str, Any]) -> dict[str, Any]:
-    """What this rank writes of an engine of torch's: the first replica what all have."""
+    """Return the tensors that this rank writes of a torch engine; the first replica writes replicated ones."""
     state: dict[str, Any] = {f"{dist.get_rank()} {name}": piece.tensor for name, piece in engine.pieces().items()}
     if layout.get("dp") and not options and dist.get_rank():
         state = {}
@@ -90,7 +90,7 @@ def state_of(engine: Any, layout: dict[str, int], options: dict[str, Any]) -> di
 
 
 def written_alone(engine: Any, target: str, layout: dict[str, int], options: dict[str, Any]) -> Write:
-    """What writes the same without Slapo, given a folder."""
+    """Return a function of a folder that writes the same tensors without Slapo."""
     if target == "deepspeed":
         return lambda folder: engine.model.save_checkpoint(str(folder))
     if target == "megatron":

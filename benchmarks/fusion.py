@@ -24,14 +24,14 @@ from benchmarks.sharding import Block
 from slapo_core import create_schedule
 
 ROWS, TOKENS, HIDDEN = 8, 256, 768
-"""Of the chains."""
+"""Sizes of the chains."""
 LAYERS, WIDTH, HEADS, SEQUENCE = 24, 256, 8, 128
-"""Of the model, which gets two rows."""
+"""Sizes of the model, which gets a batch of two rows."""
 ROUNDS = 3
 
 
 class BiasGelu(nn.Module):
-    """What follows the first product of an MLP whose bias is apart."""
+    """Operations after the first product of an MLP with a separate bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class BiasNewGelu(BiasGelu):
 
 
 class DropoutResidualNorm(nn.Module):
-    """What follows a sub-layer."""
+    """Operations after a sub-layer: dropout, residual sum, norm."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What each checkpoint policy keeps for the backward and what it costs, beside the unmodified model and torch's own checkpoint.
+"""Memory and time of each checkpoint policy, beside the unmodified model and torch's own checkpoint.
 
 Run ``python -m benchmarks.memory``; it prints a section for ``benchmarks/README.md``. Each way runs in a process of its own;
 memory is what the process holds behind a forward more than before it, freed memory given back.
@@ -56,7 +56,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "`offload()`": {"offload": {}},
     "`checkpoint()` and `offload()`": {"checkpoint": {}, "offload": {}},
 }
-"""What is called on the list of layers."""
+"""Calls on the schedule of the list of layers."""
 
 
 class Found(NamedTuple):

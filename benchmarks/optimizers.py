@@ -102,7 +102,7 @@ def measure_in_place(rank: int, name: str, hidden: int) -> list[list[float]]:
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (1, 1, RANKS), mesh_dim_names=("pp", "dp", "tp"))
     sides: list[Step] = []
-    for whole_tensor_construction.LEAST in (0, 2**62):  # type: ignore[misc]
+    for whole_tensor_construction.MIN_SHARDED_NUMEL in (0, 2**62):  # type: ignore[misc]
         x, y = torch.randn(2, 1, 4, hidden, generator=torch.Generator().manual_seed(1)).unbind()
         layers = (nn.Linear(hidden, hidden, bias=False) for _ in range(2 * LAYERS))
         model = nn.Sequential(*(each for layer in layers for each in (layer, nn.GELU())))
@@ -111,7 +111,7 @@ def measure_in_place(rank: int, name: str, hidden: int) -> list[list[float]]:
         engine: Any = build(schedule, "torch", optimizer=IN_PLACE[name], loss_fn=nn.functional.mse_loss)
         engine.train_batch(input=x, labels=y)
         assert len(engine.optimizer.stepped()) == 2 * LAYERS
-        assert [each.is_in_place for each in engine.optimizer.stand_ins] == [whole_tensor_construction.LEAST == 0]
+        assert [each.is_in_place for each in engine.optimizer.stand_ins] == [whole_tensor_construction.MIN_SHARDED_NUMEL == 0]
         sides.append(engine.optimizer.step)
     in_turns(sides, 2)
     return in_turns(sides, 3 * PAIRS)

@@ -1,4 +1,4 @@
-"""What plugins cost: ``import slapo`` beyond ``import torch``, and ``list_primitives()`` with 200 plugin distributions."""
+"""Cost of plugins: ``import slapo`` beyond ``import torch``, and ``list_primitives()`` with 200 plugin distributions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What scheduling itself costs: starting a schedule, and one primitive through the whole apply path.
+"""Cost of scheduling itself: starting a schedule, and one primitive through the whole apply path.
 
 Run ``python benchmarks/schedule.py``; it prints rows for ``benchmarks/README.md``. The peer is a plain walk over the same
 model in the same run, ``list(named_modules())`` and ``list(named_parameters())``. Times are medians; a schedule is started

@@ -191,7 +191,7 @@ def memory(model: nn.Module, x: torch.Tensor) -> int:
 
 
 class Measured(NamedTuple):
-    """Of one way: median seconds of a step, the ratio to the hand-written one, how sure that is, and bytes."""
+    """Result of one way: median seconds of a step, the ratio to the hand-written one, its quartiles, and bytes."""
 
     seconds: float
     ratio: float

@@ -1,4 +1,4 @@
-"""What ``verify`` of a model of 24 layers on two tensor-parallel ranks costs, in training steps of the unmodified model.
+"""Cost of ``verify`` of a model of 24 layers on two tensor-parallel ranks, in training steps of the unmodified model.
 
 Run ``python -m benchmarks.verify``; it prints a section for ``benchmarks/README.md``. The peer is one step in plain torch,
 forward, backward and SGD, in one process that has the machine for itself. The ranks are two gloo processes, or two threads of

@@ -116,7 +116,7 @@ def slices(folder: str, wanted: list[tuple[str, int, list[tuple[int, int]]]]) ->
 
 
 def measure(rank: int, folder: str, small: bool) -> dict[str, Any]:
-    """Of both sides seconds, bytes read and peaks; and the bytes that this rank needs."""
+    """Return seconds, bytes read and peaks of both sides, and the bytes that this rank needs."""
     torch.set_num_threads(1)
     ours: list[Any] = []
     theirs: list[Any] = []

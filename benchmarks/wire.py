@@ -110,7 +110,7 @@ def torchs(name: str, cuts: list[str]) -> None:
 
 
 def measure(rank: int, side: str, name: str, cuts: list[str]) -> Sent:
-    """What this rank sends."""
+    """Measure the bytes that this rank sends."""
     torch.set_num_threads(1)
     sent: Sent = []
     init = dist.P2POp.__init__

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_core import build, set_random_seed
-from slapo_training.checkpoint import Saving
+from slapo_training.checkpoint import SaveHandle
 from tests.engine_models import batches, halved, my_part, small, two_groups
 from tests.engines import scheduled
 from tests.slapo_torch.layouts import mesh_of, message_of
@@ -49,18 +49,18 @@ def losses(engine: Any, mesh: Any, steps: range) -> list[float]:
 @contextmanager
 def held_back() -> Iterator[threading.Event]:
     """Threads that write a checkpoint begin when the event is set."""
-    gate, run = threading.Event(), Saving._run
+    gate, run = threading.Event(), SaveHandle._run
 
-    def late(self: Saving) -> None:
+    def late(self: SaveHandle) -> None:
         gate.wait(60)
         run(self)
 
-    Saving._run = late
+    SaveHandle._run = late
     try:
         yield gate
     finally:
         gate.set()
-        Saving._run = run
+        SaveHandle._run = run
 
 
 def went_on(rank: int, target: str, layout: Layout, chunks: int, options: dict[str, Any], folder: str) -> list[Any]:

@@ -272,7 +272,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
     ),
     "no argument of a function": (
         Case(Heads, of_heads, {"loss_weights": {**_SIZES, "z": lambda lengths: lengths.sum()}}),
-        "the function of loss_weights['z'] takes 'lengths', which the batch does not have; it has ids, labels, later_labels",
+        "the function of loss_weights['z'] takes 'lengths', which is not in the batch; it has ids, labels, later_labels",
     ),
     "less than nothing": (
         Case(Masked, of_masked, {"loss_weights": lambda mask, x: -1 if dist.get_rank() else mask.sum()}),
@@ -326,7 +326,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
     ),
     "over and weights": (
         Case(Towers, of_towers, {"loss_fn": contrast, "loss_over": "replicas", "loss_weights": lambda: 1}),
-        "no term has to be weighed; leave out loss_weights=",
+        "no term needs a weight; leave out loss_weights=",
     ),
     "over what": (
         Case(Towers, of_towers, {"loss_fn": contrast, "loss_over": "batch"}),

@@ -165,7 +165,7 @@ def resumed(
 
 def in_place(rank: int, work: Callable[..., Any], *args: Any) -> Any:
     """Return the result of ``work`` where parameters of any size may be stepped in place, as shards."""
-    with patch("slapo_training.optimizers.whole_tensor_construction.LEAST", 0):
+    with patch("slapo_training.optimizers.whole_tensor_construction.MIN_SHARDED_NUMEL", 0):
         return work(rank, *args)
 
 

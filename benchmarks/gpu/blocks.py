@@ -32,7 +32,7 @@ COMPILED = ("hand-written", "slapo", "DTensor")
 
 
 class Sizes(NamedTuple):
-    """Of the blocks, their input and the measurement; ``heads`` is to be divisible by the number of ranks."""
+    """Sizes of the blocks, their input and the measurement; ``heads`` must be divisible by the number of ranks."""
 
     hidden: int = 4096
     heads: int = 32
@@ -88,7 +88,7 @@ def _check(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def _milliseconds(step: Callable[[], None], device: str) -> float:
-    """Of one step, by the events of a GPU or the clock of a CPU; all ranks begin together."""
+    """Return the seconds of one step, by GPU events or the CPU's clock; all ranks start together."""
     dist.barrier()
     if device != "cuda":
         start = time.perf_counter()

@@ -28,7 +28,7 @@ STEPS, MICROBATCHES, LIMIT = 5, 2, 1e-2
 
 
 class Trained(NamedTuple):
-    """Of one engine."""
+    """Measurements of one engine."""
 
     losses: list[float]
     tokens_per_second: float

@@ -150,7 +150,7 @@ def measure(name: str, side: str, batch: int, device: str) -> Found:
 
 
 def in_a_process(name: str, side: str, batch: int, device: str) -> Found | str:
-    """What one side gives, or why it gives nothing."""
+    """Result of one side, or the reason for its failure."""
     command = [sys.executable, "-m", "benchmarks.gpu.kernels", "--one", name, side, str(batch), device]
     run = subprocess.run(command, capture_output=True, text=True)
     if run.returncode == 0:
@@ -251,7 +251,7 @@ def kernels(device: str) -> None:
 
 
 def _seconds(step: Callable[[], Any], device: str) -> float:
-    """Of one step of several in a row, so that the device does not wait for each call; the median of some turns."""
+    """Return the seconds of one step, the median of some rounds of several steps, so that the device never waits for a call."""
     times = []
     for turn in range(WARM_UP + STEPS):
         if device == "cuda":

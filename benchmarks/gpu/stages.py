@@ -1,4 +1,4 @@
-"""What cutting a model into pipeline stages costs by itself, on one GPU: the stages in turn against the unmodified model.
+"""Cost of cutting a model into pipeline stages, on one GPU: the stages in turn against the unmodified model.
 
 Run ``make gpu``. GPT-2 124M and a Llama of about that size in four stages that one process runs one after the other, forward
 and backward: nothing is sent and nothing waits, so what shows is the stages' own code.

@@ -19,7 +19,7 @@ adamw = partial(torch.optim.AdamW, lr=1e-4, fused=True)
 
 
 class ByHand:
-    """What the engine is measured against."""
+    """Training step by hand, against which the engine is measured."""
 
     def __init__(self, model: nn.Module, precision: str, microbatches: int, device: str) -> None:
         self.model, self.microbatches = model, microbatches

@@ -16,7 +16,7 @@ Step = Callable[[], object]
 
 
 class Sizes(NamedTuple):
-    """Of the models, their batch and the measurement; the models' own sizes are those of GPT-2 124M."""
+    """Sizes of the models, their batch and the measurement; the models' own sizes are those of GPT-2 124M."""
 
     device: str = "cuda"
     vocabulary: int = 50257
@@ -58,7 +58,7 @@ def step_of(model: Any, batch: dict[str, Any], sizes: Sizes) -> torch.Tensor:
 
 
 def milliseconds(step: Step, sizes: Sizes) -> float:
-    """Of one step of several in a row, by the clock: who waits for the GPU within a step keeps the next one waiting."""
+    """Return the seconds of one of several steps in a row, by the clock: a wait for the GPU within a step delays the next."""
     if sizes.device == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What packing the values that cross between two stages costs on each engine, and unpacking them."""
+"""Cost of packing and unpacking the values that cross between two stages, on each engine."""
 
 from __future__ import annotations
 

@@ -25,11 +25,11 @@ STARTS = {
         ("megatron.core.optimizer.optimizer:FP32Optimizer", "__init__"),
     ),
 }
-"""What of each engine's own ``build`` waits for: where it is, and its name there."""
+"""Functions of each engine itself that ``build`` calls, as module and name."""
 
 
 class Seconds(NamedTuple):
-    """Of one rank."""
+    """Seconds of one rank."""
 
     schedule: float
     build: float

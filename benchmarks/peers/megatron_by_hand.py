@@ -100,7 +100,7 @@ def _trained(sizes: Sizes, config: Any, layers: nn.Module) -> Step:
     is_first, is_last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
 
     class Stage(MegatronModule):  # type: ignore[misc]
-        """What comes from the stage before it gets from Megatron, ahead of its call."""
+        """Stage to which Megatron passes the previous stage's tensor before the call."""
 
         model_type = ModelType.encoder_or_decoder
         pre_process, post_process = is_first, is_last

@@ -16,7 +16,7 @@ from slapo_core import Schedule
 
 
 class Sizes(NamedTuple):
-    """Of the model and of a batch."""
+    """Sizes of the model and of a batch."""
 
     hidden: int = 256
     heads: int = 8

@@ -22,7 +22,7 @@ Step = Callable[[], float]
 
 
 def in_new_processes(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
-    """What ``function(rank, *args)`` gives on each of so many gloo ranks, which nothing ran on before."""
+    """Return the results of ``function(rank, *args)`` on fresh gloo ranks."""
     shutdown_workers()
     return run_distributed(function, ranks, *args, timeout=900)
 

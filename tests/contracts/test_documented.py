@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from slapo.cli.app import create_app
-from slapo_core import Dialect, Registry
+from slapo_core import Dialect, Registry, call_signature
 
 from .conftest import TOP, folders
 
@@ -32,14 +32,14 @@ def test_every_primitive_is_documented(name: str) -> None:
     own = primitive.__dict__.get("__doc__")
     assert own, f"{primitive.__name__} has no docstring"
     documented = inspect.cleandoc(own)
-    taken = list(inspect.signature(primitive.apply).parameters.values())[1:]
+    taken = list(call_signature(primitive).parameters.values())[1:]
     missing = [p.name for p in taken if not re.search(rf"^\s*\*{{0,2}}{p.name}\b.*:", documented, re.MULTILINE)]
     assert not missing, f"{primitive.__name__} does not say what {missing} are"
 
 
 @pytest.mark.parametrize("name", REGISTRY.names("dialect"))
 def test_every_dialect_is_documented_and_says_what_it_can_do(name: str) -> None:
-    dialect: type[Dialect] = REGISTRY.dialect(name)
+    dialect: type[Dialect] = REGISTRY.get("dialect", name)
     assert inspect.getdoc(dialect)
     assert dialect.capabilities
 

@@ -44,7 +44,7 @@ from typer.testing import CliRunner
 slapo.list_primitives(name_only=False)
 sch = slapo_core.create_schedule(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
 sch["0"].checkpoint()
-targets = slapo_core.Registry().importable("dialect")
+targets = slapo_core.Registry().load_all("dialect")
 assert "deepspeed" in targets
 for target, dialect in targets.items():
     for kind in dialect.classes:

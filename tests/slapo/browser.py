@@ -11,7 +11,7 @@ from pathlib import Path
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 WIDTHS = (1400, 760, 400)
-"""Of the windows; the style sheet promises to serve those from 400 pixels up."""
+"""Widths of the windows; the style sheet supports 400 pixels and more."""
 
 PROBE = """
 const faults = [];

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from slapo_core import build, create_schedule
 
 KEPT: list[Any] = []
-"""What lives until the interpreter clears its modules."""
+"""Object that lives until the interpreter clears its modules."""
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:

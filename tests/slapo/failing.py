@@ -1,4 +1,4 @@
-"""What each rank of a job does that one of them ends: ``torchrun -m tests.slapo.failing TARGET AXIS END RANK``."""
+"""Ranks of a job that one of them ends: ``torchrun -m tests.slapo.failing TARGET AXIS END RANK``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of the launcher's tests do. A module of its own, as the ranks import it."""
+"""Work of the ranks in the launcher's tests, in a module of its own as the ranks import it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from slapo.launch.elastic_launch import launch
+from slapo.launch.elastic_launch import launch_ranks
 from slapo.launch.errors import InterruptedRunError
 from slapo.run_data.settings import Settings
 from slapo_core import ScheduleError
@@ -67,7 +67,7 @@ def _collectives() -> None:
 
 if __name__ == "__main__":
     try:
-        launch(wait, Settings(tp=2, report=sys.argv[1]))
+        launch_ranks(wait, Settings(tp=2, report=sys.argv[1]))
     except InterruptedRunError as err:
         print(err)
         sys.exit(err.exit_code)

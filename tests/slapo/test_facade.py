@@ -134,8 +134,8 @@ def test_type_checkers_and_the_interpreter_see_the_same_names() -> None:
     guarded = next(node for node in tree.body if isinstance(node, ast.If))
     imported = {alias.name: node.module for node in guarded.body if isinstance(node, ast.ImportFrom) for alias in node.names}
     imported.pop("ModuleType")
-    assert imported == {name: public_names.HOMES.get(name, "slapo_core") for name in slapo.__all__}
-    assert sorted(MODULES) == sorted(public_names.MODULES)
+    assert imported == {name: public_names.NAME_ORIGINS.get(name, "slapo_core") for name in slapo.__all__}
+    assert sorted(MODULES) == sorted(public_names.DOCUMENTED_MODULES)
 
 
 def test_a_primitive_of_the_same_name_does_not_get_in_the_way() -> None:
@@ -159,7 +159,7 @@ def test_importing_it_imports_nothing_heavy() -> None:
 
 
 def test_using_it_imports_no_model_library_and_no_terminal() -> None:
-    code = "import slapo, sys; [getattr(slapo, name) for name in (*slapo.__all__, *slapo.public_names.MODULES)]"
+    code = "import slapo, sys; [getattr(slapo, name) for name in (*slapo.__all__, *slapo.public_names.DOCUMENTED_MODULES)]"
     heavy = {"transformers", "typer", "rich", "triton"}
     assert run(f"{code}; slapo.list_primitives(); print(sorted({heavy} & set(sys.modules)))") == "[]"
 

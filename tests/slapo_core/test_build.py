@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from slapo.framework_dialect import get_dialect_cls, init_target_engine
 from slapo_core import (
     BuildError,
     Dialect,
@@ -21,10 +22,8 @@ from slapo_core import (
     build,
     build_program,
     create_schedule,
-    get_dialect_cls,
     hookimpl,
     init_empty_weights,
-    init_target_engine,
     make,
 )
 from slapo_testing import isolated_plugins, run_distributed
@@ -221,7 +220,7 @@ def test_weights_get_values_or_not_as_init_weights_says() -> None:
     [
         (None, {"init_weights": 3}, "init_weights is 3; give a bool, or a function of a module"),
         (None, {"init_weights": of_ones, "param_init_fn": of_ones}, "init_weights is <function of_ones.*and no param_init_fn"),
-        ("toy", {"init_weights": False}, "init_weights is False, and '0.weight' has no values, which target 'toy' needs"),
+        ("toy", {"init_weights": False}, "init_weights is False, and target 'toy' needs values for '0.weight'"),
     ],
 )
 def test_what_init_weights_cannot_be(target: str | None, given: dict[str, Any], message: str) -> None:

@@ -18,7 +18,7 @@ def tree(depth: int, shared: nn.Module) -> nn.Module:
 def places(holders: Holders, root: nn.Module) -> object:
     values = [*root.modules(), *root.parameters()]
     return {
-        id(value): sorted((id(holder), name) for holder, name in holders.of(root, value))
+        id(value): sorted((id(holder), name) for holder, name in holders.places_of(root, value))
         for value in values
         if value is not root
     }
@@ -37,7 +37,7 @@ def test_kept_up_to_date(steps: list[tuple[int, str]]) -> None:
         if kind == "parameter":
             parameters = list(root.parameters())
             value = parameters[index % len(parameters)]
-            holders.put(holders.of(root, value), value, nn.Parameter(value.detach().clone()))
+            holders.substitute(holders.places_of(root, value), value, nn.Parameter(value.detach().clone()))
             continue
         new: nn.Module = nn.Sequential(nn.Linear(1, 1))
         if kind == "wrap":
@@ -51,8 +51,8 @@ def test_kept_up_to_date(steps: list[tuple[int, str]]) -> None:
         if kind == "share" and any(module is new for module in old.modules()):
             continue
         if kind == "wrap":  # as Schedule.replace_module does: the wrapper's own hold on the old one must stay
-            holders.put(holders.of(root, old), old, new)
+            holders.substitute(holders.places_of(root, old), old, new)
             assert new[0] is old
         else:
-            holders.put(holders.of(root, old), old, new)
+            holders.substitute(holders.places_of(root, old), old, new)
         assert places(holders, root) == places(Holders(), root)

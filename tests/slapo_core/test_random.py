@@ -109,7 +109,7 @@ def test_outside_of_a_fork_uses_and_advances_the_outer_state(tracker):
     set_rng_state(state)
     with tracker.fork():
         inner = torch.rand(4)
-        with tracker.outside():
+        with tracker.outer_state():
             first = torch.rand(8)[:4]
         after = torch.rand(4)
     set_rng_state(state)
@@ -149,7 +149,7 @@ def test_get_and_set_states_go_back(tracker):
 def test_correctness_12_a_recompute_inside_a_fork_sees_the_same_masks(tracker):
     def region() -> torch.Tensor:
         sharded = torch.rand(4)
-        with tracker.outside():
+        with tracker.outer_state():
             replicated = torch.rand(4)
         with tracker.fork():
             return torch.stack([sharded, replicated, torch.rand(4)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -24,7 +25,6 @@ from slapo_core import (
     successor,
 )
 from slapo_testing import isolated_plugins
-from slapo_tracing import plugin as tracing
 from slapo_tracing.nodes import wrap_forward
 
 
@@ -313,7 +313,7 @@ class Around(Primitive):
 def test_a_graph_edited_by_hand_is_put_back() -> None:
     x = torch.randn(2, 4)
     plugin = type("P", (), {"slapo_primitives": hookimpl(lambda self: {"rewire": Rewire, "around": Around})})()
-    with isolated_plugins(slapo_tracing.plugin, slapo_training.plugin, plugin, tracing):
+    with isolated_plugins(slapo_tracing.plugin, slapo_training.plugin, plugin):
         sch = create_schedule(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), example_inputs=(x,)).trace()
         (handle,) = sch.find("0")
         expected, before = sch.mod(x), str(sch.mod.graph)
@@ -358,21 +358,50 @@ class Planned(Primitive):
         return [depth]
 
     @staticmethod
-    def apply(schedule: Schedule, depth: int) -> list[int]:
+    def apply(schedule: Schedule, depth: int, *, checked: list[int]) -> list[int]:
         inner = schedule.planned(depth - 1) if depth else []
-        return [*schedule.checked, *inner]
+        return [*checked, *inner]
+
+
+class Flagged(Primitive):
+    """Has an argument of its own called ``checked``."""
+
+    name = "flagged"
+
+    @staticmethod
+    def check(schedule: Schedule, *, checked: bool = False) -> str:
+        return "of the check"
+
+    @staticmethod
+    def apply(schedule: Schedule, *, checked: bool = False) -> bool:
+        return checked
+
+
+class Open(Primitive):
+    """Takes the result of its check and any keyword."""
+
+    name = "open"
+
+    @staticmethod
+    def apply(schedule: Schedule, *, checked: None, **kwargs: Any) -> list[Any]:
+        return [checked, kwargs]
 
 
 def test_what_a_check_returns_is_its_own_steps() -> None:
     class Plugin:
         @hookimpl
         def slapo_primitives(self) -> dict[str, type[Primitive]]:
-            return {"planned": Planned}
+            return {"planned": Planned, "flagged": Flagged, "open": Open}
 
     with isolated_plugins(Plugin()) as registry:
         schedule = create_schedule(nn.Linear(2, 2), plugins=registry)
         assert schedule.planned(2) == [2, 1, 0]
-        assert schedule.checked is None
+        assert str(inspect.signature(schedule.planned)) == "(depth: 'int') -> 'list[int]'"
+        assert schedule.flagged(checked=True) is True
+        assert schedule.open(more=1) == [None, {"more": 1}]
+        for name in ("planned", "open"):
+            with pytest.raises(ScheduleError, match="'checked'"):
+                schedule.apply(name, *[0][: name == "planned"], checked=1)
 
 
 def test_what_a_check_changes_is_taken_back() -> None:

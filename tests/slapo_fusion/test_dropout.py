@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from slapo_core import create_schedule
-from slapo_fusion.compilers import with_parts_apart
-from slapo_fusion.cpu_operators.dropout import Draw, dropout, dropout_mask, fast_dropout, fast_dropout_mask
+from slapo_fusion.compilers import with_cpu_operators
+from slapo_fusion.cpu_operators.dropout import DropoutFunction, dropout, dropout_mask, fast_dropout, fast_dropout_mask
 from slapo_tracing import trace_module
 from slapo_verify.comparison import assert_equivalent
 
@@ -36,7 +36,7 @@ class Dropped(nn.Module):
 @pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
 def test_it_computes_and_draws_the_same(p: float, training: bool) -> None:
     model = Model(p).train(training)
-    region = with_parts_apart(trace_module(model, (X,), leaf=lambda path, module: isinstance(module, nn.Dropout)))
+    region = with_cpu_operators(trace_module(model, (X,), leaf=lambda path, module: isinstance(module, nn.Dropout)))
     assert not region.graph.find_nodes(op="call_function", target=F.dropout)
     x = X.clone().requires_grad_()
     assert_equivalent(model, region.train(training), x, atol=1e-6, rtol=1e-6)
@@ -44,7 +44,7 @@ def test_it_computes_and_draws_the_same(p: float, training: bool) -> None:
 
 def test_the_settings_of_a_dropout_are_those_of_the_call() -> None:
     model = Model(0.5)
-    region = with_parts_apart(trace_module(model, (X,), leaf=lambda path, module: isinstance(module, nn.Dropout)))
+    region = with_cpu_operators(trace_module(model, (X,), leaf=lambda path, module: isinstance(module, nn.Dropout)))
     model.drop.p = 0.0
     model.p = 0.5
     torch.manual_seed(0)
@@ -63,7 +63,7 @@ def test_torch_knows_that_the_mask_is_drawn() -> None:
 @pytest.mark.parametrize("draw", [dropout, fast_dropout])
 @pytest.mark.parametrize("change", [{"inplace": True}, {"p": 2.0}, {"p": float("nan")}, {"input": X.double().to("meta")}])
 def test_what_is_not_a_plain_draw_on_a_cpu_is_left_to_torch(
-    change: dict[str, Any], draw: Draw, monkeypatch: pytest.MonkeyPatch
+    change: dict[str, Any], draw: DropoutFunction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
     monkeypatch.setattr(F, "dropout", lambda *args: seen.append(args))

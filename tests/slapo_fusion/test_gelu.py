@@ -16,7 +16,7 @@ from slapo_core import create_schedule
 from slapo_fusion.compilers import inductor
 from slapo_fusion.cpu_operators import _torch_inductor_pass
 from slapo_fusion.cpu_operators import gelu as gelus
-from slapo_fusion.cpu_operators.gelu import fusable, gelu
+from slapo_fusion.cpu_operators.gelu import gelu, gelu_formula
 from slapo_tracing.matching.patterns import call_module
 from slapo_verify.comparison import assert_equivalent
 
@@ -57,13 +57,13 @@ ACTS = {"function": None, "layer": nn.GELU(), "tanh": nn.GELU(approximate="tanh"
 def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
     """The operations of each graph that the compiler makes of these regions: of the forward, then of the backward."""
     found: list[list[str]] = []
-    inner = _torch_inductor_pass._sums_apart
+    inner = _torch_inductor_pass._replace_row_sums
 
     def seen(graph: Any) -> None:
         inner(graph)
         found.append([str(node.target) for node in graph.nodes if node.op == "call_function"])
 
-    monkeypatch.setattr(_torch_inductor_pass, "_sums_apart", seen)
+    monkeypatch.setattr(_torch_inductor_pass, "_replace_row_sums", seen)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # no pass runs for what is there already
     return found
 
@@ -84,13 +84,13 @@ def test_values_and_derivatives_are_as_near_to_the_truth_as_torchs() -> None:
     below = 0.5 * torch.special.erfcx(exact.abs() / 2**0.5) * density
     below = torch.where(exact > 0, 1 - below, below)
     for found, torchs, truth in zip(
-        fusable(z), _both(F.gelu, z), (exact * below, below + exact * density / (2 * torch.pi) ** 0.5), strict=True
+        gelu_formula(z), _both(F.gelu, z), (exact * below, below + exact * density / (2 * torch.pi) ** 0.5), strict=True
     ):
         errors = [(each.double() - truth).abs() for each in (found, torchs)]
         assert errors[0].max() <= 1.2 * errors[1].max()
         far = (z > -13) & (z < -3)
         assert errors[0][far].max() <= errors[1][far].max()
-    values, shown = fusable(z)[0].double(), (z > -13) & (z != 0)
+    values, shown = gelu_formula(z)[0].double(), (z > -13) & (z != 0)
     relative = ((values - exact * below).abs() / (exact * below).abs())[shown]
     assert relative.max() < 2e-5, "as far as exp() of the rounded square goes; nothing is left of torch's there"
 
@@ -107,7 +107,7 @@ def test_infinities_and_what_is_no_number_are_torchs() -> None:
     z = torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0, -0.0, 1e30, -1e30, 1e-40])
     with torch.backends.mkldnn.flags(enabled=False):
         expected = _both(F.gelu, z)
-    for found, torchs in zip(fusable(z), expected, strict=True):
+    for found, torchs in zip(gelu_formula(z), expected, strict=True):
         torch.testing.assert_close(found, torchs, equal_nan=True, rtol=1e-6, atol=0)
 
 

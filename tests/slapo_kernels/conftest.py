@@ -1,4 +1,4 @@
-"""What compiles in these tests."""
+"""Environment of the tests that compile."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from slapo_testing import isolated_plugins
 
 
 class Counted(NamedTuple):
-    """What a test works with.
+    """Inputs of a kernel in a test.
 
     Args:
         plugins: For ``create_schedule``.

@@ -1,4 +1,4 @@
-"""What ``use_kernels`` and kernels by themselves say to what they cannot do; nothing has changed then."""
+"""Error messages of ``use_kernels`` and of kernels; a refused step changes nothing."""
 
 from __future__ import annotations
 

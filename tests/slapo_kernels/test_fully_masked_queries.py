@@ -18,7 +18,7 @@ WAYS = {
     "zeros": ("sdpa", {"*": "eager"}, "slapo_eager"),
     "means": ("eager", {"*": "eager", "attention": "native"}, "slapo_sdpa"),
 }
-"""What such queries get, how the model attends, what is forced, and the name of the attention then."""
+"""Result of such queries, attention of the model, forced implementation, and the expected name of the attention."""
 
 
 def made(name: str, attention: str) -> tuple[nn.Module, dict[str, Any]]:

@@ -20,7 +20,7 @@ EACH = [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 
 
 def split(rank: int, name: str, sequence: bool = False) -> list[Counter[str]]:
-    """What kernels ran in a model over two ranks that computes what the unmodified one does: kernels first, and last."""
+    """Return the kernels of a correct two-rank model, with ``use_kernels`` as the first and as the last step."""
     family, ran = FAMILIES[name], []
     batch = {**family.batch(), **({} if name in ("bert", "vit") else {"use_cache": False})}
     with counted_kernels() as counted:

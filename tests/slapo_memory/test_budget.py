@@ -20,9 +20,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slapo_core import Schedule, ScheduleError, create_schedule, get_cuda_rng_tracker, load_schedule, set_random_seed
-from slapo_memory.selective_checkpoint.budget import parse
-from slapo_memory.selective_checkpoint.kept_outputs import _Entry, tensors_in
-from slapo_memory.selective_checkpoint.operator_costs import Operator, choose
+from slapo_memory.selective_checkpoint.budget import parse_budget
+from slapo_memory.selective_checkpoint.kept_outputs import _KeptOutput, tensors_in
+from slapo_memory.selective_checkpoint.operator_costs import Operator, select_operators
 from slapo_verify.comparison import assert_equivalent
 
 pytestmark = pytest.mark.usefixtures("only_memory")
@@ -79,9 +79,9 @@ def ran_in(model: nn.Module) -> int:
     return ran.count
 
 
-def entries() -> list[_Entry]:
+def entries() -> list[_KeptOutput]:
     """All that are alive."""
-    return [value for value in gc.get_objects() if type(value) is _Entry]
+    return [value for value in gc.get_objects() if type(value) is _KeptOutput]
 
 
 def kept_in(model: nn.Module) -> int:
@@ -168,8 +168,8 @@ def test_the_matmul_that_costs_most_per_byte_is_kept_first() -> None:
     ],
 )
 def test_how_a_budget_is_written(written: Any, size: float) -> None:
-    assert parse(written) == size
-    assert type(parse(written)) is type(size)
+    assert parse_budget(written) == size
+    assert type(parse_budget(written)) is type(size)
 
 
 def test_a_share_is_between_the_inputs_alone_and_all_that_autograd_keeps() -> None:
@@ -370,7 +370,7 @@ operators = st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 1000)), max_
 @given(operators, st.integers(0, 8000))
 def test_the_choice_fits_and_is_the_best(sizes: list[tuple[int, int]], budget: int) -> None:
     found = [Operator("aten.mm.default", index, size, cost) for index, (size, cost) in enumerate(sizes)]
-    chosen = choose(found, budget)
+    chosen = select_operators(found, budget)
     assert sum(operator.size for operator in chosen) <= budget
     assert len({operator.index for operator in chosen}) == len(chosen)
     everything = itertools.chain.from_iterable(itertools.combinations(found, count) for count in range(len(found) + 1))

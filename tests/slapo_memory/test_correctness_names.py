@@ -57,7 +57,7 @@ class Model(nn.Module):
 
 
 def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    """Of the weights and the input, the backward started outside of autocast and from other random states."""
+    """Return the gradients of weights and input, with the backward outside autocast and from other random states."""
     set_random_seed(3, tp_rank=0)
     model.zero_grad()
     x = x.clone().requires_grad_()

@@ -1,4 +1,4 @@
-"""What a policy keeps is what the recompute would find, whatever the forward does with it."""
+"""Outputs that a policy keeps equal the recomputed ones, whatever the forward does with them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ CHANGES = {
 
 
 def gradients(module: nn.Module, x: torch.Tensor, times: int = 1) -> list[torch.Tensor]:
-    """Of a step, or of several backwards through one forward."""
+    """Return the gradients of a step, or of several backwards through one forward."""
     module.zero_grad()
     torch.manual_seed(3)
     loss = module(x).square().sum()

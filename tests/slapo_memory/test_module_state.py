@@ -1,4 +1,4 @@
-"""What a checkpointed forward changes or draws is as without the checkpoint: state advances once."""
+"""State and random numbers of a checkpointed forward are as without the checkpoint: they advance once."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_the_buffers_stay_the_same_tensors() -> None:
 
 
 class Noting(nn.Module):
-    """What DeepSpeed's ZeRO does: the first forward notes what the recompute has to find noted."""
+    """As in DeepSpeed's ZeRO, the first forward records state that the recomputation must find."""
 
     def __init__(self) -> None:
         super().__init__()

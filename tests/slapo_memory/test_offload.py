@@ -18,7 +18,7 @@ import slapo_memory.plugin
 import slapo_tracing.plugin
 import slapo_training.plugin
 from slapo_core import Schedule, ScheduleError, create_schedule, load_schedule
-from slapo_memory.forward_wrappers.cpu_offload import _Copy
+from slapo_memory.forward_wrappers.cpu_offload import _CpuCopy
 from slapo_testing import isolated_plugins
 from slapo_verify.comparison import assert_equivalent
 
@@ -63,9 +63,9 @@ def scheduled() -> tuple[nn.Module, Schedule]:
     return before, create_schedule(copy.deepcopy(before), example_inputs=(X,))
 
 
-def copies() -> list[_Copy]:
-    """What is away now, or has come back and is in use."""
-    return [value for value in gc.get_objects() if type(value) is _Copy]
+def copies() -> list[_CpuCopy]:
+    """Return the copies that are on the CPU, or are back and in use."""
+    return [value for value in gc.get_objects() if type(value) is _CpuCopy]
 
 
 def moved_bytes() -> list[int]:

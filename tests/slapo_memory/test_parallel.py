@@ -89,8 +89,8 @@ def test_a_budget_is_given_before_weights_are_dtensors() -> None:
 def trained(rank: int, layout: dict[str, int], steps: dict[str, dict[str, Any]]) -> tuple[list[float], list[float], int]:
     """Losses of three steps, those of one process, and how often this rank moved something."""
     moved: list[Any] = []
-    plain = cpu_offload._Copy.fetch
-    cpu_offload._Copy.fetch = lambda self: moved.append(self) or plain(self)
+    plain = cpu_offload._CpuCopy.fetch
+    cpu_offload._CpuCopy.fetch = lambda self: moved.append(self) or plain(self)
     try:
         mesh, data = mesh_of(**layout), torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(1))
         schedule = create_schedule(Model(), mesh=mesh, example_inputs={"x": data[0, :2]}, plugins=PLUGINS)
@@ -104,7 +104,7 @@ def trained(rank: int, layout: dict[str, int], steps: dict[str, dict[str, Any]])
         found = [engine.train_batch(x=each, labels=each).item() for each in data]
         engine.close()
     finally:
-        cpu_offload._Copy.fetch = plain
+        cpu_offload._CpuCopy.fetch = plain
     reference = Model()
     optimizer, expected = adamw(reference.parameters()), []
     for each in data:

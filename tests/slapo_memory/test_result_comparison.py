@@ -1,4 +1,4 @@
-"""What a module draws and changes by itself is as without a checkpoint, or told in its first backward."""
+"""A module's own random numbers and state are as without a checkpoint, or its first backward raises."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Noisy(nn.Module):
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
-    """Of two steps; between forward and backward others draw, too."""
+    """Return the gradients of two steps, with other draws between forward and backward."""
     for scale in (1, 2):
         torch.manual_seed(0)
         out = model(X * scale)
@@ -114,13 +114,13 @@ FOREIGN = torch.Generator(), numpy.random.default_rng(), random.Random()
 def test_a_generator_that_nobody_can_find_is_told_in_the_first_backward(place: int) -> None:
     model = nn.Sequential(Noisy(None, lambda held: noise(FOREIGN[place])))
     create_schedule(model)["0"].checkpoint()
-    with pytest.raises(ScheduleError, match=r"checkpoint\('0'\): the recompute finds other numbers than the forward"):
+    with pytest.raises(ScheduleError, match=r"checkpoint\('0'\): the recomputation gives other numbers than the forward"):
         gradients(model)
 
 
 @pytest.mark.parametrize("policy", [None, [torch.ops.aten.clone, torch.ops.aten.slice, torch.ops.aten.detach]])
 def test_a_policy_counts_no_operators_but_the_models(policy: Any) -> None:
-    """Of ours are what is compared, and copies of the buffers: a clone that was kept would be taken for another."""
+    """The comparison and the copies of buffers call clone themselves; a policy must not count these calls."""
 
     class Cloning(nn.Module):
         def __init__(self) -> None:

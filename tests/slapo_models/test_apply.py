@@ -21,7 +21,7 @@ import slapo_tracing.plugin
 import slapo_training.plugin
 from slapo_core import PluginError, Registry, Schedule, ScheduleError, UnknownNameError, hookimpl, use_registry
 from slapo_models import apply_schedule, get_schedule, register_schedule
-from slapo_models.registration import REGISTERED
+from slapo_models.registration import REGISTERED_SCHEDULES
 from slapo_verify.comparison import assert_equivalent
 from tests.slapo_models.cases import CASES
 
@@ -30,7 +30,7 @@ from tests.slapo_models.cases import CASES
 def unregistered() -> Iterator[None]:
     """Remove what a test registers."""
     yield
-    REGISTERED.clear()
+    REGISTERED_SCHEDULES.clear()
 
 
 def steps(sch: Schedule) -> list[str]:
@@ -138,7 +138,7 @@ def test_a_function_is_registered_for_this_process() -> None:
 
 def test_a_function_without_a_key_is_called_as_its_file() -> None:
     register_schedule()(test_a_function_without_a_key_is_called_as_its_file)
-    assert [*REGISTERED] == [Path(__file__).stem]
+    assert [*REGISTERED_SCHEDULES] == [Path(__file__).stem]
     with pytest.raises(ScheduleError, match=r"is given a function; write @register_schedule\(\)"):
         register_schedule(steps)  # type: ignore[arg-type]
 

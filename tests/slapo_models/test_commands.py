@@ -15,7 +15,7 @@ import slapo_tracing.plugin
 import slapo_training.plugin
 from slapo.cli.app import create_app
 from slapo_core import Registry, use_registry
-from slapo_models.registration import REGISTERED
+from slapo_models.registration import REGISTERED_SCHEDULES
 from tests.contracts.conftest import TOP
 from tests.slapo_models.cases import CASES
 
@@ -60,6 +60,6 @@ def test_the_examples_on_the_page_run(capsys: pytest.CaptureFixture[str]) -> Non
         for source in re.findall(r"```py(?:thon)?\n(.*?)```", page, re.DOTALL):
             exec(source, space)  # noqa: S102  the page is ours
     finally:
-        REGISTERED.clear()
+        REGISTERED_SCHEDULES.clear()
     assert capsys.readouterr().out == "sch['transformer.h.1'].checkpoint()\nsch['transformer.h.3'].checkpoint()\n"
     assert [step.path for step in space["sch"].journal] == ["transformer.h"]

@@ -73,7 +73,7 @@ SIZES: dict[str, Any] = {
     "num_conv_pos_embeddings": 4,
     "num_conv_pos_embedding_groups": 2,
 }
-"""What a config is made with, where it has a field of this name."""
+"""Sizes of a config, used for each field that it has."""
 
 SPEECH = "Data2VecAudio Hubert SEW SEWD UniSpeech UniSpeechSat Wav2Vec2 Wav2Vec2Conformer WavLM".split()
 
@@ -108,7 +108,7 @@ MORE: dict[str, dict[str, Any]] = {
     ),
     "ZayaForCausalLM": {"num_experts_per_tok": 1},
 }
-"""What some classes need besides, by the name of the class."""
+"""Further sizes by the name of the class."""
 
 ZOO: dict[str, dict[str, Any]] = {
     "albert": {"num_hidden_layers": 4, "num_hidden_groups": 4},
@@ -162,7 +162,7 @@ NAMED = {
 """Classes beyond the zoo by the end of their names, without it."""
 
 CLASSES = (*zoo.FAMILIES, *(f"{name}{end}" for end, names in NAMED.items() for name in names.split()))
-"""What comes apart: families of the zoo, and classes by their names."""
+"""Models that can be cut: families of the zoo, and classes by their names."""
 
 
 IN_TWO = ("FlaubertWithLMHeadModel", "XLMWithLMHeadModel")
@@ -280,7 +280,7 @@ def small_config(cls: Any, more: dict[str, Any]) -> Any:
 
 
 def _fits(value: Any, default: Any) -> bool:
-    """Whether both are numbers, or both are not."""
+    """Return whether both are numbers, or neither is."""
     return default in (None, inspect.Parameter.empty) or isinstance(value, int) == isinstance(default, (int, float))
 
 

@@ -26,7 +26,7 @@ def cut(model: nn.Module, inputs: Any, *paths: str) -> Schedule:
 
 
 class Expected(NamedTuple):
-    """What the unmodified model gives for one batch."""
+    """Outputs, gradients and buffers of the unmodified model for one batch."""
 
     outputs: Any
     gradients: dict[str, torch.Tensor | None]

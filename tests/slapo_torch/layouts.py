@@ -1,4 +1,4 @@
-"""What the tests run on each rank: GPT-2 in some layout beside the unmodified model in one process."""
+"""Runs of the tests on each rank: GPT-2 in some layout beside the unmodified model in one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import slapo_tracing.plugin
 import slapo_training.plugin
 from slapo_core import Registry, Schedule, build, create_schedule, gather_objects
 from slapo_torch.engine import TorchEngine
-from slapo_training.model.pieces import whole
+from slapo_training.model.pieces import assemble
 
 ROWS = 8
 """Rows of a batch per data-parallel rank."""
@@ -113,7 +113,7 @@ def losses(engine: Any, mesh: DeviceMesh, batches: list[torch.Tensor]) -> list[f
 
 
 def message_of(call: Callable[[], Any]) -> str:
-    """What the error of a call says."""
+    """Return the message of a call's error."""
     try:
         call()
     except Exception as err:
@@ -122,10 +122,10 @@ def message_of(call: Callable[[], Any]) -> str:
 
 
 def put_together(engine: Any, mesh: Any) -> dict[str, torch.Tensor]:
-    """What the pieces of all ranks give."""
+    """Assemble the tensors from the pieces of all ranks."""
     held = gather_objects({name: piece._replace(tensor=piece.tensor.clone()) for name, piece in engine.pieces().items()}, mesh)
     names = {name for own in held for name in own}
-    return {name: whole(own[name] for own in held if name in own) for name in names}
+    return {name: assemble(own[name] for own in held if name in own) for name in names}
 
 
 def largest_difference(found: dict[str, torch.Tensor], model: nn.Module) -> float:

@@ -1,4 +1,4 @@
-"""What would train nothing, or leave a rank waiting, is an error on all ranks."""
+"""Calls that would train nothing or leave a rank waiting raise on all ranks."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Table(nn.Module):
 
 
 def evaluated(rank: int) -> tuple[float, float]:
-    """Of a model of which a parameter crosses; in a pipeline, and in one process."""
+    """Return the losses of a model whose parameter crosses a cut, in a pipeline and in one process."""
     torch.manual_seed(0)
     model = Table()
     mesh, plugins = (
@@ -133,7 +133,7 @@ def message_of(work: Any) -> str:
 
 
 def refused(rank: int, pp: int) -> tuple[str, str]:
-    """Of a loss without a gradient, and of ranks of which one trains and one evaluates; training goes on behind both."""
+    """Return messages for a loss without a gradient and for ranks that call different methods; training continues."""
     model = layers()
     without = engine(model, pp, loss_fn=detached)
     before = {name: tensor.clone() for name, tensor in without.module.named_parameters()}

@@ -215,7 +215,7 @@ class Part:
             assert counts[0] == counts[-1], f"{self.path}: {key} is traced at every call"
             if number == 0:
                 outer = next(self.variants())
-                by_graph = outer.first.function is not None or outer.guard.asks_inside  # which runs its own forward
+                by_graph = outer.first.function is not None or outer.guard.checks_inside  # which runs its own forward
                 assert by_graph, f"{self.path}: the example did not run by its graph"
         self.schedule.mod.train()
 

@@ -195,7 +195,7 @@ def test_calls_are_intercepted_and_then_no_more() -> None:
 def test_fake_tensors_log_to_a_known_logger() -> None:
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.level
-    with private.quiet():
+    with private.without_fake_tensor_logs():
         assert not logger.isEnabledFor(logging.ERROR)
     assert logger.level == before
 

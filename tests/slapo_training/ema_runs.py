@@ -1,4 +1,4 @@
-"""What the tests of ``slapo.ema`` run on each rank: an engine's averages beside those of torch on the unmodified model."""
+"""Runs of the tests of ``slapo.ema`` on each rank: an engine's averages beside torch's on the unmodified model."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def half_precision(rank: int, target: str, folder: str) -> list[float]:
 
 
 def refused(rank: int) -> list[str]:
-    """What is said of wrong calls, and of a model that FSDP has sharded."""
+    """Return messages for wrong calls, and for a model that FSDP has sharded."""
     engine, mesh, _ = engine_of("torch", {"dp": 2}, data_parallel="fsdp")
     data = part(next(batches(2)), {"dp": 2}, mesh)
     average = slapo.ema(engine)

@@ -1,4 +1,4 @@
-"""Where the rows of a batch are in its arguments: given, found, or refused by name."""
+"""Rows of a batch in its arguments: given, found, or refused by name."""
 
 from __future__ import annotations
 

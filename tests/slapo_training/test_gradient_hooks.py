@@ -1,4 +1,4 @@
-"""What a hook can reach, what users say of theirs, and masks that are cut with their parameter."""
+"""Objects that a hook can reach, declarations of hooks, and masks that are sharded with their parameter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from slapo_core import UnknownNameError
-from slapo_training.gradient_hooks import cut_attributes, gradient_hook
+from slapo_training.gradient_hooks import gradient_hook, shard_attributes
 from slapo_training.gradient_hooks.closure_references import reads_weights
 from slapo_training.gradient_hooks.elementwise_marker import is_elementwise
 
@@ -90,7 +90,7 @@ def test_what_is_cut_with_a_parameter() -> None:
     part: Any = nn.Parameter(torch.ones(2, 6))
     kept = {"mask": torch.arange(24).view(4, 6), "rows": torch.arange(4)[:, None], "columns": torch.arange(6)[None]}
     part.__dict__.update({**kept, "scale": torch.tensor(2.0), "other": torch.ones(4), "name": "w"})
-    found = cut_attributes(part, (4, 6), 0, lambda tensor: tensor[2:])
+    found = shard_attributes(part, (4, 6), 0, lambda tensor: tensor[2:])
     assert found.keys() == {"mask", "rows"}
     assert part.mask.tolist() == kept["mask"][2:].tolist()
     assert part.rows.tolist() == [[2], [3]]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slapo_tune.script.arguments import ScriptArguments, substituted, takes
+from slapo_tune.script.arguments import ScriptArguments, substitute, uses_symbol
 
 LINE = [
     "slapo-megatron",
@@ -63,15 +63,15 @@ VALUES = {"batch_size": 16, "ckpt_ratio": 0.5}
     ],
 )
 def test_names_are_replaced_where_they_stand_alone_or_in_braces(argument: str, expected: str) -> None:
-    assert substituted(argument, VALUES) == expected
+    assert substitute(argument, VALUES) == expected
 
 
 @given(st.text("ab{}=-_ "))
 def test_text_without_a_name_stays(text: str) -> None:
-    assert substituted(text, {}) == text
+    assert substitute(text, {}) == text
 
 
 def test_whether_a_script_takes_a_symbol() -> None:
-    assert takes(["--ratio", "ckpt_ratio"], "ckpt_ratio")
-    assert takes(["--ratio={ckpt_ratio}"], "ckpt_ratio")
-    assert not takes(["--ckpt_ratio", "0.5"], "ckpt_ratio")
+    assert uses_symbol(["--ratio", "ckpt_ratio"], "ckpt_ratio")
+    assert uses_symbol(["--ratio={ckpt_ratio}"], "ckpt_ratio")
+    assert not uses_symbol(["--ckpt_ratio", "0.5"], "ckpt_ratio")

@@ -9,7 +9,7 @@ import pytest
 
 from slapo_core import Dialect, hookimpl
 from slapo_testing import isolated_plugins
-from slapo_tune.trial.throughput import last_words, logged_result, printed_result, unusable
+from slapo_tune.trial.throughput import error_tail, invalid_throughput, logged_result, printed_result
 
 MEGATRON = (
     " [2026-01-01 00:00:00] iteration  {step}/ 100 | consumed samples: 320 | elapsed time per iteration (ms): {ms} | "
@@ -35,13 +35,13 @@ def test_other_lines_are_none() -> None:
 def test_a_throughput_that_is_no_number_above_0_is_unusable(value: str) -> None:
     result = printed_result([f'{{"throughput": {value}}}'])
     assert result is not None
-    assert unusable(result["throughput"]).startswith("the throughput is ")
+    assert invalid_throughput(result["throughput"]).startswith("the throughput is ")
     json.dumps(result, allow_nan=False)
 
 
 def test_numbers_above_0_are_usable() -> None:
-    assert unusable(10**400)
-    assert unusable(1) == unusable(0.5) == ""
+    assert invalid_throughput(10**400)
+    assert invalid_throughput(1) == invalid_throughput(0.5) == ""
 
 
 def test_the_log_of_megatron_gives_the_median_of_all_steps_but_the_first() -> None:
@@ -102,4 +102,4 @@ def test_a_parser_that_does_not_understand_a_line_finds_nothing() -> None:
     ],
 )
 def test_the_end_of_an_output_is_one_line(text: str, words: str) -> None:
-    assert last_words(text) == words
+    assert error_tail(text) == words

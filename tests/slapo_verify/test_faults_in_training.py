@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import slapo
 from slapo_testing import run_distributed
-from slapo_training.losses.reductions import CountedMeans
-from slapo_training.optimizers.probe.update_probe import Finding
+from slapo_training.losses.reductions import ReductionTracker
+from slapo_training.optimizers.probe.update_probe import UpdateDependence
 from tests.slapo_torch.layouts import mesh_of
 
 IGNORED = -100
@@ -57,7 +57,7 @@ def muon(parameters: Any) -> torch.optim.Optimizer:
 @contextmanager
 def all_elementwise() -> Iterator[None]:
     """Take every optimizer for one that steps each element alone."""
-    with patch("slapo_training.optimizers.whole_tensor_construction.probe", lambda optimizer: Finding()):
+    with patch("slapo_training.optimizers.whole_tensor_construction.probe", lambda optimizer: UpdateDependence()):
         yield
 
 
@@ -65,11 +65,11 @@ def all_elementwise() -> Iterator[None]:
 def any_mean() -> Iterator[None]:
     """Take the first cross entropy that is computed for the loss."""
 
-    def first(means: CountedMeans, loss: torch.Tensor) -> Any:
+    def first(means: ReductionTracker, loss: torch.Tensor) -> Any:
         return means._noted[0][0] if means._noted else None
 
     with (
-        patch.object(CountedMeans, "behind", first),
+        patch.object(ReductionTracker, "behind", first),
         patch("slapo_training.losses.microbatch_loss.reduction_in_graph", lambda *_, **__: None),
     ):
         yield

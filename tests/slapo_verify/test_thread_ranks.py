@@ -127,7 +127,7 @@ def test_the_error_of_one_rank_ends_all() -> None:
 
 
 def test_ranks_that_never_meet_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slapo_verify.ranks.thread_ranks._PATIENCE", 0.2)
+    monkeypatch.setattr("slapo_verify.ranks.thread_ranks._DEADLOCK_SECONDS", 0.2)
 
     def work() -> None:
         if dist.get_rank():

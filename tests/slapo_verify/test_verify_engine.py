@@ -25,7 +25,7 @@ from slapo_core import Program, Registry, Schedule, VerifyError, create_schedule
 from slapo_testing import run_distributed
 from slapo_verify import Report, verify, verify_engine
 from slapo_verify.comparison import Tolerance
-from slapo_verify.training_runs.reference_run import plain_steps, sgd
+from slapo_verify.training_runs.reference_run import sgd, train_reference
 from tests.engine_models import Skips, batches, small, twice
 from tests.output_cases import GPT, RETURNS, batch_of, two
 from tests.slapo_torch.layouts import mesh_of
@@ -200,7 +200,7 @@ def not_divided(engine: Any) -> None:
 
 
 def tie_not_summed(engine: Any) -> None:
-    engine._holdings.reduce_ties = lambda: None
+    engine._parameters.reduce_ties = lambda: None
 
 
 def not_in_the_optimizer(engine: Any) -> None:
@@ -399,7 +399,7 @@ def test_a_schedule_that_is_given_is_taken_again_and_left_as_it_is() -> None:
 
 def test_what_a_model_in_float64_learns_is_what_it_does_in_float32() -> None:
     batch = batches(1)[0]
-    single, double = (plain_steps(model, batch, 1, None, sgd).updates for model in (small("gpt2"), small("gpt2").double()))
+    single, double = (train_reference(model, batch, 1, None, sgd).updates for model in (small("gpt2"), small("gpt2").double()))
     for name, update in double.items():
         assert float(update.abs().max()) > 0
         torch.testing.assert_close(single[name], update, rtol=1e-3, atol=1e-5)

@@ -60,7 +60,7 @@ def empty(name: str, **changes: Any) -> Any:
 
 
 def expected(name: str, folder: str | Path) -> Any:
-    """What ``from_pretrained`` makes of it."""
+    """Return the model that ``from_pretrained`` loads."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -68,7 +68,7 @@ def expected(name: str, folder: str | Path) -> Any:
 
 
 def logits_and_gradients(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Of a batch."""
+    """Return the logits of a batch, and the gradients of its loss."""
     output = model(input_ids=IDS, labels=IDS)
     output.loss.backward()
     grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}

@@ -109,7 +109,7 @@ def test_shards_without_a_mesh_do_not_depend_on_the_target() -> None:
 
 
 def stage_values(rank: int, target: str) -> dict[str, torch.Tensor]:
-    """What this rank has values of after consolidating for its stage."""
+    """Return the parameters with values on this rank after ``consolidate_model``."""
     sch = slapo.create_schedule(empty(), mesh=mesh_of(pp=2), example_inputs=batches(1)[0])
     sch.pipeline(2)
     slapo.consolidate_model(sch, target, optimizer=adamw, microbatches=2, check=False)

@@ -18,7 +18,7 @@ from torch import nn
 import slapo
 from slapo_core import BuildError
 from slapo_weights import export_weights
-from slapo_weights.export_plan.plan import parsed_size
+from slapo_weights.export_plan.plan import parse_size
 from slapo_weights.tensor_views.fused_parameters import made_of
 from tests.engine_models import small
 from tests.zoo.families import FAMILIES
@@ -53,7 +53,7 @@ def test_it_writes_what_save_pretrained_does(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "head"), [("mixtral", "AutoModelForCausalLM"), ("gpt2", "AutoModel")])
 def test_what_was_read_converted_is_written_as_it_was(name: str, head: str, tmp_path: Path) -> None:
-    """Of the whole model, and of its body, which leaves the prefix of its names and the head out."""
+    """Files of the whole model, and of its base model, whose names lack the prefix and the head."""
     FAMILIES[name].model().save_pretrained(tmp_path / "first")  # type: ignore[operator]
     model = getattr(transformers, head).from_pretrained(tmp_path / "first")
     model.save_pretrained(tmp_path / "theirs")
@@ -351,7 +351,7 @@ def test_options_that_make_no_sense(options: dict[str, Any], message: str, tmp_p
 
 @pytest.mark.parametrize(("given", "size"), [(7, 7), ("5GB", 5 * 10**9), ("1.5 KB", 1500), ("2MiB", 2**21)])
 def test_sizes(given: Any, size: int) -> None:
-    assert parsed_size(given) == size
+    assert parse_size(given) == size
 
 
 def test_what_cannot_be_exported(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def model_of(number: int) -> nn.Module:
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:
-    """What those read who look for the single file first and then for the index, as ``from_pretrained`` does."""
+    """Read the single file, or else the files of the index, as ``from_pretrained`` does."""
     if (folder / "model.safetensors").exists():
         return load_file(folder / "model.safetensors")
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]

@@ -247,7 +247,7 @@ def test_families_that_were_split_are_what_save_pretrained_writes(name: str, tmp
 
 
 def refused(rank: int, folder: str) -> list[str]:
-    """What each rank is told."""
+    """Return the error of each rank."""
     mesh = mesh_of(tp=2)
 
     def schedule(rows: int = 8) -> Any:

@@ -54,10 +54,10 @@ def test_the_first_rank_holds_some_of_the_tensors_at_a_time(tmp_path: Path) -> N
 
 def test_a_bundle_holds_what_fits(tmp_path: Path) -> None:
     """The bound that is shrunk above is what cuts the bundles."""
-    from slapo_weights.export_plan.whole_tensors import Whole
-    from slapo_weights.huggingface.save_conversion import Group
+    from slapo_weights.export_plan.whole_tensors import WholeTensor
+    from slapo_weights.huggingface.save_conversion import ConversionGroup
 
-    half: Any = Whole("", (plan._BUNDLE // 8,), torch.float32, ())
-    groups = [Group((name,), (), True) for name in "abcde"]
-    made = plan.Plan(dict.fromkeys("abcde", half), groups, [], None, None)
+    half: Any = WholeTensor("", (plan._BUNDLE // 8,), torch.float32, ())
+    groups = [ConversionGroup((name,), (), True) for name in "abcde"]
+    made = plan.ExportPlan(dict.fromkeys("abcde", half), groups, [], None, None)
     assert [[group.sources[0] for group in bundle] for bundle in made.bundles()] == [["a", "b"], ["c", "d"], ["e"]]

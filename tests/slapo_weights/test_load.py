@@ -151,7 +151,7 @@ def test_each_rank_reads_its_part_and_no_more(kind: str, tmp_path: Path) -> None
     for rank in range(3 if dealt else 2):
         model = empty("llama")
         slapo.create_schedule(model)
-        spec = ShardSpec(dim, (96, 32), rank, 3 if dealt else 2, blocks, dealt=dealt)
+        spec = ShardSpec(dim, (96, 32), rank, 3 if dealt else 2, blocks, uneven_ranges=dealt)
         old = model.lm_head.weight
         model.lm_head.weight = successor(old, spec.local(old.detach()), spec=spec)
         part = spec.local(want)
@@ -206,7 +206,7 @@ def test_only_a_vocabulary_is_padded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_file_of_the_base_model_goes_into_one_with_a_head(name: str, tmp_path: Path) -> None:
-    """What is missing then is initialised as it would be without weights, where that is asked for."""
+    """Missing tensors are initialised as without weights if ``missing`` names them."""
     source = save(name, tmp_path / "head")
     base = expected(name, source).base_model
     base.save_pretrained(tmp_path / "base")

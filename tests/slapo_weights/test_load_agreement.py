@@ -43,7 +43,7 @@ def saved(folder: Path, seed: int = 0) -> Path:
 
 
 def given(rank: int, one: Any, other: Any) -> tuple[str, bool]:
-    """What a build says, and whether the model is still empty."""
+    """Return the error of a build, and whether the model is still on the meta device."""
     with slapo.init_empty_weights():
         model = Net()
     sch = slapo.create_schedule(model, mesh=mesh_of(dp=2))

@@ -121,7 +121,7 @@ def test_every_engine_trains_what_from_pretrained_gives(
 
 
 def stages(rank: int, folder: str, damaged: str) -> tuple[str, str, list[str], list[str]]:
-    """What refusals say, and the layers that this rank of pp=2 has values of, and those it has not."""
+    """Return the messages of refusals, and the layers that have and lack values on this rank of pp=2."""
     sch = scheduled("llama", {"pp": 2}, num_hidden_layers=2)
     first = message_of(lambda: slapo.build(sch, weights=damaged))
     second = message_of(lambda: slapo.build(sch, weights=folder if rank == 0 else f"{folder}/nowhere"))
@@ -153,7 +153,7 @@ def test_each_rank_reads_its_stage_and_all_fail_alike(tmp_path: Path) -> None:
 
 
 def initialised(rank: int, layout: dict[str, int], name: str) -> dict[str, float]:
-    """What the initialiser gives: of each parameter a sum that tells all of its numbers apart."""
+    """Return a position-dependent sum of each initialised parameter."""
     sch = scheduled(name, layout)
     slapo.build(sch, seed=3)
     return {

@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from slapo_core import BuildError
 from slapo_weights.safetensors_files.reader import WeightFiles
 from slapo_weights.tensor_views import box_view
-from slapo_weights.tensor_views.box_view import View, concatenated, stacked
-from slapo_weights.tensor_views.unread_tensor import NotRead
+from slapo_weights.tensor_views.box_view import TensorView, concatenated, stacked
+from slapo_weights.tensor_views.unread_tensor import UnreadTensor
 
 
 def bytes_of_this_process() -> int:
@@ -78,7 +78,7 @@ def test_the_kernel_counts_the_same_bytes(file: Path, starts: tuple[int, int], s
 
 def test_put_together_turned_and_cut_it_is_what_torch_makes(file: Path) -> None:
     files, tensors = WeightFiles(file), whole(file)
-    cube, view = tensors["cube"], View.of(files, "cube")
+    cube, view = tensors["cube"], TensorView.of(files, "cube")
     made = stacked([view.narrow(0, 1, 3), view.narrow(0, 2, 4)], 1).transposed(0, 3)
     same = torch.stack([cube[1:3], cube[2:4]], 1).transpose(0, 3)
     assert torch.equal(made.read(files, torch.float32), same)
@@ -108,7 +108,7 @@ CHANGES: dict[str, Change] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_in_another_shape_it_is_what_torch_makes(change: str, file: Path) -> None:
     files, expected = WeightFiles(file), CHANGES[change](whole(file)["cube"])
-    found = CHANGES[change](NotRead(View.of(files, "cube")))
+    found = CHANGES[change](UnreadTensor(TensorView.of(files, "cube")))
     assert (found.shape, found.ndim, found.dtype) == (expected.shape, expected.ndim, expected.dtype)
     assert torch.equal(found.source.read(files, torch.float32), expected)
     assert files.bytes_read == expected.numel() * 4
@@ -119,19 +119,19 @@ def test_in_another_shape_it_is_what_torch_makes(change: str, file: Path) -> Non
 @pytest.mark.parametrize(("shape", "told"), [((5, 48), "4 cannot be parts of 5"), ((4, 7), r"\[4, 6, 10\] cannot be \[4, 7\]")])
 def test_a_shape_that_does_not_fit_is_refused(shape: tuple[int, int], told: str, file: Path) -> None:
     with pytest.raises(ValueError, match=told):
-        View.of(WeightFiles(file), "cube").reshaped(shape)
+        TensorView.of(WeightFiles(file), "cube").reshaped(shape)
 
 
 def test_what_is_empty_has_no_boxes_in_any_shape(file: Path) -> None:
     files = WeightFiles(file)
-    assert View.of(files, "none").reshaped((3, 0)).read(files, torch.float32).shape == (3, 0)
+    assert TensorView.of(files, "none").reshaped((3, 0)).read(files, torch.float32).shape == (3, 0)
 
 
 @pytest.mark.parametrize("limit", [1, 40, 100])
 def test_what_is_cast_or_turned_is_read_in_parts(limit: int, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(box_view, "_COPIED", limit)
     files, cube = WeightFiles(file), whole(file)["cube"]
-    view = View.of(files, "cube").narrow(1, 2, 6)
+    view = TensorView.of(files, "cube").narrow(1, 2, 6)
     assert torch.equal(view.read(files, torch.float64), cube[:, 2:6].double())
     assert files.bytes_read == 4 * 4 * 10 * 4
     both = stacked([view.transposed(0, 2), view.transposed(0, 2)], 1)
@@ -140,7 +140,7 @@ def test_what_is_cast_or_turned_is_read_in_parts(limit: int, file: Path, monkeyp
 
 def test_rows_behind_the_last_are_zeros(file: Path) -> None:
     files = WeightFiles(file)
-    found = View.of(files, "half").padded(304).local(0, [(152, 304)]).read(files, torch.bfloat16)
+    found = TensorView.of(files, "half").padded(304).local(0, [(152, 304)]).read(files, torch.bfloat16)
     assert torch.equal(found[:148], whole(file)["half"][152:])
     assert not found[148:].any()
 
@@ -148,7 +148,7 @@ def test_rows_behind_the_last_are_zeros(file: Path) -> None:
 def test_tensors_that_do_not_go_together_are_refused(file: Path) -> None:
     files = WeightFiles(file)
     with pytest.raises(ValueError, match=r"tensors of torch.bfloat16 \[300, 500\], torch.float32 \[4, 6, 10\] do not go"):
-        concatenated([View.of(files, "cube"), View.of(files, "half")], 0)
+        concatenated([TensorView.of(files, "cube"), TensorView.of(files, "half")], 0)
 
 
 Damage = Callable[[Path], None]

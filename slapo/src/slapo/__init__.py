@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .public_names import HOMES, MODULES
+from .public_names import DOCUMENTED_MODULES, NAME_ORIGINS
 
 if TYPE_CHECKING:
     from collections import OrderedDict
@@ -123,7 +123,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in MODULES:
+    if name in DOCUMENTED_MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'slapo' has no attribute {name!r}", name=name)
@@ -132,7 +132,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _home(name: str) -> ModuleType:
-    home = HOMES.get(name, "slapo_core")
+    home = NAME_ORIGINS.get(name, "slapo_core")
     package = home.partition(".")[0]
     try:
         return importlib.import_module(home)
@@ -143,4 +143,4 @@ def _home(name: str) -> ModuleType:
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *MODULES, *(name for name in globals() if name.startswith("__"))})
+    return sorted({*__all__, *DOCUMENTED_MODULES, *(name for name in globals() if name.startswith("__"))})

@@ -1,4 +1,4 @@
-"""What plugin authors write primitives with."""
+"""Names for authors of primitives."""
 
 from slapo_core import Primitive, list_primitives, register_primitive
 

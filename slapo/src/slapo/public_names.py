@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-MODULES = (
+DOCUMENTED_MODULES = (
     "autotune",
     "framework_dialect",
     "initialization",
@@ -20,7 +20,7 @@ MODULES = (
 )
 """Documented submodules of ``slapo``."""
 
-HOMES = {
+NAME_ORIGINS = {
     "Database": "slapo_tune",
     "FunctionType": "types",
     "ModulePattern": "slapo_tracing",

@@ -1,4 +1,4 @@
-"""The schedule language for training large PyTorch models: core. What plugins may import from it is in ``__all__``."""
+"""Schedule language for training large PyTorch models. Plugins import the names in ``__all__``."""
 
 from .building.build import BuildPlan, build, build_program
 from .building.weights import init_empty_weights, materialize
@@ -17,7 +17,7 @@ from .interfaces.codec import Codec
 from .interfaces.dialect import Dialect
 from .interfaces.engine import Engine, PlainEngine
 from .interfaces.hookspecs import hookimpl, hookspec
-from .interfaces.primitive import Primitive
+from .interfaces.primitive import Primitive, call_signature
 from .interfaces.program import Boundary, Program, Stage, TieGroup
 from .modules import paths
 from .modules.forward_arguments import call_arguments, forward_signature, named_inputs, split_inputs
@@ -25,7 +25,7 @@ from .modules.hook_tables import HOOK_TABLES
 from .modules.parameters import ParameterFacts, ShardSpec, is_sharded, parameter_facts, shard_spec, successor
 from .modules.paths import is_module_list
 from .registration.entries import Entry
-from .registration.plugins import PluginRecord
+from .registration.plugin_record import PluginRecord
 from .registration.registry import Registry, default_registry, list_primitives, register_primitive, use_registry
 from .reporting.errors import BuildError, PluginError, ScheduleError, SlapoError, TraceError, UnknownNameError, VerifyError
 from .reporting.failure_reason import failure_reason
@@ -33,7 +33,7 @@ from .reporting.logger import get_logger
 from .schedules.journal import Journal, Step
 from .schedules.schedule import Schedule, ScheduleMetadata, create_schedule
 from .schedules.schedule_files import load_schedule
-from .schedules.serialization import make, reread
+from .schedules.serialization import make, round_trip
 from .schedules.steps import savepoint
 from .schedules.transaction import Transaction
 
@@ -73,6 +73,7 @@ __all__ = [
     "build",
     "build_program",
     "call_arguments",
+    "call_signature",
     "compare_across_ranks",
     "create_schedule",
     "default_registry",
@@ -97,7 +98,7 @@ __all__ = [
     "paths",
     "raise_on_all_ranks",
     "register_primitive",
-    "reread",
+    "round_trip",
     "rng_state",
     "savepoint",
     "set_random_seed",

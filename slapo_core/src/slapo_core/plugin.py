@@ -1,4 +1,4 @@
-"""What core itself contributes, through the same door as any plugin."""
+"""Registration of core's own primitives, by the same hook that plugins implement."""
 
 from __future__ import annotations
 

@@ -16,14 +16,14 @@ from slapo_core import BuildError, Program, call_arguments, is_sharded
 from slapo_training.batch_engine import MicroBatches
 from slapo_training.batches import Batch
 from slapo_training.checkpoint import Buffers
-from slapo_training.distributed import OwnWorld, Ranks
+from slapo_training.distributed import Ranks, SingleProcessGroup
 from slapo_training.ema import MasterValue
 from slapo_training.engines import Position, microbatch_plans, release_others, without_warnings
 from slapo_training.external_engine import ExternalEngine
 from slapo_training.losses import LossReduction, check_has_gradient
 from slapo_training.model import Piece
-from slapo_training.optimizers import WholeTensorOptimizer, made_on_all
-from slapo_training.options import is_rate
+from slapo_training.optimizers import WholeTensorOptimizer, make_on_all_ranks
+from slapo_training.options import is_lr_scheduler
 
 from .checkpoint import save_load
 from .configuration.config_optimizer import factory_of, is_offloaded
@@ -101,9 +101,9 @@ class DeepSpeedEngine(ExternalEngine):
         """The optimizer and schedule given, or those of DeepSpeed's config that step whole tensors of parts."""
         layout = whole_tensor_optimizer.layout(program, self.module, options.zero_stage)
         if options.optimizer is not None or "optimizer" not in self._config:
-            return made_on_all(options, layout, self.module, self._fit)
+            return make_on_all_ranks(options, layout, self.module, self._fit)
         factory = factory_of(self._config, any(is_sharded(each) for each in self.module.parameters()))
-        optimizer, _ = made_on_all(replace(options, optimizer=factory), layout, self.module, self._fit)
+        optimizer, _ = make_on_all_ranks(replace(options, optimizer=factory), layout, self.module, self._fit)
         if not isinstance(optimizer, WholeTensorOptimizer):
             return None, None
         self._config = {key: value for key, value in self._config.items() if key != "optimizer"}
@@ -142,7 +142,7 @@ class DeepSpeedEngine(ExternalEngine):
 
     def _check_trained(self, part: Batch) -> None:
         self._used.check_new()
-        size, rows = self.options.configured_rows(self.program.axis_size("dp")), self.options.batch_rows.number(part)
+        size, rows = self.options.configured_rows(self.program.axis_size("dp")), self.options.batch_rows.count(part)
         if size is not None and rows is not None and rows != size[1]:
             raise BuildError(
                 f"a micro-batch has {rows} rows, but by {size[0]} in DeepSpeed's config it has {size[1]}; leave it out of the "
@@ -159,7 +159,7 @@ class DeepSpeedEngine(ExternalEngine):
         held = [group for group in optimizer.param_groups if group["params"]]
         if not held:
             raise BuildError("optimizer= has no parameter of a rank's stage; give one of all of the model's parameters")
-        if len(held) < len(optimizer.param_groups) and is_rate(self.options.lr_scheduler):
+        if len(held) < len(optimizer.param_groups) and is_lr_scheduler(self.options.lr_scheduler):
             raise BuildError(
                 "a rank's stage has no parameter of one of the optimizer's groups, which lr_scheduler= was made for; "
                 "give a factory, lambda optimizer: ..."
@@ -205,9 +205,9 @@ class DeepSpeedEngine(ExternalEngine):
         with Shares(self.model, self.module, self.program).writing():
             pass
 
-    def why_not_averaged(self) -> str:
+    def averaging_problem(self) -> str:
         """Return what of this engine cannot be averaged."""
-        return why_not(self.model, self.module) or super().why_not_averaged()
+        return why_not(self.model, self.module) or super().averaging_problem()
 
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:
@@ -222,7 +222,7 @@ class DeepSpeedEngine(ExternalEngine):
             yield
 
     def _abandon(self) -> None:
-        world = OwnWorld()  # DeepSpeed asks for a rank as it lets go
+        world = SingleProcessGroup()  # DeepSpeed asks for a rank as it lets go
         try:
             self._detach()
             self._linear.leave()
@@ -250,7 +250,7 @@ class DeepSpeedEngine(ExternalEngine):
                 loss = torch.as_tensor(self.model.eval_batch(steps(len(batch.parts)))).detach().float().reshape(())
             return loss, self._stage.counted
         self.model.train(training)
-        self._modes.freeze()
+        self._modes.restore_frozen()
         with self._reads.watched(training) if self._reads is not None else nullcontext():
             return self._mean([self._part(index, batch) for index in range(len(batch.parts))]), self._counted
 
@@ -274,7 +274,7 @@ class DeepSpeedEngine(ExternalEngine):
             self._used.check()
         else:
             self.model.train()
-            self._modes.freeze()
+            self._modes.restore_frozen()
             with self._unused.watched(), self._reads.watched(True) if self._reads is not None else nullcontext():
                 losses = [self._train_part(index, batch) for index in range(len(batch.parts))]
             loss = self._mean(losses)

@@ -15,7 +15,7 @@ from slapo_training.batches import Batch
 from slapo_training.engines import tied_groups
 from slapo_training.label_weights import LabelWeights
 from slapo_training.losses import CountedLoss
-from slapo_training.model import Modes
+from slapo_training.model import TrainingMode
 from slapo_training.stage_forward import StageForward, numbered
 
 from .boundary_packing import pack, unpack
@@ -62,7 +62,7 @@ class RunningStage(StageForward):
         return given if self.is_last else pack(given, self._outputs, self._index)
 
 
-def in_pipeline(program: Program, stage: RunningStage, modes: Modes) -> Any:
+def in_pipeline(program: Program, stage: RunningStage, modes: TrainingMode) -> Any:
     """DeepSpeed's ``PipelineModule`` of one stage on each rank, this rank's being ``stage``. Collective."""
     from deepspeed.pipe import LayerSpec
 
@@ -73,7 +73,7 @@ def in_pipeline(program: Program, stage: RunningStage, modes: Modes) -> Any:
 
         def train(self, mode: bool = True) -> Any:
             super().train(mode or self.stays_in_training)
-            modes.freeze()
+            modes.restore_frozen()
             return self
 
     own = program.axis_rank("pp")

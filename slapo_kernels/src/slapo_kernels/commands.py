@@ -1,4 +1,4 @@
-"""``slapo kernels``: what computes each kernel on this machine, and why something does not."""
+"""``slapo kernels``: the implementation of each kernel on this machine, and the reasons against the others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def register(app: Any) -> None:
     def kernels(
         as_json: bool = typer.Option(False, "--json", help="Print data instead of a table."),
     ) -> None:
-        """List the kernels: what computes each here, what else could, and why it does not."""
+        """List the implementations of each kernel: the one used here, and why others cannot be used."""
         rows = kernel_rows("cuda" if torch.cuda.is_available() else "cpu")
         typer.echo(json.dumps({"kernels": rows}, indent=2) if as_json else table_of(rows))
 
@@ -26,7 +26,7 @@ def register(app: Any) -> None:
 
 
 def kernel_rows(device: str) -> list[dict[str, Any]]:
-    """Each implementation of each kernel, in order of preference, and whether it can be used on a type of device."""
+    """Return a row per implementation of each kernel, in order of preference, with its use on a type of device."""
     return [
         {
             "kernel": name,
@@ -42,7 +42,7 @@ def kernel_rows(device: str) -> list[dict[str, Any]]:
 
 
 def table_of(rows: list[dict[str, Any]]) -> str:
-    """The rows in columns."""
+    """Return the rows as a table."""
     lines = [("kernel", "implementation", "distribution", f"on {rows[0]['device']}")]
     before = None
     for row in rows:

@@ -1,4 +1,4 @@
-"""The hook this plugin adds for others."""
+"""Hook specification that slapo-kernels adds for other plugins."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ if TYPE_CHECKING:
 
 @hookspec
 def slapo_kernels() -> Mapping[str, Mapping[str, Implementation | str]]:  # type: ignore[empty-body]
-    """Implementations of kernels: the kernel's name to the implementation's to what it is.
+    """Return implementations of kernels: name of the kernel to name of the implementation to the implementation.
 
-    A function with the arguments of the kernel's eager implementation (``slapo_kernels.implementations.eager``), gradients
-    included, as ``"module:NAME"``, imported when first called. Say where it works with ``slapo_kernels.Implementation``. They
-    come after those of ``slapo-kernels``, so they have to be forced, unless they are ``preferred``. If your plugin is of use
-    without ``slapo-kernels`` too, mark the hook ``@hookimpl(optionalhook=True)``.
+    An implementation is a function with the arguments and gradients of the kernel's eager implementation
+    (``slapo_kernels.implementations.eager``), given as ``"module:NAME"`` and imported on its first call.
+    ``slapo_kernels.Implementation`` states its requirements. It comes after those of ``slapo-kernels``, so it has to be forced,
+    unless it is ``preferred``. If your plugin also works without ``slapo-kernels``, mark the hook
+    ``@hookimpl(optionalhook=True)``.
 
     Example:
         >>> @hookimpl

@@ -1,4 +1,4 @@
-"""What slapo-kernels registers."""
+"""Hook implementations of slapo-kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``sch.use_kernels()``: fast kernels in the modules that compute what they do."""
+"""``sch.use_kernels()``: fast kernels in the modules and graph patterns that compute the same."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ from torch import fx, nn
 from slapo_core import Primitive, Schedule, ScheduleError, UnknownNameError, get_logger, is_sharded, paths
 
 from .dispatch.dispatcher import choose, kernel_names
-from .dispatch.registry import table
+from .dispatch.registry import implementation_registry
 from .lazy.logits import LazyHead
 from .recognition.graph_patterns import FoundCall, find_calls
-from .recognition.module_search import Served, find_modules
-from .replacements.kernel_modules import KernelCall, Program, body_of, swapped
+from .recognition.module_search import ServedModule, find_modules
+from .replacements.kernel_modules import FusedForward, KernelCall, kernel_forward_of, with_kernels
 from .transformers_attention import attn_implementation as attention
 
 _NAMED_ONLY = ("embedding", "linear_cross_entropy")
 
 
 class UseKernelsPrimitive(Primitive):
-    """Let the modules from this one down compute with kernels, wherever they compute what a kernel does.
+    """Replace operations of this module and the modules below it by kernels that compute the same.
 
     Rewrite:
         y = norm(x)                               -->  y = rms_norm(x, norm.weight)
         y = down(act(gate(x)) * up(x))            -->  y = down(swiglu(gate(x), up(x)))
         y = norm(dropout(dense(x)) + residual)    -->  y = norm(bias_dropout_residual(x @ W, dense.bias, residual))
 
-    Modules are found by what their forward calls, reads and leaves behind, and by what it makes of random numbers; where it
-    goes otherwise, in another dtype or after a setting has changed, their own forward runs. What is put in is of a subclass
-    of the module's class, with the same parameters and parts under the same names; layers in it are called as before, so
-    hooks on them, shards and syncs work. Models of Transformers are told how to attend by its own interface, with its own
-    masks, and give no attention weights then; in modules that are traced, operations are found as well, rotations and
-    attention that is written out only there.
-    Hooks on what is put in keep firing; where a kernel would do the work of a part that something is hooked to, the module is
-    left as it is. Dropout has the masks of the unmodified model for the same seed where the implementation says so.
+    Modules are recognised by the calls, attribute reads and side effects of their forward, and by its results on random
+    numbers. A call in another dtype, or after an attribute has changed, runs the original forward. A replacement is an
+    instance of a subclass of the module's class, with the same parameters and children under the same names. It calls its
+    layers as before, so their hooks, shards and syncs work. Transformers' models switch their attention by Transformers' own
+    interface, with its own masks, and then return no attention weights. In traced modules, patterns of operations are
+    recognised as well; rotary embeddings and attention in plain operations are found there only.
+    Hooks on a replacement keep firing. A module is not replaced if a kernel would do the work of a child that has a hook.
+    Dropout draws the masks of the unmodified model for the same seed if the implementation's description says so.
 
     Args:
-        names: A kernel or a list of them; default: all but ``"embedding"`` and ``"linear_cross_entropy"``, which lets the head
-            of a model return logits that nobody computes before somebody looks at them. What nothing computes is an error
-            then, and so is what would be served, were nothing hooked to it.
-        force: Kernel, or ``"*"`` for all, to implementation; default: the first that is usable where the tensors are. What
-            is served already keeps its own, and kernels that are not among the names have none.
+        names: A kernel or a list of kernels; default: all but ``"embedding"`` and ``"linear_cross_entropy"``. The latter lets
+            the head of a model return logits that are computed on first use. A named kernel that finds nothing is an error,
+            and so is a hook that prevents a replacement.
+        force: Kernel, or ``"*"`` for all, to implementation; default: the first that is usable on the tensors' device. Earlier
+            replacements keep their implementation. A forced kernel must be among the names.
 
     Raises:
-        ScheduleError: unknown kernel or implementation, a package that is missing, a named kernel that finds nothing, one that
-            is forced and served already or not among the names, or a module that a named one would serve but for what is
-            hooked to it or put around it.
+        ScheduleError: unknown kernel or implementation; a missing package; a named kernel that finds nothing; a forced kernel
+            that is replaced already or not among the names; a module that a named kernel would serve, but for a hook or
+            wrapper.
     """
 
     name = "use_kernels"
@@ -57,54 +57,61 @@ class UseKernelsPrimitive(Primitive):
 
     @staticmethod
     def check(schedule: Schedule, names: str | Iterable[str] | None = None, force: Mapping[str, str] | None = None) -> _Plan:
-        """Find what kernels serve."""
-        wanted = _wanted(schedule, names)
-        force = _checked(schedule, wanted, force, named=names is not None)
+        """Find the modules, graph patterns and Transformers' models that kernels can serve."""
+        wanted = _wanted_kernels(schedule, names)
+        force = _checked_force(schedule, wanted, force, named=names is not None)
         forced = _forced(schedule, wanted, force)
         served = find_modules(schedule.mod, wanted)
         calls = find_calls(schedule, wanted, forced)
-        plan = _Plan([each for each in served if each.hooked is None], calls, {}, forced, wanted)
+        plan = _Plan([each for each in served if each.opaque_path is None], calls, {}, forced, wanted)
         if "attention" in wanted:
             plan.attention.update(_attention(schedule, _forced_attention(forced, force), named=names is not None))
-        found = {kernel for each in served for kernel in each.body.kernels} | {each.call.kernel for each in calls}
+        found = {kernel for each in served for kernel in each.kernel_forward.kernels} | {each.call.kernel for each in calls}
         found |= {"attention"} if plan.attention else set()
         for each in served:
-            if each.hooked is not None and names is not None:
-                if isinstance(each.body, LazyHead) and any(map(is_sharded, each.module.parameters())):
+            if each.opaque_path is not None and names is not None:
+                if isinstance(each.kernel_forward, LazyHead) and any(map(is_sharded, each.module.parameters())):
                     path = _below(schedule, each.path)
                     raise _error(
                         schedule, f"{path!r} is sharded; tensor_parallel(parallel_loss=True) makes losses of its parts"
                     )
-                message = (
-                    f"something is hooked to {_below(schedule, each.hooked)!r}, or put around it, that a kernel would pass by"
-                )
+                message = f"{_below(schedule, each.opaque_path)!r} has a hook or wrapper that a kernel would bypass"
                 raise _error(schedule, f"{message}; call use_kernels first")
-            if each.hooked is not None:
-                get_logger().info("use_kernels: %r is left as it is, something is hooked to it", _below(schedule, each.hooked))
+            if each.opaque_path is not None:
+                get_logger().info(
+                    "use_kernels: %r keeps its forward, as it has a hook or wrapper", _below(schedule, each.opaque_path)
+                )
         if names is not None and (missing := [kernel for kernel in wanted if kernel not in found]):
             raise _error(schedule, f"nothing from here down computes {missing[0]!r}, or all that does is served already")
-        if late := _late(schedule, force, found):
+        if late := _forced_too_late(schedule, force, found):
             raise _error(schedule, f"{late}; undo() the step that serves it, and force it there")
         return plan
 
     @staticmethod
-    def apply(schedule: Schedule, names: str | Iterable[str] | None = None, force: Mapping[str, str] | None = None) -> None:
-        """Swap."""
-        plan: _Plan = schedule.checked
+    def apply(
+        schedule: Schedule,
+        names: str | Iterable[str] | None = None,
+        force: Mapping[str, str] | None = None,
+        *,
+        checked: _Plan,
+    ) -> None:
+        """Put the replacements in, and record the paths per kernel in the metadata."""
         before: dict[str, tuple[str, ...]] = schedule.metadata.primitives["use_kernels"] or {}
         used: dict[str, list[str]] = {}
-        for each in plan.served:
-            kernels = [kernel for kernel in each.body.kernels if kernel in plan.wanted]
+        for each in checked.served:
+            kernels = [kernel for kernel in each.kernel_forward.kernels if kernel in checked.wanted]
             handle = schedule[each.path] if each.path else schedule
-            handle.apply("replace", swapped(each.module, plan.forced_body(each)), name="+".join(kernels))
+            handle.apply(
+                "replace", with_kernels(each.module, checked.with_forced_implementations(each)), name="+".join(kernels)
+            )
             for kernel in kernels:
                 used.setdefault(kernel, []).append(handle.path)
-        for match, call in plan.calls:
+        for match, call in checked.calls:
             schedule.get_top_schedule().apply("replace", call, match, name=call.kernel)
             used.setdefault(call.kernel, []).append(match.path)
-        for path, choices in plan.attention.items():
+        for path, choices in checked.attention.items():
             handle = schedule[path] if path else schedule
-            schedule.on_undo(attention.tell(handle.mod, choices))
+            schedule.on_undo(attention.set_attention(handle.mod, choices))
             used.setdefault("attention", []).append(handle.path)
         found = {
             kernel: tuple(dict.fromkeys((*before.get(kernel, ()), *used.get(kernel, ())))) for kernel in {**before, **used}
@@ -113,38 +120,38 @@ class UseKernelsPrimitive(Primitive):
 
 
 class _Plan(NamedTuple):
-    """What a step does.
+    """Replacements of one step.
 
     Args:
-        served: Modules to swap.
-        calls: What to put into traced modules.
-        attention: Path of a model to what Transformers calls the attention it is told to use, and the one to use otherwise.
-        forced: Kernel to implementation.
-        wanted: The kernels.
+        served: Modules to replace.
+        calls: Kernel calls to put into traced modules.
+        attention: Path of a model to Transformers' names of the attention to set, the preferred one first.
+        forced: Kernel to the forced implementation.
+        wanted: Names of the kernels.
     """
 
-    served: list[Served]
+    served: list[ServedModule]
     calls: list[FoundCall]
     attention: dict[str, tuple[str, ...]]
     forced: dict[str, str]
     wanted: tuple[str, ...]
 
-    def forced_body(self, each: Served) -> Any:
-        """What a module computes, with the implementations that are forced; plain torch for a kernel that is not wanted."""
-        body = each.body
-        if not isinstance(body, Program):
-            return replace(body, choice=self.forced.get(body.kernels[0]))
-        choices = {kernel: self.forced.get(kernel) if kernel in self.wanted else "eager" for kernel in body.kernels}
-        return replace(body, choices=tuple((kernel, choice) for kernel, choice in choices.items() if choice))
+    def with_forced_implementations(self, each: ServedModule) -> Any:
+        """Return a module's forward with the forced implementations, and eager ones for kernels that are not wanted."""
+        kernel_forward = each.kernel_forward
+        if not isinstance(kernel_forward, FusedForward):
+            return replace(kernel_forward, choice=self.forced.get(kernel_forward.kernels[0]))
+        choices = {kernel: self.forced.get(kernel) if kernel in self.wanted else "eager" for kernel in kernel_forward.kernels}
+        return replace(kernel_forward, choices=tuple((kernel, choice) for kernel, choice in choices.items() if choice))
 
 
-def _wanted(schedule: Schedule, names: str | Iterable[str] | None) -> tuple[str, ...]:
+def _wanted_kernels(schedule: Schedule, names: str | Iterable[str] | None) -> tuple[str, ...]:
     known = kernel_names()
     if names is None:
         return tuple(kernel for kernel in known if kernel not in _NAMED_ONLY)
     if isinstance(names, Mapping):
         raise _error(schedule, "names is a mapping; give implementations as force=")
-    if isinstance(names, Iterator):  # and could not be written down
+    if isinstance(names, Iterator):  # the journal could not record it either
         raise _error(schedule, f"names is a {type(names).__name__}, which is used up; give a list")
     if isinstance(names, bytes) or not isinstance(names, Iterable):
         raise _error(schedule, f"names is {names!r}, not a kernel or a list of them; available: {', '.join(sorted(known))}")
@@ -163,8 +170,8 @@ def _known(schedule: Schedule, kernel: object, known: Iterable[str]) -> None:
         raise _error(schedule, str(UnknownNameError.of("kernel", kernel, known)))
 
 
-def _checked(schedule: Schedule, wanted: tuple[str, ...], force: Any, named: bool) -> Mapping[str, str]:
-    """What is forced, of kernels that are wanted."""
+def _checked_force(schedule: Schedule, wanted: tuple[str, ...], force: Any, named: bool) -> Mapping[str, str]:
+    """Return ``force`` with all its names checked."""
     if force is None:
         return {}
     if not isinstance(force, Mapping):
@@ -181,8 +188,8 @@ def _checked(schedule: Schedule, wanted: tuple[str, ...], force: Any, named: boo
 
 
 def _forced(schedule: Schedule, wanted: tuple[str, ...], force: Mapping[str, str]) -> dict[str, str]:
-    """Kernel to the implementation that is forced; each can be used where the weights are."""
-    device, dtype = _where(schedule.mod)
+    """Return kernel to the forced implementation; each can be used on the weights' device and dtype."""
+    device, dtype = _device_and_dtype(schedule.mod)
     found: dict[str, str] = {}
     reasons: dict[str, str] = {}
     for kernel in kernel_names():
@@ -195,22 +202,28 @@ def _forced(schedule: Schedule, wanted: tuple[str, ...], force: Mapping[str, str
             if kernel in force:
                 raise
             reasons[kernel] = str(error)
-            continue  # of those that "*" stands for some may have no such implementation
+            continue  # not every kernel that "*" stands for has such an implementation
         found[kernel] = implementation
     if "*" in force and found.keys().isdisjoint(wanted):
         name = force["*"]
-        having = [kernel for kernel in wanted if kernel in reasons and name in table().names(kernel)]
+        having = [kernel for kernel in wanted if kernel in reasons and name in implementation_registry().names(kernel)]
         reason = f", where the weights are: {reasons[having[0]]}" if having else ""
         raise _error(schedule, f"none of the kernels {'can use' if having else 'has'} the implementation {name!r}{reason}")
     return found
 
 
-def _late(schedule: Schedule, force: Mapping[str, str], found: Collection[str]) -> str | None:
-    """Why something that is forced comes too late; None where it finds something, or nothing was there for it to find."""
+def _forced_too_late(schedule: Schedule, force: Mapping[str, str], found: Collection[str]) -> str | None:
+    """Return the reason why ``force`` has no effect, as the modules were replaced earlier; else None."""
     served: set[str] = set()
     for module in schedule.mod.modules():
-        body = body_of(module)
-        served |= {module.kernel} if isinstance(module, KernelCall) else set() if body is None else set(body.kernels)
+        kernel_forward = kernel_forward_of(module)
+        served |= (
+            {module.kernel}
+            if isinstance(module, KernelCall)
+            else set()
+            if kernel_forward is None
+            else set(kernel_forward.kernels)
+        )
     late = [kernel for kernel in force if kernel in served and kernel not in found]
     if not late and not ("*" in force and served and not found):
         return None
@@ -219,23 +232,23 @@ def _late(schedule: Schedule, force: Mapping[str, str], found: Collection[str]) 
 
 
 def _forced_attention(forced: Mapping[str, str], force: Mapping[str, str]) -> str | None:
-    """What Transformers is to attend by; where "*" stands for what it has no word for, nothing is forced."""
+    """Return the forced attention; None if ``"*"`` forces one that Transformers does not have."""
     name = forced.get("attention")
     return name if "attention" in force or name in attention.NAMES else None
 
 
 def _attention(schedule: Schedule, forced: str | None, named: bool) -> dict[str, tuple[str, ...]]:
-    """Path below the schedule's of each model of Transformers, to the attention it is to use, the preferred one first."""
+    """Return the path of each Transformers' model to the names of attention to set, the preferred one first."""
     found: dict[str, tuple[str, ...]] = {}
     if any(isinstance(module, fx.GraphModule) for module in schedule.root_module.modules()):
-        return found  # graphs hold for the attention they were traced with
-    implementation = choose("attention", *_where(schedule.mod), forced).name
+        return found  # a graph is valid only for the attention it was traced with
+    implementation = choose("attention", *_device_and_dtype(schedule.mod), forced).name
     name, sdpa = attention.NAMES.get(implementation), attention.NAMES["native"]
-    for path, model in attention.models(schedule.mod).items():
+    for path, model in attention.transformers_models(schedule.mod).items():
         if name is None:
             reason: str | None = f"Transformers knows no attention {implementation!r}, but {', '.join(attention.NAMES)}"
-        elif forced is None and not named and attention.current(model) - {"eager", sdpa, "None"}:
-            reason = f"it was made to attend by {sorted(attention.current(model))[0]!r}"
+        elif forced is None and not named and attention.attention_names(model) - {"eager", sdpa, "None"}:
+            reason = f"it was made to attend by {sorted(attention.attention_names(model))[0]!r}"
         else:
             choices = (name,) if forced is not None else tuple(dict.fromkeys((name, sdpa)))
             reasons = {choice: attention.refusal(model, choice) for choice in choices}
@@ -249,8 +262,8 @@ def _attention(schedule: Schedule, forced: str | None, named: bool) -> dict[str,
     return found
 
 
-def _where(module: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype of the first floating weight; of weights on the meta device, where they are likely to go."""
+def _device_and_dtype(module: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Return device and dtype of the first floating weight; for meta weights, the device they will probably get."""
     weights = (each for each in module.parameters() if each.is_floating_point())
     weight = next(weights, torch.empty(0))
     if weight.is_meta:

@@ -20,7 +20,7 @@ from slapo_training.engines import Position, microbatch_plans, release_others, w
 from slapo_training.external_engine import ExternalEngine
 from slapo_training.losses import LossReduction
 from slapo_training.model import Piece, piece_of
-from slapo_training.optimizers import made_on_all
+from slapo_training.optimizers import make_on_all_ranks
 from slapo_training.stage_forward import numbered
 
 from .checkpoint import save_load
@@ -68,7 +68,7 @@ class MegatronEngine(ExternalEngine):
             self.module = chunks[0] if len(own) == 1 else chunks
             self.moves_parameters = options.trains
             self._check_parameters(chunks, _named(chunks))
-            optimizer, self.lr_scheduler = made_on_all(options, whole_layout(options, program, chunks), chunks, self._fit)
+            optimizer, self.lr_scheduler = make_on_all_ranks(options, whole_layout(options, program, chunks), chunks, self._fit)
             with self._calling():
                 self._make(program, own, chunks, optimizer)
 
@@ -220,7 +220,7 @@ class MegatronEngine(ExternalEngine):
         for chunk in self.model:
             chunk.train()
             chunk.zero_grad_buffer()
-        self._modes.freeze()
+        self._modes.restore_frozen()
         with self._mode():
             with without_warnings():
                 self.optimizer.zero_grad()
@@ -238,7 +238,7 @@ class MegatronEngine(ExternalEngine):
         self._begin(batch, training)
         for chunk in self.model:
             chunk.train(training)
-        self._modes.freeze()
+        self._modes.restore_frozen()
         with self._mode():
             loss = self._scheduled(batch, training=False)
         return loss, self._stages[-1].counted

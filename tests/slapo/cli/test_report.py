@@ -17,7 +17,7 @@ from rich.console import Console
 from slapo.report.axis import linear_axis, log_axis, step_axis
 from slapo.report.page import page, write_report
 from slapo.report.stylesheet import STYLE
-from slapo.run_data.record import ModuleRecord, RankRecord, RunRecord, StepRecord
+from slapo.run_data.record import ModuleRecord, RankRecord, RunRecord, ScheduleStepRecord
 from slapo.run_data.settings import Settings
 from slapo.training import worker
 from slapo.training.corpus import Corpus
@@ -33,7 +33,7 @@ def make_record(**changes: object) -> RunRecord:
     record = RunRecord(
         settings=Settings(tp=2, pp=2, reference=True),
         modules=[ModuleRecord("", "Model", 100), ModuleRecord("h", "ModuleList", 80), ModuleRecord("h.0", "Block", 40)],
-        steps=[StepRecord("h.0", "shard", "sch['h.0'].shard('weight', axis=0)", "slapo-sharding 0.1.0")],
+        steps=[ScheduleStepRecord("h.0", "shard", "sch['h.0'].shard('weight', axis=0)", "slapo-sharding 0.1.0")],
         stage_paths=[("h.0",), ("h.1",)],
         ranks=[RankRecord(rank, rank // 2, 0, rank % 2, (rank // 2,), 25) for rank in range(4)],
         source="a file",
@@ -51,7 +51,7 @@ def make_record(**changes: object) -> RunRecord:
 
 
 class Page(HTMLParser):
-    """What a browser would make of the page: its elements, properly nested, and its text."""
+    """Parser of the page as a browser sees it: properly nested elements, and the text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -115,7 +115,10 @@ def test_every_string_from_outside_is_escaped():
     record = make_record(
         settings=Settings(model=HOSTILE, data=(HOSTILE,), schedule=HOSTILE, report=HOSTILE, target=HOSTILE),
         modules=[ModuleRecord("", HOSTILE, 1), ModuleRecord(HOSTILE, HOSTILE, 1)],
-        steps=[StepRecord(HOSTILE, HOSTILE, HOSTILE, HOSTILE), StepRecord("not in the model", HOSTILE, HOSTILE, HOSTILE, 1)],
+        steps=[
+            ScheduleStepRecord(HOSTILE, HOSTILE, HOSTILE, HOSTILE),
+            ScheduleStepRecord("not in the model", HOSTILE, HOSTILE, HOSTILE, 1),
+        ],
         stage_paths=[(HOSTILE,), (HOSTILE,)],
         source=HOSTILE,
         timeline=[{"rank": 0, "stage": HOSTILE, "kind": HOSTILE, "microbatch": HOSTILE, "start": 0.0, "end": 1.0}],
@@ -132,7 +135,7 @@ def test_losses_that_differ_are_told_once(capsys: pytest.CaptureFixture[str], mo
     record = make_record()
     monkeypatch.setattr(worker, "reference_losses", lambda settings, corpus: iter([5.5, 5.0, 4.6]))
     with pytest.raises(VerifyError, match="largest difference 1.0e-01, at step 3: NOT the same: above 1e-04"):
-        worker.conclude(record, Corpus(torch.zeros(1), "a file"), Console())
+        worker.report_run(record, Corpus(torch.zeros(1), "a file"), Console())
     assert "NOT" not in capsys.readouterr().out
 
 
@@ -143,7 +146,7 @@ def test_losses_that_differ_are_called_so():
 
 
 def test_a_loss_that_is_no_number_never_agrees():
-    assert not make_record(losses=[5.5, math.nan, 4.5]).agrees
+    assert not make_record(losses=[5.5, math.nan, 4.5]).is_within_tolerance
 
 
 def test_empty_states():
@@ -155,7 +158,7 @@ def test_empty_states():
 
 
 def test_steps_on_modules_the_schedule_brought_in_are_shown():
-    record = make_record(steps=[StepRecord("h.0.new", "shard", "sch['h.0.new'].shard('weight')", "me 1")])
+    record = make_record(steps=[ScheduleStepRecord("h.0.new", "shard", "sch['h.0.new'].shard('weight')", "me 1")])
     assert "On modules that the schedule brought in sch['h.0.new'].shard('weight')" in Page(page(record)).text
 
 

@@ -42,7 +42,7 @@ class InStages(nn.Module):
 
 
 def _cases() -> dict[str, tuple[Any, Any, Loss]]:
-    """What is between the layers, and the loss."""
+    """Code between the layers, and the loss."""
     relu, entropy = nn.ReLU, MEANS["cross entropy"]
     found: dict[str, tuple[Any, Any, Loss]] = {name: (relu, relu, NO_MEANS[name]) for name in ("clip", "sum")}
     found["quiet"] = (QUIET["functional dropout"], QUIET["layer norm"], entropy)
@@ -135,7 +135,7 @@ class MaskedInStages(InStages):
 
 
 def _later(rank: int) -> dict[str, str]:
-    """What a second step says, whose masks differ between replicas alone, or between micro-batches."""
+    """Return the error of a second step whose masks differ between replicas only, or between micro-batches."""
     found = {}
     x = batch(8)["x"]
     uneven = torch.tensor([1.0, 1, 1, 1, 0.25, 0.25, 0.25, 0.25])
@@ -229,7 +229,7 @@ def test_a_forward_that_differentiates_trains() -> None:
 
 
 def _verified(rank: int) -> list[str]:
-    """Whether ``verify_engine`` sees what the checks, switched off, would have seen."""
+    """Return whether ``verify_engine`` finds the errors of the disabled checks."""
     mesh, found = mesh_of(dp=2), []
     torch.manual_seed(0)
     clip = InStages(nn.ReLU(), nn.ReLU(), NO_MEANS["clip"])

@@ -1,4 +1,4 @@
-"""What engines of others do alike because one class does it."""
+"""Behaviour that the other libraries' engines share through one base class."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ CUTS = {
     "caches": "blocks.0",
     "deep": "layers.40",
 }
-"""What the first of two stages ends with."""
+"""End of the first of two stages."""
 
 
 def beside_one_process(rank: int, name: str, target: str, layout: dict[str, int], options: dict[str, Any]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What the dialects take over by private names of the engines is still called so; else it would silently do nothing."""
+"""Private names of the engines that dialects override still exist; else the override would silently do nothing."""
 
 from __future__ import annotations
 

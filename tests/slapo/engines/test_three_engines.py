@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import nn
 
 import slapo
-from slapo.training.console_output import follow
+from slapo.training.console_output import with_progress
 from slapo_core import load_schedule
 from slapo_testing import run_distributed
 from tests.engine_models import batches, my_part, small
@@ -65,7 +65,7 @@ def test_they_agree(name: str, layout: dict[str, int], tmp_path: Path) -> None:
 
 
 def exchanged(rank: int, folder: str) -> dict[str, str]:
-    """What each engine says of the checkpoints of the others, of folders that differ by rank, and of broken ones."""
+    """Return each engine's errors for checkpoints of the others, for folders that differ by rank, and for broken ones."""
     found, mesh = {}, mesh_of(dp=2)
 
     def engine_of(target: str) -> Any:
@@ -126,7 +126,7 @@ def test_each_has_every_kind_of_class(target: str) -> None:
 def test_what_a_run_prints_is_read() -> None:
     console = Console(file=io.StringIO(), force_terminal=False)
     losses = [4.0 - 0.125 * step for step in range(20)]
-    assert [*follow(console, "reference", [5.0], 1), *follow(console, "training", losses, 20)] == [5.0, *losses]
+    assert [*with_progress(console, "reference", [5.0], 1), *with_progress(console, "training", losses, 20)] == [5.0, *losses]
     parser: Any = slapo.get_dialect_cls("log_parser", "torch")
     steps = parser.parse(console.file.getvalue().splitlines())
     assert [step.step for step in steps] == [1, *range(2, 21, 2)]

@@ -182,7 +182,7 @@ def test_a_handle_whose_module_is_gone_says_so_and_its_steps_stay_in_sight() -> 
     inner.checkpoint()
     sch["h.0"].replace(nn.Identity())
     assert shown(inner) == golden("""
-        the module 'h.0.fc' is gone; a step since this handle was taken removed it
+        the module 'h.0.fc' is gone; a step removed it after this handle
         steps  checkpoint
     """)
     assert "gone modules  h.0.fc: checkpoint" in shown(sch)

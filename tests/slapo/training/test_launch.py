@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from slapo.launch.elastic_launch import launch
+from slapo.launch.elastic_launch import launch_ranks
 from slapo.launch.errors import RankError
 from slapo.launch.loopback_rendezvous import _listen
 from slapo.run_data.settings import Settings
@@ -24,7 +24,7 @@ SETTINGS = Settings(tp=3)
 
 
 def test_all_ranks_run_and_meet(tmp_path: Path):
-    launch(launched.add, replace(SETTINGS, report=str(tmp_path)))
+    launch_ranks(launched.add, replace(SETTINGS, report=str(tmp_path)))
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(3)] == ["3 1"] * 3
 
 
@@ -40,7 +40,7 @@ def test_all_ranks_run_and_meet(tmp_path: Path):
 def test_one_failing_rank_ends_all_with_its_message(work: Callable[[Settings], None], message: str, traceback: str):
     start = time.monotonic()
     with pytest.raises(RankError, match=message) as caught:
-        launch(work, SETTINGS)
+        launch_ranks(work, SETTINGS)
     assert traceback in caught.value.traceback
     assert bool(traceback) == bool(caught.value.traceback)
     assert time.monotonic() - start < 30, "gloo's own timeout is 30 minutes"

@@ -1,4 +1,4 @@
-"""What ``slapo train`` refuses before it starts a process: one sentence each."""
+"""Errors of ``slapo train`` before it starts a process: one sentence each."""
 
 from __future__ import annotations
 

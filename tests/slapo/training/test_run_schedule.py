@@ -9,15 +9,15 @@ import pytest
 
 from slapo.run_data.settings import Settings, SettingsError
 from slapo.training.models import build_model
-from slapo.training.preflight_check import rehearse
-from slapo.training.run_schedule import apply_default, find_layers
+from slapo.training.preflight_check import check_run
+from slapo.training.run_schedule import apply_default_steps, find_layers
 from slapo_core import create_schedule, init_empty_weights
 
 
 def steps(settings: Settings) -> list[str]:
     with init_empty_weights():
         sch = create_schedule(build_model(settings))
-    apply_default(sch, settings)
+    apply_default_steps(sch, settings)
     return [str(step) for step in sch.journal]
 
 
@@ -63,4 +63,4 @@ def test_the_schedule_file_in_the_readme_fits_the_command_below_it(tmp_path: Pat
         r"\$ cat mine.py\n(.*?)\$ slapo train --schedule mine.py --tp (\d) --pp (\d)", readme, re.DOTALL
     )
     (tmp_path / "mine.py").write_text(source)
-    rehearse(Settings(schedule=str(tmp_path / "mine.py"), tp=int(tp), pp=int(pp)))
+    check_run(Settings(schedule=str(tmp_path / "mine.py"), tp=int(tp), pp=int(pp)))

@@ -40,6 +40,7 @@ def arguments() -> dict[str, Any]:
         "kwargs": {},
         "step": Step("lm_head", "replace", (), {}, "slapo-core 0.1.0"),
         "target": "torch",
+        "group": None,
         "config": {},
         "engine": PlainEngine(sch.mod),
         "app": typer.Typer(),

@@ -150,7 +150,7 @@ def test_a_broken_plugin_is_logged_once(site: Path, capsys: pytest.CaptureFixtur
 def test_one_primitive_that_cannot_be_imported_is_noted_and_the_rest_listed(site: Path) -> None:
     write_distribution(site, "slapo-half", PLUGIN.format(provided='{"quantize": Quantize, "lazy": "module_of_nobody:Class"}'))
     registry = Registry()
-    usable = registry.importable("primitive")
+    usable = registry.load_all("primitive")
     assert {"quantize", "replace"} <= set(usable)
     assert "lazy" not in usable
     assert record_of(registry, "half").problems == [

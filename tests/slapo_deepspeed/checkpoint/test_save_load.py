@@ -359,7 +359,7 @@ def unchanged(rank: int, case: str) -> tuple[str, bool]:
     ("case", "expected"),
     [
         ("rate", "a rank's stage has no parameter of one of the optimizer's groups, which lr_scheduler= was made for"),
-        ("other rate", "lr_scheduler is that of another optimizer"),
+        ("other rate", "lr_scheduler= is a schedule of another optimizer"),
         ("plateau", "lr_scheduler= gave a ReduceLROnPlateau, which is stepped without the loss here; give another"),
         ("one stage", "optimizer= has no parameter of a rank's stage"),
     ],

@@ -1,4 +1,4 @@
-"""Which implementation computes, who says so, and what is said where it cannot."""
+"""Choice of an implementation by arguments, environment and plugins, and the errors if it cannot be used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each kernel computes: the eager one what models do, the others what the eager one does."""
+"""Numerics of the kernels: eager ones equal the models' operations, the others equal the eager ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COMPILED = [
     (kernel, index) for kernel, index in EAGER if any(each.name == "inductor" for each in KERNELS[kernel].implementations)
 ]
 FEW = [("bias_dropout_residual", 0)]
-"""What `make test` compiles."""
+"""Kernels that `make test` compiles."""
 
 
 def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:

@@ -22,7 +22,7 @@ Call = Callable[[nn.Module, torch.Tensor], Any]
 
 
 def beside(call: Call, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    """What a call makes of a head, and of one with the kernel; an error is its message."""
+    """Return the results of a call on a head without and with the kernel; an error gives its message."""
     head, found = nn.Linear(6, 9, dtype=dtype), []
     hidden = torch.randn(2, 4, 6, dtype=dtype)
     for served in (False, True):

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from slapo_core import SlapoError, create_schedule
 from slapo_kernels.lazy.logits import LazyLogits
-from slapo_kernels.lazy.mutation_check import Unchanged
+from slapo_kernels.lazy.mutation_check import MutationCheck
 from tests.zoo.families import FAMILIES
 
 LABELS = torch.tensor([1, 2, -100, 4, 5, 6, 0, 8])
@@ -75,7 +75,7 @@ def test_what_was_looked_at_before_stays_right(change: str) -> None:
     logits = head(hidden)
     flat, expected = logits.view(-1, 9), before(hidden).detach()
     loss, of_loss = F.cross_entropy(flat, LABELS), F.cross_entropy(expected.view(-1, 9), LABELS)
-    assert logits.numbers is None
+    assert logits.materialized is None
     assert torch.equal(logits.detach(), expected)
     CHANGES[change][0](head, hidden)
     assert torch.equal(logits, expected)
@@ -124,11 +124,11 @@ def test_tensors_of_inference_have_no_versions() -> None:
 @pytest.mark.parametrize("shape", [(5000,), (70, 90), (3, 33, 129), (1, 1, 1, 7), (0, 4)], ids=str)
 def test_the_sample_is_small_and_sees_a_change_of_all(shape: tuple[int, ...]) -> None:
     tensor = torch.randn(shape, dtype=torch.bfloat16)
-    unchanged = Unchanged({"it": tensor, "nothing": None})
-    assert unchanged.breach() is None
+    unchanged = MutationCheck({"it": tensor, "nothing": None})
+    assert unchanged.mutation() is None
     assert len(unchanged._samples[0]) <= 2 * 1024
     tensor.data.mul_(2)
-    assert unchanged.breach() == (None if 0 in shape else "changed it in place")
+    assert unchanged.mutation() == (None if 0 in shape else "changed it in place")
 
 
 CHANGE_IN_PLACE: dict[str, Callable[[torch.Tensor], object]] = {

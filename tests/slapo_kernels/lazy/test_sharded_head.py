@@ -31,7 +31,7 @@ def _loss(model: nn.Module, batch: dict[str, torch.Tensor], inside: bool) -> tup
 
 
 def _is_lazy(logits: torch.Tensor) -> bool:
-    return isinstance(logits, LazyLogits) and logits.numbers is None and not logits.watch
+    return isinstance(logits, LazyLogits) and logits.materialized is None and not logits.observers
 
 
 def by_hand(rank: int, name: str, own_unit: bool, frees: bool, inside: bool) -> tuple[float, str]:

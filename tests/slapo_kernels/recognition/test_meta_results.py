@@ -1,4 +1,4 @@
-"""What calls return of tensors without numbers: as torch's own, and no less refused."""
+"""Results of calls on meta tensors equal torch's, and so do refusals."""
 
 from __future__ import annotations
 

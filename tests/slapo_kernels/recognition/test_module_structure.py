@@ -1,4 +1,4 @@
-"""What ``use_kernels`` takes for what: modules that almost compute what a kernel does are left as they are."""
+"""Recognition of modules by ``use_kernels``: a module that almost computes a kernel keeps its forward."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ def test_one_of_those_that_are_alike_is_looked_at(counted: Counted) -> None:
 
 
 def test_parts_that_change_later_are_seen(counted: Counted) -> None:
-    """What is hooked to, or put in the place of, a part whose work a kernel does."""
+    """A hook on a child, or its replacement, prevents a kernel from doing the child's work."""
     model = nn.Sequential(Plain(nn.GELU()).eval())
     schedule, x, seen = create_schedule(model, plugins=counted.plugins), torch.randn(3, 8), list[int]()
     schedule.use_kernels("bias_act", force=COUNTED)
@@ -288,7 +288,7 @@ def test_hooked_modules(counted: Counted) -> None:
     model = nn.Sequential(Plain(nn.GELU()), Plain(nn.GELU()), nn.LayerNorm(8))
     model[0].act.register_forward_hook(lambda *_: None)  # type: ignore[union-attr]
     schedule = create_schedule(model, plugins=counted.plugins)
-    with pytest.raises(ScheduleError, match=r"use_kernels\(''\): something is hooked to '0.act', or put around it"):
+    with pytest.raises(ScheduleError, match=r"use_kernels\(''\): '0.act' has a hook or wrapper that a kernel would bypass"):
         schedule.use_kernels("bias_act")
     assert type(model[1]) is Plain
     schedule.use_kernels()
@@ -345,7 +345,7 @@ def test_a_forward_of_its_own_is_not_passed_by(counted: Counted) -> None:
     model = nn.Sequential(nn.LayerNorm(8))
     model[0].forward = lambda x: x + 1  # type: ignore[method-assign]
     schedule = create_schedule(model, plugins=counted.plugins)
-    with pytest.raises(ScheduleError, match="something is hooked to '0', or put around it"):
+    with pytest.raises(ScheduleError, match="'0' has a hook or wrapper that a kernel would bypass"):
         schedule.use_kernels("layer_norm")
     schedule.use_kernels()
     assert torch.equal(model(torch.zeros(8)), torch.ones(8))

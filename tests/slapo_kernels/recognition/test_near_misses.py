@@ -30,7 +30,7 @@ def counted() -> Iterator[Counted]:
 
 
 class ClippedGradient(torch.autograd.Function):
-    """What it is given, and a gradient that is clipped far out."""
+    """Identity whose gradient is clipped for large inputs."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -78,7 +78,7 @@ def drawn(x: torch.Tensor, by: str) -> torch.Tensor:
 
 
 class Almost(nn.Module):
-    """What the two kinds below share."""
+    """Base of the two kinds below."""
 
     def __init__(self) -> None:
         super().__init__()

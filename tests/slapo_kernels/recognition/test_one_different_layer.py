@@ -106,7 +106,7 @@ ODDITIES: dict[str, tuple[Callable[[Layer], Any], dict[str, int]]] = {
     "closure": (odd_function, {"swiglu": 1}),
     "hook": (lambda layer: layer.mlp.act.register_forward_hook(lambda module, args, out: out * 2), {"swiglu": 1}),
 }
-"""What is done to the odd layer, and how many calls of kernels it is short of."""
+"""Change of the odd layer, and the number of kernel calls that it loses."""
 
 
 @pytest.mark.sampled(3)

@@ -1,4 +1,4 @@
-"""What a forward goes by and is changed after ``use_kernels``: the forward that was there runs, until it is changed back."""
+"""After a change of an attribute that a forward reads, the original forward runs until it is changed back."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ class Attention(nn.Module):
 
 
 class Masked(Attention):
-    """Where the mask is true, nothing is looked at."""
+    """Attention whose mask is True for hidden keys."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         heads = self.proj(x).unflatten(-1, (4, 4)).transpose(1, 2)

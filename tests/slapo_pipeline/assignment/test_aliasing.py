@@ -74,7 +74,7 @@ def test_a_change_before_the_cut_is_sent(name: str) -> None:
 
 
 def on_own_batches(model: nn.Module, inputs: dict[str, torch.Tensor], *paths: str) -> torch.Tensor:
-    """What the last stage returns, where each stage has a batch of its own, as processes have."""
+    """Return the last stage's result with a copy of the batch for each stage, as processes have."""
     values: tuple[torch.Tensor, ...] = ()
     for stage in build_program(cut(model, inputs, *paths)).stages:
         own = {name: inputs[name].clone() for name in stage.batch_inputs}

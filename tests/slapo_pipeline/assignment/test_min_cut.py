@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from slapo_core import build_program
-from slapo_pipeline.assignment.min_cut import least_traffic
+from slapo_pipeline.assignment.min_cut import minimum_crossing
 from slapo_pipeline.partition import Traffic, boundary_bytes
 from slapo_tracing.nodes import wrap_forward
 
@@ -47,7 +47,7 @@ class Layers(nn.Module):
 
 
 def traffic(model: nn.Module, *paths: str) -> Traffic:
-    """Of the model, which comes apart as it should."""
+    """Return the traffic between the stages, after a comparison of the stages with the model."""
     return boundary_bytes(assert_same_as_model(model, {"x": torch.randn(4, 8)}, *paths))
 
 
@@ -232,7 +232,7 @@ def graphs(draw: st.DrawFn, size: int = 6, stages: int = 3) -> Graph:
 
 
 def runs(graph: Graph, received: Sequence[Set[fx.Node]]) -> bool:
-    """Whether each stage can run what only it runs, and send what the next receives."""
+    """Return whether each stage has the inputs of its nodes and of the values it sends."""
     there: set[fx.Node] = set()
     for stage, values in enumerate(received):
         if not values <= there:
@@ -255,7 +255,7 @@ def cost(received: Iterable[Iterable[fx.Node]]) -> int:
 @settings(max_examples=60, deadline=None)
 @given(graphs())
 def test_no_other_choice_takes_fewer_bytes(graph: Graph) -> None:
-    crossing = least_traffic(graph.order, graph.home, set(), graph.again, 3)
+    crossing = minimum_crossing(graph.order, graph.home, set(), graph.again, 3)
     assert runs(graph, crossing.received)
     early = [[node for node in graph.order if graph.home[node] < stage] for stage in range(3)]
     choices = [[set(some) for count in range(len(nodes) + 1) for some in combinations(nodes, count)] for nodes in early]

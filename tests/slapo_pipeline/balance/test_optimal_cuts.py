@@ -12,21 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from slapo_pipeline.balance.optimal_cuts import Amounts, Placement, best_placement, placements
+from slapo_pipeline.balance.optimal_cuts import CutChoice, SharedAmounts, best_cuts, cuts_by_cost
 
 from ..stage_comparison import cut
 from ..test_transformers import SIZES, T5, TEXT, _model
 from .test_pipeline import ResNet, X, mlp, refused, table
 
 
-def _all(cost, crossing: list[int], stages: int) -> list[Placement]:
+def _all(cost, crossing: list[int], stages: int) -> list[CutChoice]:
     """Every placement, by trying."""
     size = len(crossing) + 1
     found = []
     for cuts in itertools.combinations(range(1, size), stages - 1):
         ends = [0, *cuts, size]
         costs = [cost(stage, *pair) for stage, pair in enumerate(itertools.pairwise(ends))]
-        found.append(Placement(max(costs), sum(crossing[cut - 1] for cut in cuts), sum(c * c for c in costs), cuts))
+        found.append(CutChoice(max(costs), sum(crossing[cut - 1] for cut in cuts), sum(c * c for c in costs), cuts))
     return sorted(found)
 
 
@@ -47,17 +47,17 @@ def rows(draw: st.DrawFn):
 @given(rows())
 def test_the_best_of_all(row) -> None:
     once, kept, crossing, stages = row
-    fixed, flying = Amounts(len(crossing) + 1, once), Amounts(len(crossing) + 1, kept)
+    fixed, flying = SharedAmounts(len(crossing) + 1, once), SharedAmounts(len(crossing) + 1, kept)
 
     def cost(stage: int, begin: int, end: int) -> int:
         return fixed.of(begin, end) + (stages - stage) * flying.of(begin, end)
 
     every = _all(cost, crossing, stages)
-    best = best_placement(cost, crossing, stages)
+    best = best_cuts(cost, crossing, stages)
     assert best is not None
     assert best[:3] == every[0][:3]
     assert best in every
-    some = list(itertools.islice(placements(cost, crossing, stages), 12))
+    some = list(itertools.islice(cuts_by_cost(cost, crossing, stages), 12))
     assert [found[:3] for found in some] == [found[:3] for found in every[:12]]
     assert len({found.cuts for found in some}) == len(some)
 
@@ -69,7 +69,9 @@ def test_amounts_count_a_thing_once(row, data: st.DataObject) -> None:
     size = len(crossing) + 1
     begin = data.draw(st.integers(0, size - 1))
     end = data.draw(st.integers(begin, size))
-    assert Amounts(size, kept).of(begin, end) == sum({thing: a for unit, thing, a in kept if begin <= unit < end}.values())
+    assert SharedAmounts(size, kept).of(begin, end) == sum(
+        {thing: a for unit, thing, a in kept if begin <= unit < end}.values()
+    )
 
 
 def _plain(costs: list[int]):
@@ -77,31 +79,31 @@ def _plain(costs: list[int]):
 
 
 def test_fewer_bytes_decide_between_equal_costs() -> None:
-    best = best_placement(_plain([4, 0, 0, 4]), [3, 1, 2], 2)
+    best = best_cuts(_plain([4, 0, 0, 4]), [3, 1, 2], 2)
     assert best is not None
     assert best.cuts == (2,)
 
 
 def test_evenness_decides_between_equal_costs_and_bytes() -> None:
-    best = best_placement(_plain([9, 1, 1, 1, 1]), [1, 1, 1, 1], 3)
+    best = best_cuts(_plain([9, 1, 1, 1, 1]), [1, 1, 1, 1], 3)
     assert best is not None
     assert best.cuts == (1, 3)
 
 
 def test_some_cuts_cannot_be_used() -> None:
-    best = best_placement(_plain([1, 1, 1, 1]), [1, 1, 1], 2, without=[2])
+    best = best_cuts(_plain([1, 1, 1, 1]), [1, 1, 1], 2, without=[2])
     assert best is not None
     assert best.cuts in [(1,), (3,)]
 
 
 @pytest.mark.parametrize(("stages", "without"), [(4, [1]), (5, [])])
 def test_too_few_places(stages: int, without: list[int]) -> None:
-    assert best_placement(_plain([1, 1, 1, 1]), [1, 1, 1], stages, without) is None
+    assert best_cuts(_plain([1, 1, 1, 1]), [1, 1, 1], stages, without) is None
 
 
 def test_a_thousand_layers() -> None:
     costs = [50, *[10] * 1000, 50]
-    best = best_placement(_plain_sums(costs), [1] * 1001, 64)
+    best = best_cuts(_plain_sums(costs), [1] * 1001, 64)
     assert best is not None
     assert best.largest == 160
 

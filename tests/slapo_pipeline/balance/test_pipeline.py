@@ -14,7 +14,7 @@ from torch import nn
 
 from slapo_core import Program, Schedule, ScheduleError, TraceError, build_program, get_logger, load_schedule
 from slapo_pipeline.balance.stage_table import StageTable
-from slapo_pipeline.tracing.cuts import cuts
+from slapo_pipeline.tracing.cuts import cuts_of_steps
 from slapo_tracing.nodes import wrap_forward
 
 from ..stage_comparison import assert_same, cut, loss_of
@@ -295,9 +295,9 @@ def test_a_boundary_that_does_not_run() -> None:
 def test_it_takes_cuts_as_steps_and_is_undone() -> None:
     schedule = cut(mlp(8, 8, 8, 8), X).pipeline(2)
     assert str(schedule.journal).splitlines() == ["sch.pipeline(2)", "#   sch['1'].cut_pipeline_stage()"]
-    assert cuts(schedule.journal) == ["1"]
+    assert cuts_of_steps(schedule.journal) == ["1"]
     schedule.undo()
-    assert cuts(schedule.journal) == []
+    assert cuts_of_steps(schedule.journal) == []
     assert "pipeline" not in schedule.metadata.primitives
     assert "cut_pipeline_stage" not in schedule["1"].metadata.primitives
     assert len(build_program(schedule.pipeline(4)).stages) == 4
@@ -308,7 +308,7 @@ def test_saved_and_taken_again(tmp_path: Path, suffix: str) -> None:
     first = cut(mlp(8, 8, 8, 8), X).pipeline(stages=3, balance="flops", microbatches=2)
     first.save(tmp_path / f"schedule{suffix}")
     second = load_schedule(mlp(8, 8, 8, 8), tmp_path / f"schedule{suffix}", example_inputs=X, plugins=first.registry)
-    assert cuts(second.journal) == cuts(first.journal)
+    assert cuts_of_steps(second.journal) == cuts_of_steps(first.journal)
     assert table(second) == table(first)
 
 

@@ -213,7 +213,7 @@ class Then(nn.Module):
 
 
 class Turned(nn.Module):
-    """What its first part gives is not contiguous, and the second gets it through a function."""
+    """Model whose first part returns a non-contiguous tensor that reaches the second through a function."""
 
     def __init__(self, turn: Any, use: Any) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ import slapo_training.plugin
 from slapo_core import BuildError, Program, Registry, Schedule, TraceError, build, build_program, create_schedule
 from slapo_pipeline.analysis import analyze_pipeline_module
 from slapo_pipeline.describe import describe
-from slapo_pipeline.program_of_pipe import PipeStage, program_of_pipe
+from slapo_pipeline.program_of_pipe import TorchPipeStage, program_of_pipe
 
 from ..stage_comparison import assert_same, loss_of
 
@@ -248,7 +248,7 @@ def test_build_takes_a_ready_pipe_once() -> None:
     pipe = pipeline(copy.deepcopy(model), (), inputs, split_spec={"layers.1": SplitPoint.BEGINNING})
     build(schedule, pipe=pipe)
     assert schedule.program is not None
-    assert [type(stage.module) for stage in schedule.program.stages] == [PipeStage, PipeStage]
+    assert [type(stage.module) for stage in schedule.program.stages] == [TorchPipeStage, TorchPipeStage]
     assert len(build_program(schedule).stages) == 1
 
 

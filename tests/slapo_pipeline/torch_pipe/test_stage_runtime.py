@@ -164,7 +164,7 @@ class Answers(nn.Module):
 
 def test_a_result_that_only_a_whole_module_makes() -> None:
     program = build_program(cut(nn.Sequential(nn.Linear(WIDTH, WIDTH), Answers()), {"input": torch.randn(4, WIDTH)}, "0"))
-    with pytest.raises(BuildError, match="the model's result comes from '1', which gives no tensor; cut inside of that module"):
+    with pytest.raises(BuildError, match="the model's result comes from '1', which gives no tensor; cut inside that module"):
         build_stage(program, 1, "cpu", output=lambda result: result.loss)
 
 

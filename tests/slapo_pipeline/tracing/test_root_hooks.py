@@ -99,7 +99,8 @@ def test_a_hook_of_the_old_kind() -> None:
     model = Model()
     model.register_backward_hook(lambda *_: None)
     with pytest.raises(
-        BuildError, match="the Model has a backward hook of the old kind, which no stage can run; use register_full"
+        BuildError,
+        match="the Model has a backward hook that is not a full backward hook, which no stage can run; use register_full",
     ):
         build_program(cut(model, (X, Y), "a"))
 

@@ -37,7 +37,7 @@ def dealt(draw: st.DrawFn) -> ShardSpec:
     holders = [draw(st.integers(0, num_shards - 1)) for _ in parts]
     ranges = [tuple(part for part, of in zip(parts, holders, strict=True) if of == rank) for rank in range(num_shards)]
     ranges = [own or ((0, 0),) for own in ranges]
-    return ShardSpec(dim, tuple(shape), draw(st.integers(0, num_shards - 1)), num_shards, (size,), dealt=tuple(ranges))
+    return ShardSpec(dim, tuple(shape), draw(st.integers(0, num_shards - 1)), num_shards, (size,), uneven_ranges=tuple(ranges))
 
 
 def numbered(spec: ShardSpec) -> torch.Tensor:
@@ -58,7 +58,7 @@ def test_pieces_assemble_to_the_whole(spec: ShardSpec):
 def test_every_element_counts_once(spec: ShardSpec):
     full = numbered(spec)
     ranks = [replace(spec, rank=rank) for rank in range(spec.num_shards)]
-    counted = torch.cat([each.counted(each.local(full)).flatten() for each in ranks])
+    counted = torch.cat([each.without_copies(each.local(full)).flatten() for each in ranks])
     assert torch.equal(counted.sort().values, full.flatten())
 
 
@@ -68,7 +68,7 @@ def test_block_ranges_are_those_of_torch_chunk(num_shards: int, blocks: list[int
     """Also if torch omits the last chunks because they are empty."""
     ranges = concatenated_ranges(blocks, [block_ranges(size, num_shards) for size in blocks])
     full = torch.arange(sum(blocks))
-    spec = ShardSpec(0, (len(full),), 0, num_shards, tuple(blocks), dealt=ranges)
+    spec = ShardSpec(0, (len(full),), 0, num_shards, tuple(blocks), uneven_ranges=ranges)
     for rank in range(num_shards):
         expected = [[*block.chunk(num_shards), *[block[:0]] * num_shards][rank] for block in full.split(blocks)]
         assert torch.equal(spec.local(full, rank), torch.cat(expected))
@@ -106,7 +106,7 @@ def test_every_query_head_finds_its_key_head(num_shards: int, served: int, own: 
         if queries % pairs:
             continue
         dealt = key_head_ranges(queries, pairs, size, num_shards)
-        spec = ShardSpec(0, (pairs * size,), 0, num_shards, (pairs * size,), dealt=dealt)
+        spec = ShardSpec(0, (pairs * size,), 0, num_shards, (pairs * size,), uneven_ranges=dealt)
         heads = torch.arange(pairs).repeat_interleave(size)
         local = [spec.local(heads, rank).view(-1, size)[:, 0] for rank in range(num_shards)]
         paired = torch.cat([each.repeat_interleave(queries // num_shards // len(each)) for each in local])

@@ -1,4 +1,4 @@
-"""What ``save`` and ``load`` are given wrongly, and what a load may not leave out."""
+"""Wrong arguments of ``save`` and ``load``, and state that a load must include."""
 
 from __future__ import annotations
 
@@ -157,14 +157,14 @@ def test_extra_is_told_apart_by_every_number_and_by_no_order_of_a_set() -> None:
 
 
 def in_part_of_the_world(rank: int) -> list[str]:
-    """What saves in the background say on ranks of a mesh that leaves one out, of which one or each has one group more."""
+    """Return messages of background saves on a mesh that leaves one rank out, if one rank or each has one more group."""
     mesh = DeviceMesh("cpu", [[[0]], [[1]]], mesh_dim_names=("pp", "dp", "tp"))
     messages = []
     for members in ([0], [1]):
         if rank in members:
             dist.new_group(members, use_local_synchronization=True)
         if rank < 2:
-            messages.append(message_of(lambda: Ranks(rank, 2, mesh).apart().on_all(lambda: None)))
+            messages.append(message_of(lambda: Ranks(rank, 2, mesh).in_new_group().run_on_all(lambda: None)))
     return messages
 
 

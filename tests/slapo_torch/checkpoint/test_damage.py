@@ -63,7 +63,7 @@ DAMAGES = [flip, cut, remove, swap, from_another]
 
 
 def damaged(rank: int, folder: str) -> dict[str, tuple[str, bool]]:
-    """What loading says of each damage of each file, and whether the engine is as it was."""
+    """Return the message of a load for each damage of each file, and whether the engine is unchanged."""
     engine = engine_of(tp=2)
     engine.train_batch(**BATCH)
     engine.save(f"{folder}/whole")
@@ -279,7 +279,7 @@ def test_a_rank_that_is_killed_leaves_a_whole_checkpoint_and_ends_the_others(tmp
 
 
 def behind(rank: int, folder: str, tp: int) -> list[Any]:
-    """What was saved while a step went on, and the memory it was copied to."""
+    """Return the state saved during a step, and the buffers of its copies."""
     engine = engine_of(tp=tp)
     if tp > 1 and rank == 0:
         dist.new_group([0], use_local_synchronization=True)  # the group of a save is found by ranks that have others besides
@@ -311,7 +311,7 @@ def test_a_save_in_the_background_has_what_was_there_when_it_was_asked_for(tp: i
 
 
 def in_vain(rank: int, folder: str) -> list[Any]:
-    """What saves in the background to a folder that became a file say, and when; and a save after it."""
+    """Return the errors of background saves to a folder that became a file, their times, and the result of a later save."""
     engine = engine_of(tp=2)
     engine.save(f"{folder}/kept", extra=1)
     messages = []

@@ -19,8 +19,8 @@ import slapo_tracing.plugin
 import slapo_training.plugin
 from slapo_core import BuildError, Registry, build, create_schedule
 from slapo_testing import run_distributed
-from slapo_training.checkpoint import Writing
-from slapo_training.checkpoint.folder import opened, reading, verify
+from slapo_training.checkpoint import CheckpointWriter
+from slapo_training.checkpoint.folder import open_checkpoint, reading, verify
 from slapo_training.distributed import Ranks
 from slapo_training.distributed._torch_private import job_timeout
 from tests.background_saves import fail, held_back
@@ -61,17 +61,17 @@ def test_what_is_only_called_like_it_stays(tmp_path: Path) -> None:
 
 def test_only_the_first_rank_removes_what_broke_off_and_never_what_is_in_place(tmp_path: Path) -> None:
     """Another rank may give up waiting while the first one puts it there."""
-    writing = Writing.agreed([Writing.proposed(tmp_path, "torch")], "torch")
+    writing = CheckpointWriter.agreed([CheckpointWriter.proposed(tmp_path, "torch")], "torch")
     writing.begin(Ranks())
     (writing.data / "file").write_text("content")
 
     def breaks_off(place: int) -> bool:
-        with pytest.raises(KeyboardInterrupt), writing.by(Ranks(place, 2)):
+        with pytest.raises(KeyboardInterrupt), writing.cleanup_on_error(Ranks(place, 2)):
             raise KeyboardInterrupt
         return writing.data.exists()
 
     assert breaks_off(place=1)
-    writing.seal({}, Ranks())
+    writing.commit({}, Ranks())
     assert breaks_off(place=0)
     (tmp_path / "slapo.json").unlink()
     assert not breaks_off(place=0)
@@ -112,7 +112,7 @@ def test_a_folder_takes_one_save_at_a_time(tmp_path: Path) -> None:
     other.module.fill(2.0)
     engine.save(tmp_path)
     with held_back() as gate:
-        writing = Writing.agreed([Writing.proposed(tmp_path, "torch")], "torch")
+        writing = CheckpointWriter.agreed([CheckpointWriter.proposed(tmp_path, "torch")], "torch")
         writing.begin(Ranks())
         with pytest.raises(BuildError, match=r"another save writes to '.*' now; give another folder"):
             other.save(tmp_path)
@@ -120,7 +120,7 @@ def test_a_folder_takes_one_save_at_a_time(tmp_path: Path) -> None:
         engine.load(tmp_path)
         assert engine.module.numbers() == {1.0}
         saving = other.save(tmp_path, wait=False)
-        with pytest.raises(KeyboardInterrupt), writing.by(Ranks()):
+        with pytest.raises(KeyboardInterrupt), writing.cleanup_on_error(Ranks()):
             raise KeyboardInterrupt
         gate.set()
         saving.wait()
@@ -131,7 +131,7 @@ def test_a_folder_takes_one_save_at_a_time(tmp_path: Path) -> None:
 def test_another_save_while_one_is_loaded_is_told_as_that(tmp_path: Path) -> None:
     engine = engine_of()
     engine.save(tmp_path)
-    found = opened(tmp_path, "torch", Ranks())
+    found = open_checkpoint(tmp_path, "torch", Ranks())
     with pytest.raises(KeyError), reading(found):  # an error of its own otherwise
         raise KeyError
     engine.save(tmp_path)
@@ -185,7 +185,7 @@ def test_an_optimizers_state_comes_back_in_its_own_type(tmp_path: Path) -> None:
 
 def limits(rank: int) -> list[float]:
     """Seconds that the job's groups wait, and one for a save in the background."""
-    apart = Ranks(rank, 2, mesh_of(dp=2)).apart().group
+    apart = Ranks(rank, 2, mesh_of(dp=2)).in_new_group().group
     assert apart is not None
     of_apart = apart._get_backend(torch.device("cpu")).options._timeout
     dist.destroy_process_group(apart)

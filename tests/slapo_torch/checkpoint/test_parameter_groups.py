@@ -118,7 +118,7 @@ def facts(engine: Any) -> str:
 
 
 def went_on(rank: int, folder: str, optimizer: Any, rate: Any, one: dict[str, Any], other: dict[str, Any]) -> Any:
-    """What a load says, the losses of the engine that was saved, and those of the one of another layout that was loaded."""
+    """Return the message of a load, the losses of the saved engine, and the losses of a loaded engine of another layout."""
     engine = engine_of(optimizer, rate, **one)
     losses(engine)
     engine.save(folder)

@@ -15,7 +15,7 @@ import slapo_training.plugin
 from slapo_core import BuildError, Registry, ShardSpec, build, create_schedule
 from slapo_testing import run_distributed
 from slapo_training.model import Piece, piece_of
-from slapo_training.model.pieces import whole
+from slapo_training.model.pieces import assemble
 
 from ..layouts import adamw, gpt2, largest_difference, mesh_of, my_part, put_together, scheduled, tokens
 
@@ -50,7 +50,7 @@ def gpt2_in_pieces(rank: int, layout: Layout, options: dict[str, Any]) -> tuple[
     ids=["ddp", "fsdp", "pp", "tp", "fsdp over tp", "pp of tp", "fsdp in pp"],
 )
 def test_the_pieces_of_all_ranks_are_the_model(layout: Layout, options: dict[str, Any]) -> None:
-    """Of GPT-2: fused q, k and v, a tie, and a vocabulary that is cut."""
+    """GPT-2 has fused q, k and v, a tied parameter, and a sharded vocabulary."""
     ranks = 1
     for size in layout.values():
         ranks *= size
@@ -110,22 +110,24 @@ def test_rows_of_fused_blocks_lie_where_the_blocks_do() -> None:
         pieces += [piece_of(local[a:b], spec_of(rank), local.shape, (a, b)) for a, b in ((0, 4), (4, 6), (6, 6))]
     assert pieces[0].ranges == (((0, 3), (6, 7)), ((0, 4),))
     assert [piece.tensor.numel() for piece in pieces] == [16, 8, 0] * 2
-    assert torch.equal(whole(pieces), full)
+    assert torch.equal(assemble(pieces), full)
 
 
 def test_copies_of_a_dealt_range_count_once() -> None:
     dealt = (((0, 8),), ((4, 12),))
     full = torch.arange(48.0).view(12, 4)
-    assert torch.equal(whole(piece_of(spec_of(r, dealt=dealt).local(full), spec_of(r, dealt=dealt)) for r in range(2)), full)
+    assert torch.equal(
+        assemble(piece_of(spec_of(r, uneven_ranges=dealt).local(full), spec_of(r, uneven_ranges=dealt)) for r in range(2)), full
+    )
 
 
 def test_pieces_of_some_ranks_are_not_taken_for_all() -> None:
     local = spec_of(0).local(torch.zeros(12, 4))
     with pytest.raises(BuildError, match="leave out 24 of 48 elements; give those of all ranks"):
-        whole([piece_of(local, spec_of(0))])
+        assemble([piece_of(local, spec_of(0))])
     with pytest.raises(BuildError, match="are none of one tensor"):
-        whole([piece_of(local, spec_of(0)), Piece(torch.zeros(3), (3,), (((0, 3),),))])
+        assemble([piece_of(local, spec_of(0)), Piece(torch.zeros(3), (3,), (((0, 3),),))])
 
 
 def test_a_number_is_a_piece() -> None:
-    assert whole([piece_of(torch.tensor(3), None)]) == 3
+    assert assemble([piece_of(torch.tensor(3), None)]) == 3

@@ -225,7 +225,7 @@ def test_shards_cut_in_other_blocks_are_read_where_they_lie(tmp_path: Path) -> N
 
 
 def other_model(rank: int, folder: str) -> list[str]:
-    """What loading says in models that have more, less and other tensors."""
+    """Return the messages of loads into models with more, fewer and other tensors."""
     plugins = Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_torch.plugin])
 
     def made(model: nn.Module) -> Any:
@@ -262,7 +262,7 @@ OPTIMIZERS = {"adafactor": adafactor, "momentum": momentum}
 
 
 def other_state(rank: int, layout: Layout, folder: str, name: str) -> list[Any]:
-    """What ``load`` says, and losses behind it; the first engine saves, and says nothing."""
+    """Return the message of ``load``, and losses after it; the first engine saves without a message."""
     mesh, data = mesh_of(**layout), tokens(1, 4)
     model = gpt2()
     model.transformer.h[1].requires_grad_(False)

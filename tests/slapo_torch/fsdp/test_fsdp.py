@@ -281,7 +281,7 @@ def test_a_model_in_one_piece_has_one_layer_at_a_time_gathered() -> None:
 
 
 def _orders(rank: int) -> list[str]:
-    """What is said of layers that run in another order, again, not at all on one replica, and by themselves."""
+    """Return messages for layers that run in another order, twice, not on one replica, and alone."""
     model = Stack()
     _, engine = _engine(model, 2, **FSDP, fsdp_units=["layers.*"])
     messages = []
@@ -363,7 +363,7 @@ def test_after_a_build_that_failed_the_model_is_whole() -> None:
 
 
 def _in_precision(rank: int, precision: str, dtype: torch.dtype) -> float:
-    """How far losses are from those with ddp, over four steps."""
+    """Return the largest difference of losses from those of ddp over four steps."""
     engines = [
         _engine(Stack().to(dtype), 2, data_parallel=kind, precision=precision, clip=0.5, microbatches=2)[1]
         for kind in ("ddp", "fsdp")

@@ -1,4 +1,4 @@
-"""Where sharded parameters are put: in the model once all ranks could shard it, and in the plans' stages that are kept."""
+"""Placement of sharded parameters: in the model after all ranks have sharded it, and in the stages of kept plans."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def test_a_rank_without_memory_for_its_rows_leaves_all_models_as_they_were() -> 
 
 
 def _places(rank: int) -> list[list[bool]]:
-    """Whether two trees have the parameter that the model has, after steps that follow both, the second, both, and none."""
+    """Return whether two trees have the model's parameter after steps with both, the second, both, and no extra module."""
     engine = _engine(model := _model(), fsdp_units=[])
     shards, trees, found = engine._shards, [nn.Linear(1, 1), nn.Linear(1, 1)], []
     for followed in (trees, trees[1:], [trees[1], *trees[:1]], []):
         shards.gather()
         for tree in followed:
             tree.weight = model[0].weight
-        shards.follow(followed)
+        shards.set_extra_modules(followed)
         shards.release()
         found.append([tree.weight is model[0].weight for tree in trees])
         engine.train_batch(input=torch.randn(2, 8), labels=torch.randn(2, 1))

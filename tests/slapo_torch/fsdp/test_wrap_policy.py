@@ -1,4 +1,4 @@
-"""Which parameters are sharded together, and how a rank's rows are found again."""
+"""Units of parameters, and the rows of a rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from slapo_core import BuildError, ShardSpec, build, create_schedule, get_logger
 from slapo_testing import run_distributed
 from slapo_torch.fsdp.replica_spec import ReplicaSpec
-from slapo_torch.fsdp.wrap_policy import deal, unit_paths
+from slapo_torch.fsdp.wrap_policy import assign_parameters, unit_paths
 
 from ..layouts import gpt2
 
@@ -109,7 +109,7 @@ def test_units_may_be_given() -> None:
 def test_what_several_units_use_belongs_to_none() -> None:
     model = Two()
     held = {id(parameter) for parameter in model.parameters()} - {id(model.head[0].weight)}
-    dealt = deal(model, unit_paths(model, None), held)
+    dealt = assign_parameters(model, unit_paths(model, None), held)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found = {path: [names[id(parameter)] for parameter in parameters] for path, parameters in dealt.items()}
     assert found["up.0"] == ["up.0.weight"]
@@ -158,7 +158,7 @@ def test_rows_come_together_again_and_each_counts_once(cut: tuple[ShardSpec | No
     padded = [torch.cat([shard, shard.new_full((longest - len(shard), *shard.shape[1:]), -1)]) for shard in shards]
     for spec in specs:
         assert torch.equal(spec.assemble(padded), full)
-    assert sum(float(spec.counted(shard).sum()) for spec, shard in zip(specs, shards, strict=True)) == float(full.sum())
+    assert sum(float(spec.without_copies(shard).sum()) for spec, shard in zip(specs, shards, strict=True)) == float(full.sum())
 
 
 @given(rows=st.integers(0, 9), replicas=st.integers(1, 5))

@@ -17,7 +17,7 @@ import slapo_tracing.plugin
 import slapo_training.plugin
 from slapo_core import Registry, Schedule, build, create_schedule
 from slapo_testing import run_distributed
-from slapo_torch.gradients.aliasing import FirstGradients, extents
+from slapo_torch.gradients.aliasing import GradientUnaliasing, memory_extents
 from slapo_torch.pipeline import RunningStage
 
 from ..layouts import mesh_of
@@ -89,7 +89,7 @@ def test_stages(schedule: str, blocks: int) -> None:
 
 
 def _sent(rank: int) -> list[bool]:
-    """Whether each gradient that this rank sent is at the end of the step what it was when it was to be sent."""
+    """Return whether each sent gradient is unchanged at the end of the step."""
     x, y, sent = torch.randn(4, 2, 3), torch.randn(4, 2, 3), []
     _, engine = _engine(_model(2), 2, x, pipeline_schedule="zero_bubble")
     messages = RunningStage.get_bwd_send_ops
@@ -111,7 +111,7 @@ def test_what_is_sent_stays_as_it_is() -> None:
 
 
 def _hooked(rank: int) -> list[int]:
-    """How often a hook is called that waits for the gradient of each parameter of this rank, in one step."""
+    """Return the number of calls of each parameter's post-accumulate hook in one step."""
     _, engine = _engine(_model(2), 2, torch.randn(4, 2, 3), pipeline_schedule="zero_bubble")
     calls = {name: 0 for name, _ in engine.module.named_parameters()}
     for name, parameter in engine.module.named_parameters():
@@ -136,12 +136,12 @@ def _module(number: int) -> nn.ParameterList:
 
 
 def _separated(kept: tuple[torch.Tensor, ...], *gradients: torch.Tensor) -> list[bool]:
-    """Whether each gradient was moved; all keep their values."""
+    """Return whether each gradient was copied; values stay the same."""
     module = _module(len(gradients))
-    first = FirstGradients(module)
+    first = GradientUnaliasing(module)
     for parameter, gradient in zip(module, gradients, strict=True):
         parameter.grad = gradient
-    first.separate(extents(kept))
+    first.separate(memory_extents(kept))
     assert all(
         torch.equal(parameter.grad.to_dense(), each.to_dense()) for parameter, each in zip(module, gradients, strict=True)
     )
@@ -162,7 +162,7 @@ def test_what_gets_memory_of_its_own() -> None:
 def test_only_a_step_s_first_gradients_are_looked_at() -> None:
     shared = torch.randn(2, 3)
     module = _module(3)
-    first = FirstGradients(module)
+    first = GradientUnaliasing(module)
     module[0].grad = shared
     first.separate()
     module[1].grad = shared

@@ -20,7 +20,7 @@ import slapo_tracing.plugin
 import slapo_training.plugin
 from slapo_core import Registry, Schedule, build, create_schedule
 from slapo_testing import run_distributed
-from slapo_torch.gradients.ddp import Replicas
+from slapo_torch.gradients.ddp import DDPReplicas
 
 from ..layouts import adamw, mesh_of, message_of
 
@@ -103,7 +103,7 @@ class Normed(Model):
 
 
 def _batches(steps: int = 3) -> list[Batch]:
-    """Of both replicas together."""
+    """Return the batches of both replicas together."""
     generator = torch.Generator().manual_seed(3)
     made = [
         (torch.randint(1, 16, (8, 4), generator=generator), torch.randn(8, 4, 4, generator=generator)) for _ in range(steps)
@@ -402,8 +402,8 @@ def _inside_backward(rank: int) -> tuple[float, int]:
     """A gradient right after the backward, on data that differs by rank."""
     mesh = mesh_of(dp=2)
     layer = nn.Linear(1, 1, bias=False)
-    replicas = Replicas(layer, mesh["dp"].get_group())
-    with replicas.accumulating():
+    replicas = DDPReplicas(layer, mesh["dp"].get_group())
+    with replicas.no_sync():
         replicas.run(layer, input=torch.full((1, 1), 10.0 + rank)).sum().backward()
     replicas.run(layer, input=torch.full((1, 1), 1.0 + rank)).sum().backward()
     assert layer.weight.grad is not None

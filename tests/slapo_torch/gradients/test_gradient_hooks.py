@@ -132,7 +132,7 @@ def test_a_shard_without_an_engine_has_the_hooks_of_the_whole_parameter() -> Non
 
 
 def _counted(rank: int, layout: dict[str, int], config: dict[str, Any]) -> tuple[list[tuple[int, ...]], list[str]]:
-    """What the hooks of two parameters saw in a step of two micro-batches, and where a hook that was taken off is back."""
+    """Return gradients that hooks of two parameters got in a step of two micro-batches, and the owner of a returned hook."""
     model, seen = made("nothing"), list[tuple[int, ...]]()
     weight = model.get_parameter("norm.weight")
     model.get_parameter("blocks.0.0.weight").register_hook(lambda gradient: seen.append(tuple(gradient.shape)))

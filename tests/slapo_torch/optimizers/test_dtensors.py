@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slapo_testing import run_distributed
-from slapo_training.distributed._torch_private import CollectiveFound, MessageWatch
+from slapo_training.distributed._torch_private import CollectiveCalledError, MessageWatch
 from tests.slapo_torch.layouts import mesh_of
 from tests.whole_steps import batches, engine_of, errors, in_place, part_of, resumed, saved, stepped_in_place
 
@@ -66,7 +66,7 @@ def _is_gathered(rank: int, name: str) -> bool:
     try:
         with MessageWatch(64):  # type: ignore[no-untyped-call]
             engine.optimizer.step()
-    except CollectiveFound:
+    except CollectiveCalledError:
         return True
     return False
 

@@ -156,7 +156,7 @@ def test_objects_that_cannot_be_taken_over_stay_as_they_are() -> None:
     with pytest.raises(BuildError, match=r"a parameter of shape \(2, 2\) that is none of the scheduled model's"):
         _engine(model, optimizer=other)
     assert all(one is two for one, two in zip(other.param_groups[0]["params"], listed, strict=True))
-    with pytest.raises(BuildError, match="lr_scheduler is that of another optimizer"):
+    with pytest.raises(BuildError, match="lr_scheduler= is a schedule of another optimizer"):
         _engine(model, lr_scheduler=StepLR(other, step_size=1))
     with pytest.raises(BuildError, match="lr_scheduler= is of optimizer=, which is not given; give optimizer="):
         _engine(model, optimizer=None, lr_scheduler=StepLR(other, step_size=1))

@@ -141,7 +141,7 @@ def test_states_go_to_other_layouts(before: dict[str, Any], after: dict[str, Any
 
 
 def _details(rank: int) -> dict[str, Any]:
-    """What else holds of an optimizer of whole tensors at tp 2."""
+    """Return further facts of a whole-tensor optimizer at tp 2."""
     mesh, found = mesh_of(tp=2), dict[str, Any]()
     engine, _ = engine_of("torch", "gqa", "lamb", mesh, lr_scheduler=lambda made: torch.optim.lr_scheduler.StepLR(made, 1, 0.1))
     batch = part_of(batches(1)[0], mesh)

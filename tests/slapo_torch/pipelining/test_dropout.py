@@ -69,7 +69,7 @@ class Replay:
             set_rng_state(self._given[stage])
 
     def loss(self, part: torch.Tensor, given: dict[int, RNGState]) -> torch.Tensor:
-        """Of one micro-batch, each stage from its state."""
+        """Return the loss of one micro-batch, with each stage run from its random state."""
         self._given = given
         loss: torch.Tensor = self._model(input_ids=part, labels=part).loss
         self._left[self._stages - 1] = rng_state()
@@ -99,7 +99,7 @@ def _scheduled(model: nn.Module, example: torch.Tensor, stages: int, checkpointe
 
 
 def _order(engine: Any) -> list[Order]:
-    """Of all ranks, in the last step."""
+    """Return the actions of all ranks in the last step."""
     forwards = sorted((each for each in engine.timeline if each["kind"] == "F"), key=lambda each: each["start"])
     orders: list[Any] = [None, None]
     dist.all_gather_object(orders, [(each["stage"], each["microbatch"]) for each in forwards])

@@ -32,7 +32,7 @@ class LossWrapper(nn.Module):
 
 
 def losses(rank: int, kind: str, stages: int) -> list[tuple[float, float]]:
-    """Of three steps, in a pipeline and in one process; some targets are left out."""
+    """Return the losses of three steps in a pipeline and in one process; some targets are ignored."""
     torch.manual_seed(0)
     model = LossWrapper(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), nn.CrossEntropyLoss(ignore_index=7))
     plain = copy.deepcopy(model)

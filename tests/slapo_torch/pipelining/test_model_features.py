@@ -1,4 +1,4 @@
-"""What models have, through every kind of pipeline schedule: skips, statistics of batches, frozen parts."""
+"""Features of models with every pipeline schedule: skip connections, batch statistics, frozen parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pipeline of real processes does beside training: ties, dropout, resuming, odd inputs, errors."""
+"""Pipelines of real processes: ties, dropout, resuming, odd inputs, errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stage receives is new in every step, as it is in a model in one piece: hooks on it, hooks inside, and what is kept."""
+"""Received activations are new tensors in every step: hooks on them, hooks within the stage, and kept tensors."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Keeping(nn.Module):
 
 
 def differences(rank: int, kind: type[nn.Module], schedule: str, per_rank: int, parts: int) -> list[float]:
-    """Of losses from those of the model in one process, micro-batch by micro-batch."""
+    """Return differences of losses from those in one process, by micro-batch."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), kind(), nn.Tanh()) for _ in range(2 * per_rank)))
     plain = copy.deepcopy(model)

@@ -18,7 +18,7 @@ import slapo_training.plugin
 from slapo_core import BuildError, Registry, build, create_schedule
 from slapo_testing import run_distributed
 from slapo_torch.pipelining._torch_pipelining import check_order
-from slapo_torch.pipelining.schedules import for_rows, placement
+from slapo_torch.pipelining.schedules import placement, schedule_for_rows
 from tests.slapo_sharding.logged_warnings import warnings_told
 
 from ..layouts import adamw, mesh_of, message_of, train_beside_reference
@@ -73,7 +73,7 @@ def test_1f1b_of_fewer_micro_batches_than_stages_runs_as_gpipe() -> None:
     with warnings_told() as told:
         assert placement("1f1b", 4, 4, 2) == (0, 1, 2, 3)
     assert ["runs as 'gpipe'" in each for each in told] == [True]
-    assert for_rows("1f1b", 4, 4, 2, 9) == ("gpipe", 3)
+    assert schedule_for_rows("1f1b", 4, 4, 2, 9) == ("gpipe", 3)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_1f1b_of_fewer_micro_batches_than_stages_runs_as_gpipe() -> None:
         ("1f1b", 4, 2, 4, "schedule '1f1b' has 1 per rank; cut the model into 2 stages, or use 'interleaved' or 'looped_bfs'"),
         ("zbv", 2, 2, 4, "schedule 'zbv' has 2 per rank; cut the model into 4 stages, or use '1f1b'"),
         ("dualpipev", 4, 2, 2, "'dualpipev' needs at least as many micro-batches as stages, got 2 for 4"),
-        ("interleaved", 4, 2, 5, "cannot deal out 5; use a multiple of 2"),
+        ("interleaved", 4, 2, 5, "cannot run 5; use a multiple of 2"),
         ("missing.csv", 4, 2, 4, "there is no file 'missing.csv'"),
     ],
 )
@@ -132,7 +132,7 @@ def test_messages_that_would_cross_are_refused() -> None:
     ranks = {0: 0, 1: 1}
     row = actions("0F0 0SEND_F0 0F1 0SEND_F1")
     check_order({0: row, 1: actions("1RECV_F0 1RECV_F1 1F0 1F1")}, ranks)
-    with pytest.raises(BuildError, match="rank 1 receive from rank 0 in another order"):
+    with pytest.raises(BuildError, match="rank 1 receives from rank 0 in another order than rank 0 sends"):
         check_order({0: row, 1: actions("1RECV_F1 1RECV_F0 1F0 1F1")}, ranks)
 
 

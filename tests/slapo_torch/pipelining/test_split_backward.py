@@ -1,4 +1,4 @@
-"""Which backwards can be run in two parts: each parameter acts on what was received at one node, and on nothing else."""
+"""Backwards that can be split in two: each parameter feeds one node on the path from the inputs, and nothing else."""
 
 from __future__ import annotations
 

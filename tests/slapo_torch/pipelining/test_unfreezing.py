@@ -1,4 +1,4 @@
-"""What stands before a cut is frozen and unfrozen between steps: the gradients that cross the boundary are planned anew."""
+"""Layers before a cut are frozen and unfrozen between steps; gradients across the boundary are planned again."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def freeze(model: nn.Module, frozen: list[int]) -> None:
 
 
 def differences(rank: int, kind: str, per_rank: int) -> list[float]:
-    """Of losses from those of the model in one process."""
+    """Return differences of losses from those in one process."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2 * per_rank)))
     plain = copy.deepcopy(model)

@@ -29,7 +29,7 @@ PLUGINS = Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_torch.plu
 
 @pytest.fixture
 def log() -> Iterator[list[str]]:
-    """What is logged, without a debug line."""
+    """Return the log without debug lines."""
     lines: list[str] = []
 
     class Kept(logging.Handler):
@@ -388,7 +388,7 @@ def test_half_precision_and_double(log: list[str]) -> None:
 
 def test_rows_that_go_in_groups_pass() -> None:
     def pairs(out: Any, labels: torch.Tensor) -> torch.Tensor:
-        """Of two neighbours the first is to have the larger number."""
+        """Loss of pairs of neighbouring rows: the first should have the larger number."""
         chosen, rejected = out["one"].sum(-1).unflatten(0, (-1, 2)).unbind(1)
         return -F.logsigmoid(chosen - rejected).mean()
 
@@ -398,7 +398,7 @@ def test_rows_that_go_in_groups_pass() -> None:
 
 
 def test_one_micro_batch_on_replicas_with_the_statistics_of_all_is_right() -> None:
-    """What ``sync_batch_norm`` puts around a layer says of itself that it is over replicas."""
+    """The wrapper of ``sync_batch_norm`` declares that it is over replicas."""
 
     def around(module: nn.Module, args: Any, kwargs: Any, forward: Any) -> Any:
         return forward(*args, **kwargs)

@@ -17,7 +17,7 @@ import slapo_tracing.plugin
 import slapo_training.plugin
 from slapo_core import Program, Registry, Stage, build, create_schedule
 from slapo_testing import run_distributed
-from slapo_torch.step.local_parameters import Holdings
+from slapo_torch.step.local_parameters import LocalParameters
 
 from ..layouts import mesh_of
 
@@ -29,7 +29,7 @@ def _device_of_norm(rank: int) -> list[str]:
     found = []
     for model in (nn.Linear(2, 2).requires_grad_(False), nn.Tanh()):
         program = Program(model, (Stage(0, model),), mesh)
-        found.append(Holdings(program, model).clip(1.0).device.type)
+        found.append(LocalParameters(program, model).clip(1.0).device.type)
     return found
 
 

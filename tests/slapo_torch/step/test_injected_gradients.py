@@ -19,7 +19,7 @@ import slapo_tracing.plugin
 import slapo_training.plugin
 from slapo_core import BuildError, Registry, build, create_schedule, get_logger
 from slapo_training.batches.rows import BatchRows
-from slapo_training.first_step.row_subsets import Rows, dissimilar_quarters, joined
+from slapo_training.first_step.row_subsets import Rows, dissimilar_quarters, join_rows
 from tests.first_step_cases import Towers, WithLoss
 from tests.slapo.gradient_injection import WAYS, Attach, Net, batches
 
@@ -203,7 +203,7 @@ def test_quarters_are_the_first_half_unless_others_differ_more() -> None:
     alike = [rows_of([6] * 4), rows_of([6] * 4)]
     quarters, is_half = dissimilar_quarters(alike, -100)
     assert is_half
-    assert joined(quarters).batch["x"].tolist() == [-1, -2, -3, -4]
+    assert join_rows(quarters).batch["x"].tolist() == [-1, -2, -3, -4]
     for sizes in ((4, 4), (4, 3), (2, 1), (5, 4)):
         halves = [rows_of([6] * sizes[0]), rows_of([2] * sizes[1])]
         quarters, is_half = dissimilar_quarters(halves, -100)

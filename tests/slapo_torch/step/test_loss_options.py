@@ -98,7 +98,7 @@ def test_both_runs_draw_alike_and_buffers_change_once(parts: int) -> None:
 
 
 def _broken_off(rank: int, parts: int) -> tuple[str, float]:
-    """What a step says in which one replica fails, and how far the next one is from that of one process."""
+    """Return the message of a step in which one replica fails, and the difference of the next step from one process."""
     mesh, case = mesh_of(dp=2), OVER["clip"]
     torch.manual_seed(0)
     reference = case.model()

@@ -160,7 +160,7 @@ def test_what_cannot_be_traced_for_a_call_runs_the_forward(capsys: Any) -> None:
     for x in (torch.ones(3), -torch.ones(3)):
         torch.testing.assert_close(traced(x, True), -torch.ones(3))
     said = capsys.readouterr().err
-    assert said.count("the traced Forward runs its own forward for calls like this") == 1
+    assert said.count("the traced Forward runs its own forward, not a graph, for calls like this") == 1
     assert "asks for the values of a tensor (bool)" in said
 
 

@@ -1,1 +1,1 @@
-"""Parts of a model that run as one: compiled, scripted, or under one name."""
+"""Fusion: compilation of modules and of subgraphs, and decomposition of layers for it."""

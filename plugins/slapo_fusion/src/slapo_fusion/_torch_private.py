@@ -1,4 +1,4 @@
-"""The one place that knows what torch does not document."""
+"""Private torch API of this package."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 
 def is_dry_run() -> bool:
-    """Whether tensors are without numbers, as while a model is traced: torch would give up compiling for good."""
+    """Return whether tensors are fake, as during a trace: torch would stop compiling the function for good."""
     return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
 
 
 def mode_options(mode: str | None) -> dict[str, Any]:
-    """What a ``mode`` of ``torch.compile`` is in options of inductor, which takes one or the other."""
+    """Return the inductor options of a ``mode``: ``torch.compile`` takes a mode or options, not both."""
     if not mode:
         return {}
     from torch import _inductor  # noqa: PLC0415 - takes seconds

@@ -25,15 +25,14 @@ class CompilePrimitive(Primitive):
     Rewrite:
         sch["layers"].compile():      y = layer(x)     -->  y = torch.compile(layer)(x)
 
-    Modules of one class share what is compiled, where shapes, dtypes and settings are the same: identical layers are compiled
-    once. Parameters and their names stay. What is compiled is the forward itself: hooks, checkpoints and what else is around it
-    run outside, in whatever order these were put on. Of a module that has checkpointed ones in it, these run as they are:
-    compile them, too.
+    Modules of one class with equal shapes, dtypes and settings share compiled code, so identical layers are compiled once.
+    Parameters keep their names. The innermost forward is compiled: hooks, checkpoints and other wrappers run outside, in
+    whatever order they were applied. Checkpointed modules inside this one run uncompiled, unless they are compiled, too.
 
     Args:
-        **options: Those of ``torch.compile``: ``mode``, ``dynamic``, ``fullgraph``, ``backend``, ``options``. Dropout draws the
-            masks of the unmodified model for the same seed, but for another ``backend`` and ``options={"fallback_random":
-            False}``, by which inductor draws its own.
+        **options: Options of ``torch.compile``: ``mode``, ``dynamic``, ``fullgraph``, ``backend``, ``options``. Dropout draws
+            the masks of the unmodified model for the same seed, except with another ``backend``, or with
+            ``options={"fallback_random": False}``, for which inductor draws its own.
 
     Raises:
         ScheduleError: compiled already, no forward of its own, or options that ``torch.compile`` does not take.
@@ -60,7 +59,7 @@ class CompilePrimitive(Primitive):
                 raise _error(schedule, f"{name} is {value!r}; give {advice}")
         try:
             torch.compile(_nothing, **options)
-        except Exception as error:  # whatever torch raises on values it does not know
+        except Exception as error:  # torch raises several classes for unknown values
             what, _, _ = str(error).partition(", known options are")  # hundreds
             raise _error(schedule, f"torch.compile does not take these options: {what}") from error
 
@@ -83,11 +82,11 @@ _OPTIONS: dict[str, tuple[type, str]] = {
 
 
 def _nothing() -> None:
-    """Compiled by nobody; takes options."""
+    """Empty function by which ``torch.compile`` checks its options."""
 
 
 def _targets(schedule: Schedule) -> list[tuple[str, nn.Module]]:
-    """This module, or those of a list."""
+    """Return this module, or the members of a module list, each once, with their paths."""
     mod = schedule.mod
     if isinstance(mod, (nn.ModuleList, nn.ModuleDict)) and type(mod).forward is nn.Module.forward:
         found = {id(child.mod): (child.path, child.mod) for child in schedule.child.values()}
@@ -96,11 +95,11 @@ def _targets(schedule: Schedule) -> list[tuple[str, nn.Module]]:
 
 
 class Compiled:
-    """A forward wrapper: what it wraps is compiled once for all modules of a class.
+    """Forward wrapper that compiles the innermost forward, once for all modules of a class.
 
     Args:
-        options: Of ``torch.compile``.
-        between: How many wrappers there are between this one and the forward; they run as they are.
+        options: Options of ``torch.compile``.
+        between: Number of wrappers between this one and the forward; they run uncompiled.
     """
 
     def __init__(self, options: dict[str, Any], between: int) -> None:
@@ -111,12 +110,12 @@ class Compiled:
 
     def __call__(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the compiled forward."""
-        if torch.compiler.is_compiling() or is_dry_run():  # what is around is compiled, too
+        if torch.compiler.is_compiling() or is_dry_run():  # an outer module is compiled with this one in it
             return call(*args, **kwargs)
         return self._inside(call, self._between)(*args, **kwargs)
 
     def _inside(self, call: Any, wrappers: int) -> Callable[..., Any]:
-        """The call with its innermost forward compiled."""
+        """Return the call with its innermost forward compiled."""
         if wrappers:
             return partial(call.func, self._inside(call.args[0], wrappers - 1))
         if isinstance(call, types.MethodType) and isinstance(call.__self__, TracedModule):
@@ -126,7 +125,7 @@ class Compiled:
         return self._of(call)
 
     def _traced(self, module: TracedModule, *args: Any, **kwargs: Any) -> Any:
-        """Run a traced module: what checks its inputs as it is, its graph compiled."""
+        """Run a traced module: its input check uncompiled, its graph compiled."""
         module.__dict__["through"] = self._of
         try:
             return TracedModule.forward(module, *args, **kwargs)
@@ -134,14 +133,14 @@ class Compiled:
             del module.__dict__["through"]
 
     def _of(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        made = _made.setdefault(self, {})
+        made = _compiled_functions.setdefault(self, {})
         if function not in made:
             made[function] = torch.compile(function, **self._options)
         return made[function]
 
 
-# beside the wrappers: these are part of a model, whose state a run must not change
-_made: WeakKeyDictionary[Compiled, dict[Any, Callable[..., Any]]] = WeakKeyDictionary()
+# outside the wrappers, which are part of the model: a run must not change the model's state
+_compiled_functions: WeakKeyDictionary[Compiled, dict[Any, Callable[..., Any]]] = WeakKeyDictionary()
 
 
 def _error(schedule: Schedule, message: str) -> ScheduleError:

@@ -1,4 +1,4 @@
-"""Compilers, which make one function of a region of a model."""
+"""Compilers for ``fuse``: each makes one function of a region of a model."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from torch.nn import functional as F
 from slapo_core import Entry, Schedule, ScheduleError, UnknownNameError, failure_reason
 from slapo_tracing.nodes import is_opaque
 
-from .cpu_operators.dropout import Draw, Dropout, dropout, fast_dropout
+from .cpu_operators.dropout import Dropout, DropoutFunction, dropout, fast_dropout
 from .cpu_operators.gelu import Gelu, gelu, options_for
 from .cpu_operators.layer_norms import LayerNorm, call_norm, layer_norm
 
 LAYER = "slapo_layer"
 """Key in the ``meta`` of a node that calls a layer: the layer's path and class."""
 SAME_DRAWS = {"fallback_random": True}
-"""An option of inductor, whose own numbers are others than torch's."""
+"""Options of inductor for random numbers as eager torch draws them."""
 
 
 class Compiler(Protocol):
     """Compiler that a plugin registers by ``slapo_compilers``."""
 
     def __call__(self, region: fx.GraphModule) -> Callable[..., Any]:
-        """A function that computes what the region does, gradients included, from the same positional arguments.
+        """Return a function with the positional arguments, results and gradients of the region.
 
         Args:
-            region: Without parameters. A layer of the model is one of its arguments, and called in it: the compiled function
-                gets the layer as it is at that time.
+            region: The region, without parameters. A layer of the model is an argument that the region calls: the compiled
+                function gets the layer at the time of the call.
 
         Raises:
             ScheduleError: this region cannot be compiled.
@@ -40,20 +40,20 @@ class Compiler(Protocol):
 
 
 def inductor(region: fx.GraphModule) -> Callable[..., Any]:
-    """``torch.compile`` of the region: compiled at its first call, and again for shapes or dtypes it has not seen.
+    """Compile the region by ``torch.compile``, at its first call and again for new shapes or dtypes.
 
-    What it draws, as dropout does, is what the unmodified model draws from the same random state. On a CPU a layer norm is
-    torch's own, and a GELU makes its derivative with its value.
+    Dropout draws the masks of the unmodified model from the same random state. On a CPU a layer norm is torch's own kernel, and
+    a GELU computes its derivative in the forward.
     """
-    return _compiled(with_parts_apart(region))
+    return _compiled(with_cpu_operators(region))
 
 
 def inductor_fast_dropout(region: fx.GraphModule) -> Callable[..., Any]:
-    """Compile as ``inductor``, but draw other masks on a CPU, where drawing the unmodified model's takes half of the time.
+    """Compile as ``inductor``, with other dropout masks on a CPU; drawing the unmodified model's takes half of the time there.
 
-    They are equal in distribution, of the same generator, and the same again for the same seed.
+    The masks have the same distribution, come from the same generator, and repeat for the same seed.
     """
-    return _compiled(with_parts_apart(region, fast_dropout))
+    return _compiled(with_cpu_operators(region, fast_dropout))
 
 
 def _compiled(region: fx.GraphModule) -> Callable[..., Any]:
@@ -61,31 +61,31 @@ def _compiled(region: fx.GraphModule) -> Callable[..., Any]:
     return compiled
 
 
-def with_parts_apart(region: fx.GraphModule, draw: Draw = dropout) -> fx.GraphModule:
-    """A region with the draws of dropouts, layer norms and GELUs as a CPU is faster at them. Its modules are the same."""
+def with_cpu_operators(region: fx.GraphModule, draw: DropoutFunction = dropout) -> fx.GraphModule:
+    """Return a copy of the region with operators for dropout, layer norm and GELU that are faster on a CPU."""
     graph = copy.deepcopy(region.graph)
     called = {str(node.target): region.get_submodule(str(node.target)) for node in graph.find_nodes(op="call_module")}
-    parts = {path: _apart(part, draw) for path, part in called.items()}
-    instead = {F.dropout: draw, F.layer_norm: layer_norm, F.gelu: gelu, call_layer: call_norm}
+    parts = {path: _cpu_operator(part, draw) for path, part in called.items()}
+    replacements = {F.dropout: draw, F.layer_norm: layer_norm, F.gelu: gelu, call_layer: call_norm}
     for node in graph.nodes:
         if node.op == "call_function":
-            node.target = instead.get(node.target, node.target)
+            node.target = replacements.get(node.target, node.target)
     return fx.GraphModule(parts, graph, "Region")
 
 
-def _apart(part: nn.Module, draw: Draw) -> nn.Module:
+def _cpu_operator(part: nn.Module, draw: DropoutFunction) -> nn.Module:
     if isinstance(part, fx.GraphModule):
-        return with_parts_apart(part, draw)
+        return with_cpu_operators(part, draw)
     if type(part) is nn.Dropout:
         return Dropout(part, draw)
     return LayerNorm(part) if type(part) is nn.LayerNorm else Gelu(part) if type(part) is nn.GELU else part
 
 
 def torchscript(region: fx.GraphModule) -> Callable[..., Any]:
-    """``torch.jit.script`` of the region, which takes operations on tensors alone.
+    """Compile the region by ``torch.jit.script``, which takes operations on tensors only.
 
     Raises:
-        ScheduleError: the region calls a layer that holds weights, or an operation TorchScript does not know.
+        ScheduleError: the region calls a layer with weights, or an operation that TorchScript does not know.
     """
     if layers := [_layer_of(node) for node in region.graph.nodes if node.target is call_layer]:
         raise ScheduleError(
@@ -95,18 +95,18 @@ def torchscript(region: fx.GraphModule) -> Callable[..., Any]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch advises torch.compile, which is the default here
             return torch.jit.script(region)
-    except Exception as error:  # whatever its compiler raises
+    except Exception as error:  # its compiler may raise anything
         raise ScheduleError(f"TorchScript cannot compile the subgraph: {failure_reason(error)}; use 'inductor'") from error
 
 
 def one_matmul(region: fx.GraphModule) -> Callable[..., Any]:
-    """Linear layers side by side, of one input, as one product with their weights behind one another.
+    """Run Linear layers of one input as one matrix product with their concatenated weights.
 
-    Weights stay those of the layers, and are put together at each call: a copy of them, for fewer and larger products. Where a
-    layer has been sharded, hooked or wrapped since, or has a bias where another has none, each runs by itself.
+    The weights stay in the layers and are concatenated at each call: one copy, for fewer and larger products. The layers run
+    one by one if one was sharded, hooked or wrapped later, or if only some have a bias.
 
     Raises:
-        ScheduleError: the region is something else.
+        ScheduleError: the region is not a group of such layers.
     """
     calls: list[Any] = [node for node in region.graph.nodes if node.op not in ("placeholder", "output")]
     results: Any = region.graph.output_node().args[0]
@@ -126,7 +126,10 @@ def one_matmul(region: fx.GraphModule) -> Callable[..., Any]:
 
 
 def _layer_of(node: fx.Node) -> tuple[str, type]:
-    """Path and class of the layer that a node calls; what was pickled since has forgotten both, and was compiled before."""
+    """Return path and class of the layer that a node calls.
+
+    A pickled graph loses both; it was checked before it was pickled, so the default only has to pass.
+    """
     found: tuple[str, type] = node.meta.get(LAYER, (str(node.args[0]), nn.Linear))
     return found
 
@@ -141,23 +144,23 @@ def _side_by_side(x: torch.Tensor, layers: list[Any]) -> Sequence[torch.Tensor]:
 
 
 def eager(region: fx.GraphModule) -> Callable[..., Any]:
-    """The region as it is."""
+    """Return the region uncompiled."""
     return region
 
 
 def call_layer(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A layer called as it is now, with its hooks."""
+    """Call a layer with its present weights and hooks."""
     return layer(*args, **kwargs)
 
 
 def compiler_of(schedule: Schedule, name: object) -> Compiler:
-    """The compiler of this name, imported now. Where there is none, the case of letters does not count: ``"TorchScript"``.
+    """Import and return the compiler of this name. Without an exact match the case of letters is ignored: ``"TorchScript"``.
 
     Raises:
         ScheduleError: no plugin registers it.
         PluginError: a plugin's hook fails, two register one name, or it cannot be imported.
     """
-    found = schedule.registry.provided("slapo_compilers", "compiler")
+    found = schedule.registry.entries_of_hook("slapo_compilers", "compiler")
     lowered = str(name).lower()
     known = [each for each in found if each == name] or [each for each in found if each.lower() == lowered]
     if not isinstance(name, str) or len(known) != 1:

@@ -1,4 +1,4 @@
-"""``sch.decompose()``: a layer's bias, or the parts of a fused projection, as operations of their own."""
+"""``sch.decompose()``: a layer's bias, or the parts of a fused projection, as separate operations."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from torch.nn import functional as F
 
 from slapo_core import Primitive, Schedule, ScheduleError
 from slapo_tracing.nodes import is_opaque
-from slapo_tracing.recording import carry_around
+from slapo_tracing.recording import share_hooks
 
 
 class DecomposePrimitive(Primitive):
-    """Add the bias of this Linear, Conv1d, Conv2d, or Conv1D of Transformers, apart; or take a fused projection apart.
+    """Separate the bias addition of a Linear, Conv1d, Conv2d or Transformers' Conv1D; or split a fused projection.
 
     Rewrite:
         sch["fc1"].decompose():              y = addmm(bias, x, weight)   -->  y = x @ weight + bias
         sch["c_attn"].decompose(parts=3):    y = linear(x)                -->  y = cat(q(x), k(x), v(x))
 
-    Weight and bias are the same parameters under the same names; the sum is rounded once more in low precision. A trace that
-    goes into the layer has the sum, or each part's product, as a node: ``sch.fuse`` takes it together with what follows.
-    Projections of one input are put together by ``sch.fuse(match, compiler="one_matmul")``.
+    Weight and bias are the same parameters under the same names; in low precision the sum is rounded once more. A trace into
+    the layer has the sum, or each part's product, as a node, which ``sch.fuse`` can fuse with the operations that follow.
+    ``sch.fuse(match, compiler="one_matmul")`` joins projections of one input.
 
     Args:
-        parts: Of a fused projection, a Linear or Transformers' Conv1D: into how many equal parts of its outputs, 3 for queries,
-            keys and values, 2 for gate and up; or the sizes of these. None: the bias apart.
+        parts: For a fused projection, a Linear or Transformers' Conv1D: number of equal parts of its outputs, 3 for queries,
+            keys and values, 2 for gate and up; or the sizes of the parts. None separates the bias.
 
     Raises:
-        ScheduleError: another layer, one without bias, padded otherwise than with zeros, with a forward of its own or a
-            wrapped one; parts that do not make up the outputs, or of a layer that is sharded or hooked.
+        ScheduleError: another layer; one without a bias, with padding other than zeros, or with an own or wrapped forward;
+            parts that do not sum to the outputs; parts of a layer that is sharded or hooked.
     """
 
     name = "decompose"
@@ -65,55 +65,55 @@ class DecomposePrimitive(Primitive):
             {name: value.copy() if isinstance(value, dict) else value for name, value in vars(schedule.mod).items()}
         )
         vars(new).pop("forward", None)
-        carry_around(schedule.mod, new)
+        share_hooks(schedule.mod, new)
         if parts is not None:
             new.parts = _sizes(schedule, parts)
         schedule.replace_module(new)
 
 
 class LinearWithSeparateBias(nn.Linear):
-    """A Linear: ``(..., in_features)`` to ``(..., out_features)``."""
+    """``nn.Linear`` with a separate bias addition: ``(..., in_features)`` to ``(..., out_features)``."""
 
     _slapo_layer_class = nn.Linear
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """``input @ weight.T + bias``, in two operations."""
+        """Return ``input @ weight.T + bias``, in two operations."""
         return F.linear(input, self.weight) + self.bias
 
 
 class Conv1dWithSeparateBias(nn.Conv1d):
-    """A Conv1d: ``(N, C, L)`` or ``(C, L)``."""
+    """``nn.Conv1d`` with a separate bias addition, on ``(N, C, L)`` or ``(C, L)``."""
 
     _slapo_layer_class = nn.Conv1d
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The convolution, then the bias."""
+        """Return the convolution plus the bias, in two operations."""
         assert self.bias is not None
         found = F.conv1d(input, self.weight, None, self.stride, self.padding, self.dilation, self.groups)
         return found + self.bias.unsqueeze(-1)
 
 
 class Conv2dWithSeparateBias(nn.Conv2d):
-    """A Conv2d: ``(N, C, H, W)`` or ``(C, H, W)``."""
+    """``nn.Conv2d`` with a separate bias addition, on ``(N, C, H, W)`` or ``(C, H, W)``."""
 
     _slapo_layer_class = nn.Conv2d
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The convolution, then the bias."""
+        """Return the convolution plus the bias, in two operations."""
         assert self.bias is not None
         found = F.conv2d(input, self.weight, None, self.stride, self.padding, self.dilation, self.groups)
         return found + self.bias.view(-1, 1, 1)
 
 
 class _Transposed:
-    """The Conv1D of Transformers, whose weight is ``(in, out)``, in two operations."""
+    """Transformers' Conv1D, whose weight is ``(in, out)``, with a separate bias addition."""
 
     _slapo_layer_class: type[nn.Module]
     weight: torch.Tensor
     bias: torch.Tensor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x @ weight + bias``, in two operations."""
+        """Return ``x @ weight + bias``, in two operations."""
         return torch.matmul(x, self.weight) + self.bias
 
 
@@ -132,10 +132,10 @@ def _class_for(module: nn.Module) -> type[nn.Module] | None:
 
 
 class _InParts:
-    """A projection as several, one behind the other along its outputs.
+    """Mixin of a projection that computes contiguous parts of its outputs separately.
 
     Attributes:
-        parts: How many outputs each has.
+        parts: Number of outputs of each part.
     """
 
     parts: tuple[int, ...]
@@ -144,7 +144,7 @@ class _InParts:
     outputs_first: bool
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Each part's product, put together."""
+        """Return the concatenated products of the parts."""
         weight = self.weight if self.outputs_first else self.weight.T
         if weight.shape[0] != sum(self.parts):
             raise ScheduleError(
@@ -174,7 +174,7 @@ def _class_in_parts(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _sizes(schedule: Schedule, parts: int | Sequence[int]) -> tuple[int, ...]:
-    """The outputs of each part."""
+    """Return the number of outputs of each part."""
     module: Any = schedule.mod
     cls = type(module)
     if cls is not nn.Linear and not _is_transposed(cls):

@@ -1,4 +1,4 @@
-"""``sch.fuse(subgraph)``: operations of a traced module as one call."""
+"""``sch.fuse(subgraph)``: operations of a traced module as one, compiled call."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ class FusePrimitive(Primitive):
         sch.fuse(match):      y = gelu(x + bias)      -->  y = fused(x, bias)
         sch.fuse(match):      q, k = wq(x), wk(x)     -->  q, k = fused(x, wq, wk)
 
-    Layers with weights stay where they are and keep their names; the fused call gets them as arguments. Their values, replaced
-    layers and hooks put on them later are those of the time of the call; with a hook the region runs uncompiled.
+    Layers with weights stay in place under their names, and the fused call gets them as arguments. Later changes of weights,
+    replaced layers and hooks take effect; with a hook the region runs uncompiled.
 
     Args:
-        subgraph: One match, or a list of matches, of ``sch.find``, or what that takes: one operation behind the other or
-            several side by side. Equal matches share what is compiled.
+        subgraph: One match or a list of matches of ``sch.find``, or an argument of it: a chain of operations, or several side
+            by side. Equal matches share compiled code.
         compiler: ``"inductor"``: ``torch.compile``, with the dropout masks of the unmodified model.
-            ``"inductor_fast_dropout"``: the same with masks that are equal in distribution alone.
-            ``"torchscript"``, also ``"TorchScript"``: ``torch.jit.script``. ``"one_matmul"``: Linear layers of one input, as
-            one product with all their weights. None: nothing is compiled, and a chain of modules without weights is an
-            ``nn.Sequential``. Others come from plugins, by ``slapo_compilers``.
-        name: Of the new submodules, ``fused`` by default; one that is taken gets a number.
+            ``"inductor_fast_dropout"``: the same with masks of equal distribution. ``"torchscript"``, also
+            ``"TorchScript"``: ``torch.jit.script``. ``"one_matmul"``: Linear layers of one input as one matrix product. None:
+            no compilation; a chain of modules without weights becomes an ``nn.Sequential``. Plugins add others by
+            ``slapo_compilers``.
+        name: Name of the new submodules, ``fused`` by default; a name in use gets a number.
 
     Raises:
-        ScheduleError: no match, one that is gone or cannot be one call, that calls a layer which is sharded, hooked or wrapped,
-            an unknown compiler, or one that cannot compile it.
+        ScheduleError: no match; a match that is gone, cannot be one call, or calls a layer that is sharded, hooked or wrapped;
+            an unknown compiler, or one that cannot compile the subgraph.
     """
 
     name = "fuse"
@@ -58,11 +58,11 @@ class FusePrimitive(Primitive):
             _check_layers(schedule, traced, match)
             graph_edit.check_replace(schedule, match, lambda *inputs: inputs)
             prepared.append((match, *_region(traced, match)))
-        _check_apart(schedule, [match for match, _, _ in prepared])
+        _check_disjoint(schedule, [match for match, _, _ in prepared])
         functions: dict[Any, RegionFunction] = {}
         steps = []
         for match, region, layers in prepared:
-            function = functions.setdefault(_same(region), RegionFunction(make, region))
+            function = functions.setdefault(_region_key(region), RegionFunction(make, region))
             try:
                 function.make()
             except ScheduleError as error:
@@ -71,10 +71,12 @@ class FusePrimitive(Primitive):
         return steps
 
     @staticmethod
-    def apply(schedule: Schedule, subgraph: Any, compiler: str | None = "inductor", name: str | None = None) -> None:
+    def apply(
+        schedule: Schedule, subgraph: Any, compiler: str | None = "inductor", name: str | None = None, *, checked: list[Any]
+    ) -> None:
         make = eager if compiler is None else compiler_of(schedule, compiler)
-        remake = partial(_remade, make, compiler)
-        for match, fused, layers in schedule.checked:
+        remake = partial(_module_for_call, make, compiler)
+        for match, fused, layers in checked:
             graph_edit.replace_subgraph(schedule, match, fused, name or "fused", layers=layers, remake=remake)
 
 
@@ -82,40 +84,40 @@ def _module(region: fx.GraphModule, function: RegionFunction, compiler: str | No
     return (_chain(region) if compiler is None else None) or Fused(region, function)
 
 
-def _remade(make: Compiler, compiler: str | None, traced: fx.GraphModule, part: Any) -> nn.Module:
-    """The module for the same operations in the graph of another call, whose constants may be other ones."""
+def _module_for_call(make: Compiler, compiler: str | None, traced: fx.GraphModule, part: Any) -> nn.Module:
+    """Return the fused module for the same operations in the graph of another call, which may have other constants."""
     region, _ = _region(traced, part)
     return _module(region, RegionFunction(make, region), compiler)
 
 
 class RegionFunction:
-    """A compiled region, which copies of it compile anew.
+    """A region and its compiler; copies of it compile anew.
 
     Args:
-        compiler: What compiles it.
-        region: What it computes.
+        compiler: The compiler.
+        region: The region.
     """
 
     def __init__(self, compiler: Compiler, region: fx.GraphModule) -> None:
         self._compiler, self.region = compiler, region
 
     def make(self) -> Callable[..., Any]:
-        """The compiled function."""
-        if self not in _made:
-            _made[self] = self._compiler(self.region)
-        return _made[self]
+        """Return the compiled function, compiling it on the first call."""
+        if self not in _compiled_functions:
+            _compiled_functions[self] = self._compiler(self.region)
+        return _compiled_functions[self]
 
 
-# beside them, as they are part of a model, whose state a run must not change
-_made: WeakKeyDictionary[RegionFunction, Callable[..., Any]] = WeakKeyDictionary()
+# outside the objects, which are part of the model: a run must not change the model's state
+_compiled_functions: WeakKeyDictionary[RegionFunction, Callable[..., Any]] = WeakKeyDictionary()
 
 
 class Fused(nn.Module):
     """One call for a region of a traced module.
 
     Args:
-        region: What it computes, without weights; a traced module of its own, which nobody finds.
-        function: The same, compiled.
+        region: The region, without weights. It is no child, so no search finds it as a traced module.
+        function: The region with its compiler.
     """
 
     def __init__(self, region: fx.GraphModule, function: RegionFunction) -> None:
@@ -125,13 +127,13 @@ class Fused(nn.Module):
             self.add_module(name, child)
 
     def forward(self, *args: Any) -> Any:
-        """Run the region; uncompiled where a layer of it was hooked, wrapped or sharded since."""
+        """Run the region, uncompiled if one of its layers was hooked, wrapped or sharded later."""
         called = [each for each in (*args, *self.children()) if isinstance(each, nn.Module)]
         is_as_compiled = torch.compiler.is_compiling() or not any(map(is_opaque, called))
         return (self._function.make() if is_as_compiled and not is_dry_run() else self._function.region)(*args)
 
 
-def _check_apart(schedule: Schedule, matches: Sequence[Any]) -> None:
+def _check_disjoint(schedule: Schedule, matches: Sequence[Any]) -> None:
     seen: set[fx.Node] = set()
     for match in matches:
         nodes = {node for _, node in match}
@@ -149,7 +151,7 @@ def _check_layers(schedule: Schedule, traced: fx.GraphModule, match: Any) -> Non
 
 
 def _region(traced: fx.GraphModule, match: Any) -> tuple[fx.GraphModule, list[str]]:
-    """The nodes as a module without weights, and the paths of the layers it takes as further arguments."""
+    """Return the nodes as a module without weights, and the paths of the layers that it takes as further arguments."""
     nodes = match.nodes if isinstance(match, Subgraph) else resolve_nodes(traced, match)
     paths = [str(node.target) for node in nodes if node.op == "call_module"]
     weighted = [path for path in dict.fromkeys(paths) if traced.get_submodule(path).state_dict()]
@@ -173,10 +175,10 @@ def _region(traced: fx.GraphModule, match: Any) -> tuple[fx.GraphModule, list[st
         called.meta.update(node.meta, **{LAYER: (path, type(traced.get_submodule(path)))})
         node.replace_all_uses_with(called)
         graph.erase_node(node)
-    return fx.GraphModule(body, graph, "Region"), layers  # with those modules that the graph still calls
+    return fx.GraphModule(body, graph, "Region"), layers  # the new module keeps only children that the graph still calls
 
 
-def _same(region: fx.GraphModule) -> Any:
+def _region_key(region: fx.GraphModule) -> Any:
     """Return a key that equal regions share; a region with modules, whose settings may differ, has a key of its own."""
     if list(region.children()):
         return id(region)
@@ -191,7 +193,7 @@ def _same(region: fx.GraphModule) -> Any:
 
 
 def _chain(region: fx.GraphModule) -> nn.Sequential | None:
-    """A chain of modules as a ``Sequential``; None where the region is more than that."""
+    """Return a chain of modules as a ``Sequential``, or None if the region is not a chain."""
     nodes = [node for node in region.graph.nodes if node.op not in ("placeholder", "output")]
     previous, *others = region.graph.find_nodes(op="placeholder")
     for node in nodes:

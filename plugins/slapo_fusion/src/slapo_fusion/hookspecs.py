@@ -1,4 +1,4 @@
-"""The hook this plugin adds for others."""
+"""Hook specification that slapo-fusion adds for other plugins."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 @hookspec
 def slapo_compilers() -> Mapping[str, Compiler | str]:  # type: ignore[empty-body]
-    """Compilers for ``fuse(compiler=...)``: a name to a function as ``slapo_fusion.compilers.Compiler`` describes it.
+    """Return compilers for ``fuse(compiler=...)``: name to a function like ``slapo_fusion.compilers.Compiler``.
 
-    For ``"module:NAME"`` the function is imported when a schedule first asks for it. If your plugin is of use without
-    ``slapo-fusion`` too, mark the hook ``@hookimpl(optionalhook=True)``.
+    A function given as ``"module:NAME"`` is imported on first use. If your plugin also works without ``slapo-fusion``, mark
+    the hook ``@hookimpl(optionalhook=True)``.
 
     Example:
         >>> @hookimpl

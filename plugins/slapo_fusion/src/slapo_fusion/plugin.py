@@ -1,4 +1,4 @@
-"""What slapo-fusion registers."""
+"""Hook implementations of slapo-fusion."""
 
 from __future__ import annotations
 

@@ -13,50 +13,49 @@ from slapo_tracing.editing import graph_edit, resolve_nodes
 from slapo_tracing.matching import matches_of
 from slapo_tracing.nodes import wrap_forward
 
-from .forward_wrappers.recomputation import Checkpointed, is_checkpointed
-from .module_lists import listed_in
-from .selective_checkpoint.budget import parse, plans
+from .forward_wrappers.recomputation import CheckpointWrapper, is_checkpointed
+from .module_lists import modules_of_list
+from .selective_checkpoint.budget import call_policies, parse_budget
 from .selective_checkpoint.policies import contexts_of
 
 
 class CheckpointPrimitive(Primitive):
-    """Keep only the inputs of this module, or of a subgraph in it, for the backward pass, and run it again there.
+    """Save only the inputs of this module, or of a subgraph in it, and recompute the forward in the backward pass.
 
     Rewrite:
         sch["mlp"].checkpoint():      y = mlp(x)     -->  y = checkpoint(mlp, x)
         sch.checkpoint(match):        y = a(b(x))    -->  y = checkpoint(a . b, x)
 
-    Random states, the tracked ones included, and autocast are as in the forward. So are buffers and attributes of the
-    module and those below, with lists, dicts and sets in them: what a forward counts there, it counts once, and random
-    generators there, or among the arguments, draw the same. State it keeps elsewhere, in an object of another kind or a
-    global, advances again in the recompute; where that changes the result, the first backward raises. A forward that writes
-    to an argument in place is refused when it runs. Hooks of the module stay outside, so collectives that ``sync`` puts on
-    it run once. Without gradients the forward just runs.
+    The recomputation restores random states, including the tracked ones, and autocast. It also restores buffers and attributes
+    of the module and its submodules, with the lists, dicts and sets in them: a counter advances once, and random generators
+    found there or among the arguments draw the same numbers. State elsewhere, in other objects or globals, advances again; if
+    that changes the result, the first backward raises. A forward that writes to an argument in place is refused when it runs.
+    Hooks of the module stay outside, so collectives of ``sync`` run once. Without gradients the wrapper has no effect.
 
-    A subgraph runs where its last operation was. Dropouts between its operations then draw before those in it: their masks
-    are other ones than the unmodified model's for the same seed, as random and as independent.
+    A subgraph runs at the position of its last operation. Dropouts between its operations then draw before those inside it,
+    so their masks differ from the unmodified model's for the same seed.
 
     Args:
-        subgraph: One match, or a list of matches, of ``sch.find``, or what that takes. Each becomes a submodule
-            ``checkpointed``; modules in it must have no weights, as these would change their names.
-        policy: What is kept all the same. None: nothing. ``"matmuls"``: the results of products of matrices, convolutions and
-            ``scaled_dot_product_attention``, so that the cheap rest is recomputed. Operators, one
-            or a list, as ``torch.ops.aten.mm``, of all overloads or one, or by name, ``"aten.mm"``, which a schedule that is
-            to be saved needs. Or a function as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes it.
-        ratio: On a list of modules or an ``nn.Sequential``: the share of them that is checkpointed, spread evenly over the
-            list; all of a list by default.
-        budget: Bytes that each checkpointed module, on a list each of its modules, may keep per call: ``2147483648``,
-            ``"2GiB"``, or a share from 0.0, its inputs alone, to 1.0, as much as without a checkpoint. The example inputs are
-            run on fake tensors, in train mode, and those operators' outputs are kept that cost most to compute again. They
-            are known by which call of their kind they are, so that for other shapes the same are kept, and bytes grow with
-            the shapes; a forward that takes another way keeps what has the same numbers there.
-        order_args_fn: ``order_args_fn(*args, **kwargs)`` gives the arguments of each call by position. Keyword arguments are
-            recomputed as they are, so that none is needed for these. Give an importable function to save the schedule.
+        subgraph: One match or a list of matches of ``sch.find``, or an argument of it. Each becomes a submodule
+            ``checkpointed``; modules in it must have no weights, whose names would change.
+        policy: The outputs to keep. None: none. ``"matmuls"``: outputs of matrix products, convolutions and
+            ``scaled_dot_product_attention``, so that only cheap operators are recomputed. Operators, one or a list, such as
+            ``torch.ops.aten.mm``, with all overloads or one; or their names, ``"aten.mm"``, if the schedule is to be saved.
+            Or a policy function of ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
+        ratio: On a module list or an ``nn.Sequential``: the share of members that is checkpointed, spread evenly; all members
+            of a list by default.
+        budget: Bytes that each checkpointed module (on a list, each member) may keep per call: ``2147483648``, ``"2GiB"``, or
+            a share from 0.0, the inputs alone, to 1.0, as much as without a checkpoint. The model runs once on fake example
+            inputs in train mode, and the operators with the most expensive outputs are kept. They are identified by the index
+            of their call, so other shapes keep the same outputs with other bytes; a forward that takes another branch keeps
+            the outputs with the same indices.
+        order_args_fn: ``order_args_fn(*args, **kwargs)`` returns the positional arguments of each call. Keyword arguments work
+            without it. Give an importable function if the schedule is to be saved.
 
     Raises:
         ScheduleError: already checkpointed, or a container that has no forward; a subgraph that holds weights, is gone, or
-            cannot be one call; an unknown policy; a ratio outside of 0 to 1, of nothing, or of what is no list; a budget less
-            than a module's inputs, beside a policy, or without example inputs.
+            cannot be one call; an unknown policy; a ratio outside 0 to 1, of no member, or on a module that is no list; a
+            budget below a module's inputs, together with a policy, or without example inputs.
     """
 
     name = "checkpoint"
@@ -72,10 +71,10 @@ class CheckpointPrimitive(Primitive):
         budget: Any = None,
         order_args_fn: Callable[..., Sequence[Any]] | None = None,
     ) -> list[Any]:
-        """The modules, each with its policy, or the matches."""
+        """Return the modules with their policies, or the matches."""
         try:
             contexts_of(policy)
-            allowed = None if budget is None else parse(budget)
+            allowed = None if budget is None else parse_budget(budget)
         except ValueError as error:
             raise _error(schedule, str(error)) from error
         if order_args_fn is not None and not callable(order_args_fn):
@@ -86,12 +85,14 @@ class CheckpointPrimitive(Primitive):
             chosen = _chosen(schedule, ratio)
             for each in chosen:
                 _check_module(each)
-            policies = [policy] * len(chosen) if allowed is None else plans(schedule, chosen, allowed)
+            policies = [policy] * len(chosen) if allowed is None else call_policies(schedule, chosen, allowed)
             return [*zip(chosen, policies, strict=True)]
         for name, option in (("a ratio", ratio), ("a budget", budget), ("order_args_fn", order_args_fn)):
             if option is not None:
                 raise _error(schedule, f"{name} is of modules; leave it out beside a subgraph")
-        matches = [list(match) for match in matches_of(schedule, subgraph, "checkpoint")]  # the inputs are the body's
+        matches = [
+            list(match) for match in matches_of(schedule, subgraph, "checkpoint")
+        ]  # the inputs of a match are not part of it
         for match in matches:
             _check_subgraph(schedule, match)
         return matches
@@ -105,14 +106,15 @@ class CheckpointPrimitive(Primitive):
         ratio: float | None = None,
         budget: Any = None,
         order_args_fn: Callable[..., Sequence[Any]] | None = None,
+        checked: list[Any],
     ) -> None:
-        for chosen, kept in schedule.checked if subgraph is None else ():
+        for chosen, kept in checked if subgraph is None else ():
             schedule.touch(chosen.mod)
-            wrap_forward(chosen.mod, Checkpointed(kept, chosen.path))
+            wrap_forward(chosen.mod, CheckpointWrapper(kept, chosen.path))
             if order_args_fn is not None:
                 wrap_forward(chosen.mod, partial(_by_position, order_args_fn))
-        remake = partial(_body, Checkpointed(policy, schedule.path))
-        for match in () if subgraph is None else schedule.checked:
+        remake = partial(_body, CheckpointWrapper(policy, schedule.path))
+        for match in () if subgraph is None else checked:
             body = remake(graph_edit.traced_module_of(schedule, match), match)
             graph_edit.replace_subgraph(schedule, match, body, name="checkpointed", remake=remake)
 
@@ -121,16 +123,16 @@ def _by_position(order: Callable[..., Sequence[Any]], call: Callable[..., Any], 
     return call(*order(*args, **kwargs))
 
 
-def _body(wrapper: Checkpointed, traced: fx.GraphModule, nodes: Any) -> nn.Module:
-    """The nodes as a checkpointed module."""
+def _body(wrapper: CheckpointWrapper, traced: fx.GraphModule, nodes: Any) -> nn.Module:
+    """Return the nodes as a checkpointed module."""
     body = graph_edit.extract(traced, nodes)
     wrap_forward(body, wrapper)
     return body
 
 
 def _chosen(schedule: Schedule, ratio: float | None) -> list[Schedule]:
-    """This module; of a list the share of its modules, spread evenly."""
-    children = listed_in(schedule, opens_sequential=ratio is not None)
+    """Return this module, or the share of a list's members, spread evenly."""
+    children = modules_of_list(schedule, opens_sequential=ratio is not None)
     if children is None:
         if ratio is not None:
             raise _error(schedule, f"a ratio is of a list of modules, and this is a {type(schedule.mod).__name__}")

@@ -1,4 +1,4 @@
-"""Primitives that a list of modules takes for each module in it."""
+"""Members of a module list, to which a primitive of the list applies."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import nn
 from slapo_core import Schedule
 
 
-def listed_in(schedule: Schedule, opens_sequential: bool = False) -> list[Schedule] | None:
-    """The modules of a list without a forward of its own, each once; None where the module is something else.
+def modules_of_list(schedule: Schedule, opens_sequential: bool = False) -> list[Schedule] | None:
+    """Return the members of a module list without a forward of its own, each once; None for any other module.
 
     Args:
-        schedule: Of the list.
-        opens_sequential: Whether an ``nn.Sequential`` counts as a list, too.
+        schedule: Schedule of the module.
+        opens_sequential: Whether an ``nn.Sequential`` counts as a list.
     """
     mod = schedule.mod
     is_list = isinstance(mod, (nn.ModuleList, nn.ModuleDict)) and type(mod).forward is nn.Module.forward

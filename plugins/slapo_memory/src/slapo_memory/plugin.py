@@ -1,4 +1,4 @@
-"""What slapo-memory registers."""
+"""Hook implementations of slapo-memory."""
 
 from __future__ import annotations
 

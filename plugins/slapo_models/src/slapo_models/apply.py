@@ -12,8 +12,8 @@ from torch import nn
 
 from slapo_core import Registry, Schedule, ScheduleError, UnknownNameError, create_schedule, default_registry
 
-from .registration import REGISTERED, available
-from .shared_steps.configuration import CREATION
+from .registration import REGISTERED_SCHEDULES, schedule_names
+from .shared_steps.configuration import CREATE_SCHEDULE_OPTIONS
 from .shared_steps.precision import restored_on_error
 
 
@@ -50,18 +50,20 @@ def get_schedule(key: str) -> Callable[..., Schedule]:
 
 
 def _schedule_of(key: str, registry: Registry) -> Callable[..., Schedule]:
-    if key in REGISTERED:
-        return partial(_applied, key, REGISTERED[key].target, True)
+    if key in REGISTERED_SCHEDULES:
+        return partial(_apply_with_rollback, key, REGISTERED_SCHEDULES[key].target, True)
     try:
         function = registry.get("model", key)
     except UnknownNameError as error:
         failures = [record.failure for record in registry.records if record.failure]
-        raise UnknownNameError.of("schedule", key, available(registry), failures) from error
-    return partial(_applied, key, function, False)
+        raise UnknownNameError.of("schedule", key, schedule_names(registry), failures) from error
+    return partial(_apply_with_rollback, key, function, False)
 
 
-def _applied(key: str, function: Callable[..., Any], classic: bool, given: nn.Module | Schedule, /, **config: Any) -> Schedule:
-    """Run a function, and undo what it did where it fails.
+def _apply_with_rollback(
+    key: str, function: Callable[..., Any], classic: bool, given: nn.Module | Schedule, /, **config: Any
+) -> Schedule:
+    """Run a function, and undo its steps if it fails.
 
     Args:
         key: For errors.
@@ -94,9 +96,9 @@ def _checked(key: str, found: Any) -> Schedule:
 
 
 def _schedule_for(key: str, given: nn.Module | Schedule, config: Mapping[str, Any]) -> tuple[Schedule, dict[str, Any]]:
-    """The schedule, and what of the configuration does not go to ``create_schedule``."""
-    options = {name: value for name, value in config.items() if name not in CREATION}
-    creation = {name: value for name, value in config.items() if name in CREATION and value is not None}
+    """Return the schedule, and the rest of the configuration that is not for ``create_schedule``."""
+    options = {name: value for name, value in config.items() if name not in CREATE_SCHEDULE_OPTIONS}
+    creation = {name: value for name, value in config.items() if name in CREATE_SCHEDULE_OPTIONS and value is not None}
     if not isinstance(given, Schedule):
         schedule = create_schedule(given, **creation)
         if schedule.example_inputs is None and (inputs := _dummy_inputs(given, max(schedule.world_size, 1))) is not None:
@@ -111,7 +113,7 @@ def _schedule_for(key: str, given: nn.Module | Schedule, config: Mapping[str, An
 
 
 def _dummy_inputs(model: nn.Module, ranks: int) -> dict[str, torch.Tensor] | None:
-    """The inputs that Transformers tries a model with, longer by the number of ranks, so that these can divide a sequence."""
+    """Return Transformers' dummy inputs, made longer by the number of ranks so that the sequence can be divided."""
     inputs = getattr(model, "dummy_inputs", None)
     if not isinstance(inputs, dict):
         return None

@@ -31,8 +31,8 @@ def register(app: Any) -> None:
 
 
 def model_rows(registry: Registry) -> list[dict[str, str]]:
-    """Each schedule that can be imported."""
-    usable = registry.importable("model")
+    """Return a row for each schedule that can be imported."""
+    usable = registry.load_all("model")
     return [
         {
             "name": entry.name,
@@ -46,7 +46,7 @@ def model_rows(registry: Registry) -> list[dict[str, str]]:
 
 
 def table_of(rows: list[dict[str, str]]) -> str:
-    """The rows in columns."""
+    """Return the rows as a table."""
     columns = ("name", "summary", "distribution", "version")
     lines = [columns, *(tuple(row[column] for column in columns) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

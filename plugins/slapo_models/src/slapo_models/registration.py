@@ -1,4 +1,4 @@
-"""Schedules that are registered in this process, for notebooks and tests; plugins use the hook ``slapo_models``."""
+"""Registration of schedules in this process, for notebooks and tests; plugins use the hook ``slapo_models``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from slapo_core import Entry, Registry, ScheduleError, default_registry
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-REGISTERED: dict[str, Entry] = {}
-"""Key to what was registered in this process."""
+REGISTERED_SCHEDULES: dict[str, Entry] = {}
+"""Key to the function that was registered in this process."""
 
 
 def register_schedule(key: str | None = None) -> Callable[[Function], Function]:
@@ -34,21 +34,21 @@ def register_schedule(key: str | None = None) -> Callable[[Function], Function]:
     def register(function: Function) -> Function:
         entry = Entry("model", Path(inspect.getfile(function)).stem if key is None else key, function)
         entry.check(())
-        before = REGISTERED.get(entry.name)
+        before = REGISTERED_SCHEDULES.get(entry.name)
         others = [each for each in default_registry().entries("model") if each.name == entry.name]
         if before is not None and _import_path(before.target) != _import_path(function):
             others.append(before)
         if others:
             raise Entry.conflict([*others, entry])
-        REGISTERED[entry.name] = entry
+        REGISTERED_SCHEDULES[entry.name] = entry
         return function
 
     return register
 
 
-def available(registry: Registry) -> list[str]:
-    """All keys, those of this process among them."""
-    return sorted({*REGISTERED, *(entry.name for entry in registry.entries("model"))})
+def schedule_names(registry: Registry) -> list[str]:
+    """Return all keys, including those of this process."""
+    return sorted({*REGISTERED_SCHEDULES, *(entry.name for entry in registry.entries("model"))})
 
 
 def _import_path(function: Callable[..., Any]) -> str:

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: where to cut, and how a model comes apart there."""
+"""Pipeline parallelism: cuts of a model, the search for balanced ones, and the program of stages they make."""

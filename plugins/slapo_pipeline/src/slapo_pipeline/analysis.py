@@ -1,4 +1,4 @@
-"""Analysis of a partition: which stage runs what, what each takes and gives, and what crosses between them."""
+"""Analysis of a partition: the modules, inputs and outputs of each stage, and the values that cross between stages."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from torch import fx, nn
 
 from slapo_core import Boundary, BuildError, Program, Schedule, Stage, build_program
 
-from .partition.partitioned_module import PartitionedModule, StageArguments, is_read, stage_arguments
+from .partition.partitioned_module import PartitionedModule, StageArguments, is_used, stage_arguments
 
 __all__ = ["LiveValue", "PipelineAnalysis", "analyze_pipeline_module", "module_stages"]
 
 
 @dataclass(frozen=True)
 class LiveValue:
-    """One value that crosses between stages. In the forward it lives from the stage that makes it to the last that uses it.
+    """One value that crosses between stages. In the forward it lives from the stage that computes it to the last that uses it.
 
-    Where it ``requires_grad`` its gradient goes the same way back: from the last of ``used_by`` to ``made_by``, and each stage
-    of ``used_by`` adds its share.
+    If it requires a gradient, the gradient goes the same way back: from the last stage of ``used_by`` to ``made_by``, and each
+    stage of ``used_by`` adds its share.
 
     Args:
         name: Its name in the graphs of the stages.
-        shape: For inputs like those the program was made for, as all sizes here.
+        shape: Its shape for the inputs the program was made for, as for all sizes here.
         dtype: Its dtype.
         requires_grad: Whether a gradient flows back.
         made_by: The stage that computes it.
         passed_by: Stages that receive it only to send it on, ascending.
-        used_by: Stages that receive and read it, ascending; some of them send it on as well.
+        used_by: Stages that receive and read it, ascending; some of them also send it on.
     """
 
     name: str
@@ -59,13 +59,13 @@ class PipelineAnalysis:
 
     Args:
         stage_names: One per stage: ``"stage_0"``, ``"stage_1"``, …
-        received: Stage to the names of the values it gets from the stage before, in order.
+        received: Stage to the names of the values it receives from the previous stage, in order.
         batch_inputs: Stage to the names of the model's arguments it reads from the batch.
-        results: Stage to the names of what it gives; of the last stage the keys of the model's result, or its nodes' names.
-        values: Every value that crosses, in the order in which they are sent first.
-        forward: Stage to the values that are alive while it runs its forward: received, or made for a later stage.
-        backward: Stage to those whose gradients are alive while it runs its backward.
-        named: The same by the names that ``generate_pipeline_partition`` gives to the stages and their values.
+        results: Stage to the names of its results; for the last stage, the keys of the model's result or its nodes' names.
+        values: Every value that crosses, in the order in which they are first sent.
+        forward: Stage to the values that are alive during its forward: received, or computed for a later stage.
+        backward: Stage to the values whose gradients are alive during its backward.
+        named: The same with the names that ``generate_pipeline_partition`` gives to the stages and their values.
     """
 
     stage_names: tuple[str, ...]
@@ -87,21 +87,20 @@ class PipelineAnalysis:
         return {stage: (*names, *self.batch_inputs[stage]) for stage, names in self.received.items()}
 
     def bytes_sent(self, stage: int) -> int:
-        """Bytes that a stage sends to the next in one forward; its gradients come back in at most as many."""
+        """Return the bytes that a stage sends to the next in one forward; the gradients that return are at most as many."""
         return sum(value.nbytes for value in self.values if stage + 1 in value.received_by)
 
 
 def module_stages(schedule: Schedule) -> dict[str, tuple[int, ...]]:
-    """Carry the cuts of a schedule to every module of the model. Nothing is changed.
+    """Return the stages of every module of the model. The schedule does not change.
 
     Args:
         schedule: Any handle of the schedule.
 
     Returns:
         Path of each module that runs to the stages that run it or a part of it, ascending; ``""`` is the whole model. A module
-        that a cut lies in has several stages, and so have one that is called on both sides of a cut and one, such as a
-        rotary table, that stages run for themselves rather than send its result. What is inside of a module that no cut lies
-        in goes with it.
+        has several stages if a cut lies inside it, if it is called on both sides of a cut, or if every stage runs it itself
+        rather than send its result, as a rotary table. Submodules of a module without a cut inside have its stages.
 
     Raises:
         BuildError, ScheduleError, TraceError: see ``generate_pipeline_partition``.
@@ -110,7 +109,7 @@ def module_stages(schedule: Schedule) -> dict[str, tuple[int, ...]]:
     root = program.module
     stages: dict[nn.Module, set[int]] = {root: {stage.index for stage in program.stages}}
     for stage in program.stages:
-        for path in _opened(stage):
+        for path in _inlined_by(stage):
             stages.setdefault(root.get_submodule(path), set()).add(stage.index)
         for path in stage.paths:
             for module in root.get_submodule(path).modules():
@@ -126,15 +125,15 @@ def module_stages(schedule: Schedule) -> dict[str, tuple[int, ...]]:
 
 
 def program_of(given: Program | Schedule, verb: str, wanted: str) -> Program:
-    """Return a program, or that of a schedule, which is partitioned for it unless it is one of stages already.
+    """Return the given program, or the program of a schedule, which is partitioned unless its module is partitioned already.
 
     Args:
         given: A program or a schedule.
-        verb: What the caller does with it, for the error.
-        wanted: What the caller takes, for the error.
+        verb: The caller's action, for the error.
+        wanted: The arguments that the caller takes, for the error.
 
     Raises:
-        BuildError: neither of the two.
+        BuildError: the argument is neither of the two.
     """
     if isinstance(given, Program):
         return given
@@ -153,18 +152,18 @@ def analyze_pipeline_module(top_mod: nn.Module) -> StageArguments: ...
 
 
 def analyze_pipeline_module(top_mod: nn.Module | Program | Schedule) -> StageArguments | PipelineAnalysis:
-    """Return what each stage takes, its name, and which tensors must be alive when it starts.
+    """Return the arguments and the name of each stage, and the tensors that must be alive when it starts.
 
     Args:
-        top_mod: A partitioned top module: its graph calls the stages in turn. Or a program, or any handle of a schedule, which
-            is partitioned first.
+        top_mod: A partitioned top module, whose graph calls the stages in turn; or a program; or any handle of a schedule,
+            which is partitioned first.
 
     Returns:
-        ``(stage_id_2_arg_names, stage_id_2_name, liveness)``. Of a program or a schedule a ``PipelineAnalysis``, which unpacks
-        into these, and knows for each value that crosses who makes, passes and uses it, forward and backward.
+        ``(stage_id_2_arg_names, stage_id_2_name, liveness)``. For a program or a schedule, a ``PipelineAnalysis``, which
+        unpacks into these and has the stages that compute, pass on and use each value that crosses, forward and backward.
 
     Raises:
-        BuildError: none of these.
+        BuildError: the argument is none of these.
         BuildError, ScheduleError, TraceError: see ``generate_pipeline_partition``.
     """
     if isinstance(top_mod, fx.GraphModule):
@@ -183,16 +182,17 @@ def analyze_pipeline_module(top_mod: nn.Module | Program | Schedule) -> StageArg
             numbers[-1]: _result_names(stages[-1]),
         },
         values=values,
-        forward={index: tuple(value.name for value in values if index in _span(value)) for index in numbers},
+        forward={index: tuple(value.name for value in values if index in _live_range(value)) for index in numbers},
         backward={
-            index: tuple(value.name for value in values if value.requires_grad and index in _span(value)) for index in numbers
+            index: tuple(value.name for value in values if value.requires_grad and index in _live_range(value))
+            for index in numbers
         },
         named=stage_arguments(PartitionedModule(program).graph),
     )
 
 
-def _opened(stage: Stage) -> set[str]:
-    """Paths of the modules that were taken apart and whose functions the stage runs."""
+def _inlined_by(stage: Stage) -> set[str]:
+    """Return the paths of the inlined modules that have nodes in the stage."""
     graph = _graph(stage)
     nodes = [node for node in graph.nodes if node.op not in ("get_attr", "placeholder", "output")] if graph is not None else []
     return {node.meta["module"] for node in nodes if node.meta.get("module")}
@@ -221,20 +221,20 @@ def _values(program: Program) -> tuple[LiveValue, ...]:
 
 
 def _reads(stage: Stage, is_last: bool) -> set[str]:
-    """Names of the received values that a stage computes with or gives as the model's; all where it is no graph."""
+    """Return the names of the received values that a stage reads or returns as the model's; all if it has no graph."""
     graph = _graph(stage)
     if graph is None:
         return {value.name for value in stage.inputs}
     nodes = graph.find_nodes(op="placeholder")
-    return {value.name for value, node in zip(stage.inputs, nodes, strict=False) if is_read(node, is_last)}
+    return {value.name for value, node in zip(stage.inputs, nodes, strict=False) if is_used(node, is_last)}
 
 
-def _span(value: LiveValue) -> range:
+def _live_range(value: LiveValue) -> range:
     return range(value.made_by, value.received_by[-1] + 1)
 
 
 def result_keys(module: nn.Module) -> tuple[str, ...] | None:
-    """Return the keys of the model's result where it is a mapping, from the module of its last stage."""
+    """Return the keys of the model's result from the module of its last stage, or None if the result is no mapping."""
     module = module.__dict__.get("inner", module)
     if not isinstance(module, fx.GraphModule) or not module.graph.find_nodes(op="output"):
         return None
@@ -245,7 +245,7 @@ def result_keys(module: nn.Module) -> tuple[str, ...] | None:
 
 
 def _result_names(stage: Stage) -> tuple[str, ...]:
-    """Keys of the model's result where it is a mapping, else the names of the nodes it is made of."""
+    """Return the keys of the model's result if it is a mapping, else the names of its nodes."""
     graph = _graph(stage)
     if graph is None or not (graph.find_nodes(op="output")):
         return ("output",)

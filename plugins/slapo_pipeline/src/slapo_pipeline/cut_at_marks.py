@@ -1,4 +1,4 @@
-"""``cut_at_marks``: stages end where the model's own forward says so."""
+"""``cut_at_marks``: stages end at the ``pipe_split()`` marks in the model's own forward."""
 
 from __future__ import annotations
 
@@ -12,30 +12,29 @@ from slapo_core import Primitive, Schedule, ScheduleError
 from slapo_tracing.tracers import synthetic_inputs
 
 from .cut_pipeline_stage import refuse_inside_opaque
-from .tracing.batch_arguments import apart, by_name
+from .tracing.batch_arguments import named_batch, unshared_tensors
 from .tracing.cuts import CUT_AT_MARKS
 from .tracing.flat_trace import trace_flat
-from .tracing.pipe_split import Marks
-from .tracing.root_hooks import hooks_aside, is_whole
+from .tracing.pipe_split import MarkRecorder
+from .tracing.root_hooks import is_indivisible, without_root_hooks
 
 
 class CutAtMarksPrimitive(Primitive):
-    """End a pipeline stage at each ``pipe_split()`` that the forward of this module, or of one inside it, runs into.
+    """End a pipeline stage at each ``pipe_split()`` that the forward of this module, or of a module inside it, reaches.
 
     Marks are calls of ``slapo.pipeline.pipe_split()``, or of ``torch.distributed.pipelining.pipe_split()``, in the model's own
-    code. To find them the model runs once on the example inputs, without computing. Besides marks, the schedule may have cuts
-    at modules.
+    code. To find them, the model is traced once on the example inputs. The schedule may also have cuts at modules.
 
     Rewrite:
         encode(x); pipe_split(); decode(x)  -->  [encode(x)] [decode(x)]        sch.cut_at_marks()
 
     Args:
-        numbers: Only these marks, and only in this module's own forward: numbers from 0 in the order in which it runs into
-            them, over all its calls in one run of the model. Default: all marks, of the modules inside too.
+        numbers: Only these marks, and only in this module's own forward, counted from 0 in the order in which it reaches
+            them, over all its calls in one run of the model. Default: all marks, also of the modules inside.
 
     Raises:
-        ScheduleError: no mark, or one that is cut at already or lies inside a module that is wrapped or has hooks; no example
-            inputs; a number that is none.
+        ScheduleError: no mark; a mark that is cut already, or lies inside a module that is wrapped or has hooks; no example
+            inputs; an invalid number.
         TraceError: the model cannot be traced.
     """
 
@@ -44,52 +43,52 @@ class CutAtMarksPrimitive(Primitive):
 
     @staticmethod
     def check(schedule: Schedule, *numbers: int) -> list[tuple[str, int]]:
-        """The marks: paths of modules, and of each how many marks its forward runs into."""
+        """Return paths of modules, each with the number of marks that its forward reaches; empty if numbers are given."""
         if not numbers:
-            return _found(schedule)
+            return _marks_below(schedule)
         for number in numbers:
             if not isinstance(number, int) or isinstance(number, bool) or number < 0:
                 raise _error(schedule, f"{number!r} is no mark; the first one that this module's forward runs into is 0")
             if number in schedule.metadata.primitives.get(CUT_AT_MARKS, ()) or numbers.count(number) > 1:
                 raise _error(schedule, f"a stage ends at mark {number} of this module's forward already")
-        if is_whole(schedule.root_module, schedule.mod):
+        if is_indivisible(schedule.root_module, schedule.mod):
             raise _error(schedule, "its forward is wrapped or has hooks and runs as one piece; cut before wrapping it")
         refuse_inside_opaque(schedule, CUT_AT_MARKS)
         return []
 
     @staticmethod
-    def apply(schedule: Schedule, *numbers: int) -> None:
-        """Nothing to change: the journal holds the cuts."""
+    def apply(schedule: Schedule, *numbers: int, checked: list[tuple[str, int]]) -> None:
+        """Record the marks; the model does not change, as the journal holds the cuts."""
         schedule.metadata.primitives[CUT_AT_MARKS].update(numbers)
         top = schedule.get_top_schedule()
-        for path, count in schedule.checked:
+        for path, count in checked:
             (top[path] if path else top).cut_at_marks(*range(count))
 
     @staticmethod
     def init_metadata() -> set[int]:
-        """Numbers of the marks of this module's own forward that are cut at."""
+        """Return the numbers of the marks of this module's own forward that are cut."""
         return set()
 
 
-def marks_in(root: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
-    """Return the path of the module in whose forward each mark is, in the order in which the model runs into them.
+def marks_of_model(root: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
+    """Return per mark the path of the module whose forward has it, in the order in which the model reaches them.
 
     Args:
         root: The model.
         inputs: Its arguments by name.
     """
-    with Marks(root) as marks, hooks_aside(root):
-        trace_flat(root, apart(inputs), [])
+    with MarkRecorder(root) as marks, without_root_hooks(root):
+        trace_flat(root, unshared_tensors(inputs), [])
     return marks.found
 
 
-def _found(schedule: Schedule) -> list[tuple[str, int]]:
+def _marks_below(schedule: Schedule) -> list[tuple[str, int]]:
     path = schedule.path
     root = schedule.root_module
-    inputs = synthetic_inputs(root) if schedule.example_inputs is None else by_name(root, schedule.example_inputs)
+    inputs = synthetic_inputs(root) if schedule.example_inputs is None else named_batch(root, schedule.example_inputs)
     if inputs is None:
         raise _error(schedule, "marks are found by running the model; give create_schedule example_inputs=, one batch")
-    marks = marks_in(root, inputs)
+    marks = marks_of_model(root, inputs)
     inside = [found for found in marks if not path or f"{found}.".startswith(f"{path}.")]
     if not inside:
         raise _error(schedule, "the forward runs into no mark; call slapo.pipeline.pipe_split() in it where a stage is to end")

@@ -7,21 +7,21 @@ from typing import Any
 
 from slapo_core import Primitive, Schedule, ScheduleError
 
-from .tracing.cuts import CUT_PIPELINE_STAGE, Where, cuts, where_of
-from .tracing.root_hooks import is_whole
+from .tracing.cuts import CUT_PIPELINE_STAGE, Where, cut_where, cuts_of_steps
+from .tracing.root_hooks import is_indivisible
 
-_SAID = {"after": "a stage ends after this module", "before": "a stage begins with this module"}
+_MEANINGS = {"after": "a stage ends after this module", "before": "a stage begins with this module"}
 
 
 class CutPipelineStagePrimitive(Primitive):
     """End a pipeline stage after this module, or begin one with it, at any depth; what runs later belongs to the next stage.
 
-    The model itself is not changed; ``build`` takes it apart there. Cuts may lie in different submodules or inside of each
-    other, and n cuts make n + 1 stages. A module that runs several times ends its stage after the last time, and begins one
-    with the first. What runs between two modules, an addition say, goes with the one that a cut does not separate it from.
-    Hooks of the whole model move: forward-pre and backward hooks to the first stage, forward hooks to the last.
+    The model itself does not change; ``build`` divides it at the cuts. Cuts may lie in different submodules or inside each
+    other, and n cuts make n + 1 stages. A module that runs several times ends its stage after its last run, and begins one
+    with its first. An operation between two modules, such as an addition, belongs to the stage of the module on its side of
+    the cut. Hooks of the whole model move: forward-pre and backward hooks to the first stage, forward hooks to the last.
 
-    The paths of all cuts stand in ``sch.metadata.primitives["cut_pipeline_stage"]`` of the top schedule, in their order.
+    ``sch.metadata.primitives["cut_pipeline_stage"]`` of the top schedule lists the paths of all cuts, in their order.
 
     Rewrite:
         h.4, h.5, h.6  -->  [h.4, h.5] [h.6]        sch["h.5"].cut_pipeline_stage()
@@ -41,21 +41,21 @@ class CutPipelineStagePrimitive(Primitive):
     @staticmethod
     def check(schedule: Schedule, where: Where = "after") -> None:
         """Refuse a place where no stage can end."""
-        if where not in _SAID:
+        if where not in _MEANINGS:
             raise ScheduleError(
                 f"where is {where!r}; it is 'after' or 'before'", path=schedule.path, primitive=CUT_PIPELINE_STAGE
             )
         if not schedule.path:
             beyond = "nothing comes after" if where == "after" else "a stage begins with"
             raise ScheduleError(f"{beyond} the whole model; cut {where} a module inside it", primitive=CUT_PIPELINE_STAGE)
-        known = (where_of(cut) for cut in cuts(schedule.journal) if cut == schedule.path)
+        known = (cut_where(cut) for cut in cuts_of_steps(schedule.journal) if cut == schedule.path)
         if where in (*known, *schedule.metadata.primitives.get(CUT_PIPELINE_STAGE, ())):
-            raise ScheduleError(f"{_SAID[where]} already", path=schedule.path, primitive=CUT_PIPELINE_STAGE)
+            raise ScheduleError(f"{_MEANINGS[where]} already", path=schedule.path, primitive=CUT_PIPELINE_STAGE)
         refuse_inside_opaque(schedule, CUT_PIPELINE_STAGE)
 
     @staticmethod
     def apply(schedule: Schedule, where: Where = "after") -> None:
-        """Nothing to change: the journal holds the cut, and the top schedule's metadata its path."""
+        """Record the cut in the metadata; the model does not change, as the journal holds the cut."""
         schedule.metadata.primitives[CUT_PIPELINE_STAGE].add(where)
         known = schedule.get_top_schedule().metadata.primitives
         before = known.get(CUT_PIPELINE_STAGE)
@@ -64,7 +64,7 @@ class CutPipelineStagePrimitive(Primitive):
 
     @staticmethod
     def init_metadata() -> set[str]:
-        """Return the places where this module is cut."""
+        """Return the set of the module's cuts, ``"after"`` and ``"before"``."""
         return set()
 
 
@@ -76,10 +76,10 @@ def _put_back(known: dict[str, Any], before: list[str] | None) -> None:
 
 
 def refuse_inside_opaque(schedule: Schedule, primitive: str) -> None:
-    """Raise ``ScheduleError`` for a module inside one that cannot be taken apart."""
+    """Raise ``ScheduleError`` if the module lies inside a module that cannot be divided."""
     outer = schedule.parent
     while outer is not None:
-        if is_whole(schedule.root_module, outer.mod):
+        if is_indivisible(schedule.root_module, outer.mod):
             what = f"{outer.path!r}, which is wrapped or has hooks" if outer.path else "'the whole model', which is wrapped"
             raise ScheduleError(
                 f"it lies inside {what} and runs as one piece; cut after that module, or cut before wrapping it",

@@ -1,4 +1,4 @@
-"""A partition as text: for a look at what each stage runs, holds, receives and sends, and at its code."""
+"""A partition as text: the modules, parameters and transfers of each stage, and its code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slapo_core import Boundary, BuildError, Program, Schedule
 from slapo_tracing.nodes import function_name
 
 from .analysis import analyze_pipeline_module, program_of
-from .partition.boundary_traffic import Crossed, boundary_bytes, nbytes
+from .partition.boundary_traffic import BoundaryValues, boundary_bytes, value_bytes
 
 __all__ = ["describe", "stage_code"]
 
@@ -22,21 +22,21 @@ _SPACES = {"torch": torch, "F": F, "operator": operator}
 
 
 def describe(partitioned: Program | Schedule, code: bool = False) -> str:
-    """The stages as text to print: modules, parameters, what is received, read from the batch and sent, bytes, and ties.
+    """Return a text of the stages: modules, parameters, received values, batch arguments, sent values, bytes and ties.
 
-    Shapes and bytes are those of one transfer, for inputs like the ones the program was made for.
+    Shapes and bytes are those of one transfer, for the inputs the program was made for.
 
     Args:
         partitioned: A program, or any handle of a schedule, which is partitioned first.
         code: Also show each stage's code; see ``stage_code``.
 
     Raises:
-        BuildError: neither of the two.
+        BuildError: the argument is neither of the two.
         BuildError, ScheduleError, TraceError: see ``generate_pipeline_partition``.
     """
     program = program_of(partitioned, "describe", "a Program or a schedule")
     found, traffic = analyze_pipeline_module(program), boundary_bytes(program)
-    whole = f"{type(program.module).__name__}: {_counted(len(program.stages), 'stage')}, {_parameters([program.module])}"
+    whole = f"{type(program.module).__name__}: {_with_count(len(program.stages), 'stage')}, {_parameters([program.module])}"
     nothing = "no whole module" if len(program.stages) > 1 else "the whole model"
     blocks = [whole]
     for stage in program.stages:
@@ -59,7 +59,7 @@ def describe(partitioned: Program | Schedule, code: bool = False) -> str:
 
 
 def stage_code(program: Program, stage: int) -> str:
-    """Return the operations of one stage as text that reads like Python: a line each, with shape and dtype of the result.
+    """Return the operations of one stage as Python-like text, one per line, with shape and dtype of each result.
 
     Args:
         program: The stages.
@@ -80,13 +80,13 @@ def stage_code(program: Program, stage: int) -> str:
             lines.append(f"    return {_text(node.args[0])}")
         elif node.op not in ("placeholder", "get_attr"):
             value = node.meta.get("val")
-            shape = f"  # {_kind(value.shape, value.dtype)}" if isinstance(value, torch.Tensor) else ""
+            shape = f"  # {_shape_and_dtype(value.shape, value.dtype)}" if isinstance(value, torch.Tensor) else ""
             lines.append(f"    {node.name} = {_call(node)}{shape}")
     return "\n".join(lines)
 
 
 def _runs(paths: Iterable[str]) -> list[str]:
-    """Paths, where neighbours of a list stand together: ``h.0``, ``h.1``, ``h.2`` as ``h.0-2``."""
+    """Return the paths with consecutive members of a list joined: ``h.0``, ``h.1``, ``h.2`` become ``h.0-2``."""
     runs: list[tuple[str, list[str]]] = []
     for path in paths:
         prefix, _, name = path.rpartition(".")
@@ -102,11 +102,11 @@ def _parameters(modules: Sequence[nn.Module]) -> str:
     found = {id(tensor): tensor for module in modules for tensor in module.parameters()}.values()
     frozen = sum(tensor.numel() for tensor in found if not tensor.requires_grad)
     count = sum(tensor.numel() for tensor in found)
-    size = f"{_counted(count, 'parameter')}, {_bytes(sum(tensor.nbytes for tensor in found))}"
+    size = f"{_with_count(count, 'parameter')}, {_bytes(sum(tensor.nbytes for tensor in found))}"
     return f"{size}, {frozen:,} frozen" if frozen else size
 
 
-def _both_ways(crossed: Crossed) -> str:
+def _both_ways(crossed: BoundaryValues) -> str:
     return f"{_bytes(crossed.forward)} forward, {_bytes(crossed.backward)} backward"
 
 
@@ -115,15 +115,15 @@ def _values(values: Iterable[Boundary]) -> str:
 
 
 def _value(value: Boundary) -> str:
-    text = f"{value.name} {_kind(value.shape, value.dtype)} {_bytes(nbytes(value))}"
+    text = f"{value.name} {_shape_and_dtype(value.shape, value.dtype)} {_bytes(value_bytes(value))}"
     return text if value.requires_grad else f"{text}, no gradient"
 
 
-def _kind(shape: Iterable[int], dtype: torch.dtype) -> str:
+def _shape_and_dtype(shape: Iterable[int], dtype: torch.dtype) -> str:
     return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
 
 
-def _counted(count: int, noun: str) -> str:
+def _with_count(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
@@ -171,5 +171,5 @@ def _text(value: Any) -> str:
 
 
 def _attribute(path: str) -> str:
-    """``h.0.attn`` as Python has it: ``self.h[0].attn``."""
+    """Return a path as a Python expression: ``h.0.attn`` becomes ``self.h[0].attn``."""
     return "self" + "".join(f"[{name}]" if name.isdecimal() else f".{name}" for name in path.split("."))

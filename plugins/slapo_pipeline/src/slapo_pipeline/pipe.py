@@ -1,4 +1,4 @@
-"""A ``Pipe`` as ``torch.distributed.pipelining`` has it, on stages that are right where torch's own are not."""
+"""``Pipe`` and ``pipeline`` with the interface of ``torch.distributed.pipelining``, on the stages of this package."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import fx, nn
 from slapo_core import BuildError, Program, TieGroup, named_inputs
 
 from .analysis import result_keys
-from .cut_at_marks import marks_in
+from .cut_at_marks import marks_of_model
 from .partition.partitioned_module import PartitionedModule
-from .partition.partitioner import Partitioner, check_open
-from .torch_pipe.split_points import noted_points, split_points
+from .partition.partitioner import Partitioner, check_cuts
+from .torch_pipe.split_points import annotated_points, split_points
 from .torch_pipe.split_policy import PolicyPartitioner, SplitPolicy
-from .torch_pipe.transmitted_parameters import transmitted
+from .torch_pipe.transmitted_parameters import transmit_parameters
 from .tracing.cuts import Cut
 
 __all__ = ["Pipe", "pipeline"]
@@ -36,17 +36,17 @@ _PREFIX = "submod_pp"
 class Pipe(nn.Module):
     """A model in stages that torch's pipeline schedules run.
 
-    Made by ``pipeline`` or ``Pipe.from_tracing``. The stages hold the very parameters of the model, under their names. Called,
-    it runs the stages in turn in this process, with gradients through all of them.
+    ``pipeline`` and ``Pipe.from_tracing`` make it. The stages hold the model's own parameters, under the same names. A call
+    runs the stages in turn in this process, with gradients through all of them.
 
     Args:
         split_gm: The stages, ``submod_pp_0`` and so on.
-        num_stages: How many.
+        num_stages: Number of stages.
         has_loss_and_backward: Whether the result has a loss.
-        loss_spec: What of the result is the loss: True for all of it, or for each key; None without one.
+        loss_spec: The loss in the result: True for all of it, or a boolean per key; None without a loss.
 
     Attributes:
-        example: The model's arguments that it was made with, by name; tensors are on the meta device.
+        example: The model's arguments that the pipe was made with, by name; tensors are on the meta device.
     """
 
     def __init__(self, split_gm: fx.GraphModule, num_stages: int, has_loss_and_backward: bool, loss_spec: Any) -> None:
@@ -61,12 +61,12 @@ class Pipe(nn.Module):
 
     @property
     def program(self) -> Program:
-        """The stages as engines take them."""
+        """The program of the stages, for engines."""
         return self.split_gm.program
 
     @property
     def replicated_params(self) -> list[dict[str, str]]:
-        """Names of each parameter that several stages hold, by the names of these stages."""
+        """Per parameter that several stages hold, the names of these stages to its name in each."""
         stages = {index: dict(self.get_stage_module(index).named_parameters()) for index in range(self.num_stages)}
         return [
             {f"{_PREFIX}_{index}": next(name for name in tie.names if name in stages[index]) for index in tie.stages}
@@ -89,12 +89,12 @@ class Pipe(nn.Module):
 
     def info(self) -> PipeInfo:
         """Return the graph that calls the stages, their number, and whether the result has a loss."""
-        from .torch_pipe._torch_private import PipeInfo  # noqa: PLC0415  costs a second
+        from .torch_pipe._torch_private import PipeInfo  # noqa: PLC0415  takes a second
 
         return PipeInfo(graph=self.split_gm.graph, num_stages=self.num_stages, has_loss_and_backward=self.has_loss_and_backward)
 
     def print_readable(self) -> None:
-        """Print the code that calls the stages, and that of each stage."""
+        """Print the code that calls the stages, and the code of each stage."""
         self.split_gm.print_readable()
 
     def __str__(self) -> str:
@@ -113,27 +113,27 @@ class Pipe(nn.Module):
     ) -> PipelineStage:
         """Make a stage that the schedules of ``torch.distributed.pipelining`` run.
 
-        The rank of the first stage gives ``step`` the model's arguments, by position and by name. What later stages read of
-        them is sent on; a rank may also give its stages such arguments by name. After the last backward of a step the
-        gradients of parameters that several stages hold are summed over the group.
+        The rank of the first stage gives ``step`` the model's arguments, by position and by name. Arguments that later stages
+        read are sent on; a rank may also give them to its stages by name. After the last backward of a step, the gradients of
+        parameters that several stages hold are summed over the group.
 
         Args:
-            stage_index: Which stage.
-            device: Where it runs; its parameters are moved there.
-            group: The ranks of the pipeline; default: all.
-            output: What the schedule gets of the model's result, a tensor or a tuple of tensors. Default: a tensor, or all
-                tensors of the result in order.
+            stage_index: Index of the stage.
+            device: Device of the stage; its parameters are moved there.
+            group: Process group of the pipeline; default: all ranks.
+            output: Function from the model's result to the schedule's, a tensor or a tuple of tensors. Default: all tensors
+                of the result in order.
 
         Raises:
             ValueError: no such stage.
-            BuildError: ``output`` gives something else.
+            BuildError: ``output`` returns something else.
         """
-        from .torch_pipe.pipe_runtime import Runtime  # noqa: PLC0415  costs a second
+        from .torch_pipe.pipe_runtime import PipeRuntime  # noqa: PLC0415  takes a second
 
         self.get_stage_module(stage_index)
         if self.__dict__["_runtime"] is None:
-            self.__dict__["_runtime"] = Runtime(self.program, self.example)
-        runtime: Runtime = self.__dict__["_runtime"]
+            self.__dict__["_runtime"] = PipeRuntime(self.program, self.example)
+        runtime: PipeRuntime = self.__dict__["_runtime"]
         return runtime.stage(stage_index, torch.device(device), group, output)
 
     @staticmethod
@@ -145,10 +145,10 @@ class Pipe(nn.Module):
         *,
         multi_use_param_spec: MultiUse | None = None,
     ) -> Pipe:
-        """Cut a model at the marks in its forwards, at annotated split points, or where a policy puts marks.
+        """Cut a model at the marks in its forwards and at annotated split points, or at the marks of a policy.
 
         Args:
-            mod: The model, in the mode it is to run in; it stays as it is.
+            mod: The model, in the mode it is to run in; it does not change.
             example_args: Positional arguments of one micro-batch.
             example_kwargs: Keyword arguments.
             split_policy: See ``pipeline``.
@@ -171,26 +171,27 @@ def pipeline(
 ) -> Pipe:
     """Cut a model into stages that torch's pipeline schedules run.
 
-    It takes the place of ``torch.distributed.pipelining.pipeline``, with the tracer of schedules: rotary embeddings, masks made
-    under ``no_grad``, keyword arguments, results in structures and tied parameters are right. ``pipe_split()`` in a forward and
-    annotated split points end stages too.
+    It replaces ``torch.distributed.pipelining.pipeline`` and uses the tracer of schedules, which handles rotary embeddings,
+    masks made under ``no_grad``, keyword arguments, results in structures and tied parameters. ``pipe_split()`` in a forward
+    and annotated split points also end stages.
 
     Args:
-        module: The model, in the mode it is to run in; it stays as it is.
+        module: The model, in the mode it is to run in; it does not change.
         mb_args: Positional arguments of one micro-batch.
         mb_kwargs: Keyword arguments.
         split_spec: Paths of modules to the points where a stage ends: before or after the module's forward.
-        split_policy: Instead: puts calls of ``pipe_split`` into the traced model's graph, and returns it.
-        multi_use_param_spec: What becomes of a parameter that several stages use, for all or by name: ``REPLICATE``, the
-            default, each holds it, and the gradients are summed after each step; or ``TRANSMIT``, the first holds it, sends its
-            value on and gets all of the gradient.
+        split_policy: Alternative to ``split_spec``: a function that puts calls of ``pipe_split`` into the traced model's graph
+            and returns it.
+        multi_use_param_spec: Treatment of parameters that several stages use, for all or by name. ``REPLICATE``, the default:
+            each stage holds it, and the gradients are summed after each step. ``TRANSMIT``: the first stage holds it, sends
+            its value on and gets the whole gradient.
 
     Raises:
-        ValueError: both a specification and a policy, or something that is no split point.
+        ValueError: both a specification and a policy, or a value that is not a split point.
         AttributeError: a path that names no module.
-        ScheduleError: a split point leaves a stage without anything to run.
-        BuildError: a split point inside of a module that is wrapped or has hooks; a policy that returns something else.
-        TraceError: the model cannot be traced, or something that is no tensor would have to cross a boundary.
+        ScheduleError: a split point leaves a stage with no node to run.
+        BuildError: a split point inside a module that is wrapped or has hooks; a policy that returns something else.
+        TraceError: the model cannot be traced, or a value that is not a tensor would have to cross a boundary.
     """
     if split_spec is not None and split_policy is not None:
         raise ValueError("both split_spec and split_policy are given; give one of them")
@@ -208,7 +209,7 @@ def _make_pipe(
 ) -> Pipe:
     batch = named_inputs(module, args if isinstance(args, (tuple, list)) else (args,), kwargs or {})
     chosen = _transmit_choice(module, multi_use)
-    program = transmitted(_partitioner(module, batch, cuts, policy).program(module.training, batch), chosen)
+    program = transmit_parameters(_partitioner(module, batch, cuts, policy).program(module.training, batch), chosen)
     spec = _loss_spec(module, program)
     pipe = Pipe(PartitionedModule(program, (_PREFIX + "_{}").format), len(program.stages), spec is not None, spec)
     pipe.example = torch.utils._pytree.tree_map_only(torch.Tensor, _meta, batch)
@@ -218,13 +219,13 @@ def _make_pipe(
 def _partitioner(module: nn.Module, batch: Mapping[str, Any], cuts: list[Cut], policy: SplitPolicy | None) -> Partitioner:
     if policy is not None:
         return PolicyPartitioner(module, policy)
-    marks = Counter(marks_in(module, batch))
+    marks = Counter(marks_of_model(module, batch))
     at_marks = [Cut(path, number) for path, count in marks.items() for number in range(count)]
     known = {(str(cut), cut.where) for cut in cuts}
-    noted = [cut for cut in noted_points(module) if (str(cut), cut.where) not in known]
-    places: list[str] = [*cuts, *noted, *at_marks]
-    check_open(module, places)
-    return Partitioner(module, places, None)
+    annotated = [cut for cut in annotated_points(module) if (str(cut), cut.where) not in known]
+    all_cuts: list[str] = [*cuts, *annotated, *at_marks]
+    check_cuts(module, all_cuts)
+    return Partitioner(module, all_cuts, None)
 
 
 def _transmit_choice(module: nn.Module, spec: Any) -> Callable[[TieGroup], bool]:
@@ -242,7 +243,7 @@ def _transmit_choice(module: nn.Module, spec: Any) -> Callable[[TieGroup], bool]
 
 
 def _loss_spec(module: nn.Module, program: Program) -> Any:
-    """Return what of the result is the loss, where the model says so."""
+    """Return the model's own ``loss_spec``, or one for the key ``"loss"`` of its result, or None."""
     if (own := getattr(module, "loss_spec", None)) is not None:
         return own
     keys = result_keys(program.stages[-1].module)

@@ -22,14 +22,14 @@ def slapo_primitives() -> dict[str, str]:
 @hookimpl
 def slapo_partition(schedule: Schedule) -> Program | None:
     from .partition.partitioner import partition  # noqa: PLC0415  finding plugins must stay cheap
-    from .program_of_pipe import taken  # noqa: PLC0415
+    from .program_of_pipe import program_of_pipe_option  # noqa: PLC0415
     from .propagation import partitioned_program  # noqa: PLC0415
 
-    return taken(schedule) or partitioned_program(schedule) or partition(schedule)
+    return program_of_pipe_option(schedule) or partitioned_program(schedule) or partition(schedule)
 
 
 @hookimpl(trylast=True)
 def slapo_before_build(schedule: Schedule, config: dict[str, Any]) -> None:
-    from .program_of_pipe import take  # noqa: PLC0415
+    from .program_of_pipe import store_pipe_option  # noqa: PLC0415
 
-    take(schedule, config)
+    store_pipe_option(schedule, config)

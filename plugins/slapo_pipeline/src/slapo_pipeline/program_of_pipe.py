@@ -1,4 +1,4 @@
-"""A program from a ``torch.distributed.pipelining.Pipe`` that torch has made already."""
+"""The program of a ready ``Pipe`` of ``torch.distributed.pipelining``."""
 
 from __future__ import annotations
 
@@ -26,66 +26,66 @@ from slapo_core import (
 )
 from slapo_tracing.nodes import difference, fingerprint
 
-from .partition.module_tree import divide, prune
+from .partition.module_tree import assign_modules, prune_tree
 from .partition.partitioner import pipeline_ranks
 from .partition.tie_groups import tie_groups
 from .pipe import Pipe
 from .torch_pipe.transmitted_parameters import TransmittingStage
 from .tracing._torch_private import Name, StageCalls, flatten, stage_calls, unflatten
-from .tracing.batch_arguments import apart, by_name
-from .tracing.cuts import cuts
+from .tracing.batch_arguments import named_batch, unshared_tensors
+from .tracing.cuts import cuts_of_steps
 
 __all__ = ["program_of_pipe"]
 
 _TABLES = ("_parameters", "_buffers")
-_given: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
-"""Model to the ``Pipe`` that the build under way was given."""
+_pipe_options: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+"""Model to the ``Pipe`` that the current build was given."""
 
 
-def take(schedule: Schedule, config: dict[str, Any]) -> None:
-    """Take the option ``pipe`` of a build out of its options, for ``taken``."""
-    _given.pop(schedule.root_module, None)
+def store_pipe_option(schedule: Schedule, config: dict[str, Any]) -> None:
+    """Move the build option ``pipe`` out of the options, for ``program_of_pipe_option``."""
+    _pipe_options.pop(schedule.root_module, None)
     if (pipe := config.pop("pipe", None)) is not None:
-        _given[schedule.root_module] = pipe
+        _pipe_options[schedule.root_module] = pipe
 
 
-def taken(schedule: Schedule) -> Program | None:
-    """The program of the ``Pipe`` that the build under way was given, once; None where it was given none."""
-    pipe = _given.pop(schedule.root_module, None)
+def program_of_pipe_option(schedule: Schedule) -> Program | None:
+    """Return the program of the ``Pipe`` that the current build was given, once; None without one."""
+    pipe = _pipe_options.pop(schedule.root_module, None)
     return None if pipe is None else program_of_pipe(pipe, schedule)
 
 
 def program_of_pipe(pipe: Any, schedule: Schedule) -> Program:
-    """The program whose stages are those of a ready ``Pipe``, on the parameters of the schedule's model.
+    """Return a program of the stages of a ready ``Pipe``, on the parameters of the schedule's model.
 
     Parameters have their names in the model; one that torch copied for several stages is one again, and its stages are listed
-    in ``ties``. What a stage does not send to its neighbour passes through the stages between. The result has the structure
-    of the model's. The model and the stages run once on the example inputs, to find what crosses and to compare the results.
+    in ``ties``. A value for a stage that is not the next one passes through the stages between. The result has the structure
+    of the model's. The model and the stages run once on the example inputs, to find the boundaries and compare the results.
 
     Args:
-        pipe: From ``torch.distributed.pipelining.pipeline(model, ...)``, which is not changed; or from ``slapo.pipeline``, made
-            of the very model of the schedule, and without parameters that are transmitted.
+        pipe: From ``torch.distributed.pipelining.pipeline(model, ...)``; it does not change. Or from ``slapo.pipeline``, made
+            of the schedule's own model and without transmitted parameters.
         schedule: Of the same model, in the mode the ``Pipe`` was made in, without steps; its ``example_inputs`` are a
             micro-batch of the shapes that the ``Pipe`` was made with, with a tensor of its own for each argument.
 
     Raises:
-        BuildError: no ``Pipe``, or not one of this model: other parameters, arguments or results; the schedule has steps, which
-            the ``Pipe`` knows nothing of, or no example inputs; the mesh has a number of pipeline ranks that does not fit.
+        BuildError: no ``Pipe``, or one of another model, with other parameters, arguments or results; the schedule has steps,
+            which the ``Pipe`` lacks, or no example inputs; the number of stages is no multiple of the pipeline ranks.
     """
     if isinstance(pipe, Pipe):
         return _own_program(pipe, schedule)
     calls = _checked_calls(pipe, schedule)
     root, mesh = schedule.root_module, schedule.mesh
     graphs = [pipe.get_stage_module(index) for index in range(len(calls.arguments))]
-    inputs = apart(by_name(root, schedule.example_inputs))
+    inputs = unshared_tensors(named_batch(root, schedule.example_inputs))
     if unknown := [name for name in calls.inputs if name not in forward_signature(root).parameters]:
-        raise BuildError(
-            f"the Pipe takes {unknown[0]!r}, no argument of the model; tensors inside of structures cannot be named"
-        )
+        raise BuildError(f"the Pipe takes {unknown[0]!r}, no argument of the model; tensors inside structures cannot be named")
     if missing := [name for name in calls.inputs if name not in inputs]:
         raise BuildError(f"the Pipe takes {missing[0]!r}, which the example inputs lack; give them all that it was made with")
-    keep = divide(root, [_tensors_of(graph, root) for graph in graphs])
-    modules = [PipeStage(graph, root, kept, calls, index) for index, (graph, kept) in enumerate(zip(graphs, keep, strict=True))]
+    keep = assign_modules(root, [_tensors_of(graph, root) for graph in graphs])
+    modules = [
+        TorchPipeStage(graph, root, kept, calls, index) for index, (graph, kept) in enumerate(zip(graphs, keep, strict=True))
+    ]
     boundaries = _run(root, modules, inputs)
     traced = fingerprint({name: inputs[name] for name in calls.inputs})
     training = root.training
@@ -116,7 +116,7 @@ def program_of_pipe(pipe: Any, schedule: Schedule) -> Program:
 
 
 def _own_program(pipe: Pipe, schedule: Schedule) -> Program:
-    """The program of a ``Pipe`` of our own stages."""
+    """Return the program of a ``Pipe`` of this package."""
     program = pipe.program
     if program.module is not schedule.root_module:
         raise BuildError("the Pipe was made of another model; make it of the schedule's, which it leaves as it is")
@@ -127,26 +127,26 @@ def _own_program(pipe: Pipe, schedule: Schedule) -> Program:
     return dataclasses.replace(program, mesh=schedule.mesh, original_names=names)
 
 
-class PipeStage(nn.Module):
-    """A stage of a ``Pipe``, called as a ``Stage`` is, that holds its part of the model under the model's names.
+class TorchPipeStage(nn.Module):
+    """A stage of torch's ``Pipe`` with the calling convention of ``Stage``, and the model's parameters under their names.
 
     Args:
         graph: The stage's module in the ``Pipe``.
         root: The model.
-        keep: Paths of what the stage holds.
-        calls: Of the ``Pipe``.
-        index: Of the stage.
+        keep: Paths of the members that the stage holds.
+        calls: Calls of all stages of the ``Pipe``.
+        index: Index of the stage.
     """
 
     def __init__(self, graph: nn.Module, root: nn.Module, keep: set[str], calls: StageCalls, index: int) -> None:
         super().__init__()
-        held = prune(root, keep)
+        held = prune_tree(root, keep)
         for table in (*_TABLES, "_modules"):
             self.__dict__[table] = held.__dict__[table]
         self.__dict__["_non_persistent_buffers_set"] = set(held._non_persistent_buffers_set)
         self.training = root.training
         self.index = index
-        self.__dict__["pipe_module"] = _on_tables(graph, self)  # no child: its parameters are this module's
+        self.__dict__["pipe_module"] = _with_shared_tables(graph, self)  # no child: its parameters are this module's
         last = index + 1 == len(calls.arguments)
         made = [name for values in calls.values[:index] for name in values]
         now = [*made, *calls.values[index]]
@@ -161,17 +161,17 @@ class PipeStage(nn.Module):
         self._is_last = last
 
     def forward(self, *received: torch.Tensor, **batch: Any) -> Any:
-        """Run the stage: what it sends on, or the model's result."""
+        """Run the stage; return the values that it sends on, or the model's result."""
         known = {**dict(zip(self.received, received, strict=True)), **{name: batch[name] for name in self.batch_inputs}}
-        result = self.__dict__["pipe_module"](*_filled(self._arguments, known))
+        result = self.__dict__["pipe_module"](*_with_values(self._arguments, known))
         known.update({name: result if place is None else result[place] for name, place in self._values.items()})
         if not self._is_last:
             return tuple(known[name] for name in self.sent)
-        leaves = _filled(self._result, known)
+        leaves = _with_values(self._result, known)
         return unflatten(leaves, self.spec) if self.spec is not None else tuple(leaves)
 
 
-def _filled(values: Sequence[Any], known: Mapping[str, Any]) -> list[Any]:
+def _with_values(values: Sequence[Any], known: Mapping[str, Any]) -> list[Any]:
     return [known[value] if isinstance(value, Name) else value for value in values]
 
 
@@ -191,7 +191,7 @@ def _checked_calls(pipe: Any, schedule: Schedule) -> StageCalls:
 def _check_fits(num_stages: int, schedule: Schedule) -> None:
     """Refuse a schedule with steps, or a mesh for another number of stages."""
     if len(schedule.journal):
-        what = "cuts of its own" if cuts(schedule.journal) else "steps"
+        what = "cuts of its own" if cuts_of_steps(schedule.journal) else "steps"
         raise BuildError(f"the schedule has {what}, which the ready Pipe knows nothing of; cut with the schedule alone")
     mesh = schedule.mesh
     ranks = pipeline_ranks(mesh) or 1
@@ -200,7 +200,7 @@ def _check_fits(num_stages: int, schedule: Schedule) -> None:
 
 
 def _tensors_of(graph: nn.Module, root: nn.Module) -> set[str]:
-    """Names of the model's tensors that a stage holds; parameters the model has not are an error."""
+    """Return the names of the model's tensors that a stage holds; refuse parameters that the model lacks."""
     own = {**dict(root.named_parameters(remove_duplicate=False)), **dict(root.named_buffers(remove_duplicate=False))}
     parameters = dict(graph.named_parameters(remove_duplicate=False))
     for name, tensor in parameters.items():
@@ -210,19 +210,19 @@ def _tensors_of(graph: nn.Module, root: nn.Module) -> set[str]:
     return {*parameters, *(name for name, _ in graph.named_buffers(remove_duplicate=False) if name in own)}
 
 
-def _on_tables(graph: nn.Module, held: nn.Module | None) -> nn.Module:
-    """A copy of a stage's modules that share the tables of parameters and buffers with those of the same path in ``held``."""
+def _with_shared_tables(graph: nn.Module, held: nn.Module | None) -> nn.Module:
+    """Copy a stage's modules; each copy shares the tables of parameters and buffers with the module of its path in ``held``."""
     copied: nn.Module = object.__new__(type(graph))
     copied.__dict__.update(graph.__dict__)
     if held is not None:
         known = {name for table in _TABLES for name in held.__dict__[table]}
         for name, constant in graph._buffers.items():
-            if name not in known:  # a tensor of the forward's, no buffer of the model's
+            if name not in known:  # a constant of the forward, no buffer of the model
                 held.register_buffer(name, constant, persistent=False)
         for table in _TABLES:
             copied.__dict__[table] = held.__dict__[table]
     copied.__dict__["_modules"] = {
-        name: _on_tables(child, held._modules.get(name) if held is not None else None)
+        name: _with_shared_tables(child, held._modules.get(name) if held is not None else None)
         for name, child in graph._modules.items()
         if child is not None
     }
@@ -230,19 +230,19 @@ def _on_tables(graph: nn.Module, held: nn.Module | None) -> nn.Module:
 
 
 def _paths(graph: nn.Module, root: nn.Module) -> Iterator[str]:
-    """Modules of the model that a stage runs: those without modules of their own."""
+    """Yield the paths of the model's modules without children that a stage runs."""
     for path, module in graph.named_modules():
         if path and not module._modules and hasattr(module, "graph") and paths.find(root, path) is not None:
             yield path
 
 
-def _run(root: nn.Module, modules: Sequence[PipeStage], inputs: Mapping[str, Any]) -> list[tuple[Boundary, ...]]:
-    """Run the model and the stages on the same inputs: what crosses. Results that differ are an error."""
-    with _as_before(root), torch.enable_grad():
+def _run(root: nn.Module, modules: Sequence[TorchPipeStage], inputs: Mapping[str, Any]) -> list[tuple[Boundary, ...]]:
+    """Run the model and the stages on the same inputs; return the boundaries. Results that differ are an error."""
+    with _restored_state(root), torch.enable_grad():
         state = torch.random.get_rng_state()
         args, kwargs = call_arguments(root, inputs)
         leaves, spec = flatten(root(*args, **kwargs))
-    with _as_before(root), torch.enable_grad():
+    with _restored_state(root), torch.enable_grad():
         torch.random.set_rng_state(state)
         boundaries: list[tuple[Boundary, ...]] = []
         sent: Any = ()
@@ -256,7 +256,7 @@ def _run(root: nn.Module, modules: Sequence[PipeStage], inputs: Mapping[str, Any
                 raise BuildError(f"{what}; make the Pipe from inputs like these, or cut with the schedule alone") from err
         _check_owners(root, modules, {id(tensor) for tensor, version in versions.items() if tensor._version != version})
     given = list(sent)
-    if len(given) != len(leaves) or not all(map(_alike, given, leaves)):
+    if len(given) != len(leaves) or not all(map(_is_close, given, leaves)):
         raise BuildError(
             "the stages of the Pipe give another result than the model on the example inputs; make the Pipe from this model, "
             "in this mode, with a tensor of its own for each argument"
@@ -265,8 +265,8 @@ def _run(root: nn.Module, modules: Sequence[PipeStage], inputs: Mapping[str, Any
     return boundaries
 
 
-def _check_owners(root: nn.Module, modules: Sequence[PipeStage], changed: set[int]) -> None:
-    """Each process has buffers of its own: what one stage changes, no other may use."""
+def _check_owners(root: nn.Module, modules: Sequence[TorchPipeStage], changed: set[int]) -> None:
+    """Refuse a buffer that one stage changes and another uses: every process has a copy of its own."""
     for name, tensor in root.named_buffers():
         users = [module.index for module in modules if any(tensor is own for own in module.buffers())]
         if id(tensor) in changed and len(users) > 1:
@@ -282,7 +282,7 @@ def _boundary(name: str, value: Any) -> Boundary:
     return Boundary(name, tuple(value.shape), value.dtype, value.requires_grad)
 
 
-def _alike(given: Any, expected: Any) -> bool:
+def _is_close(given: Any, expected: Any) -> bool:
     if not isinstance(expected, torch.Tensor) or not isinstance(given, torch.Tensor):
         return bool(given is expected or given == expected)
     if given.shape != expected.shape or given.dtype != expected.dtype or expected.is_meta:
@@ -291,8 +291,8 @@ def _alike(given: Any, expected: Any) -> bool:
 
 
 @contextmanager
-def _as_before(root: nn.Module) -> Iterator[None]:
-    """Put buffers and random numbers back at the end."""
+def _restored_state(root: nn.Module) -> Iterator[None]:
+    """Restore buffers and random states at the end of the context."""
     before = copy.deepcopy({name: tensor.detach() for name, tensor in root.named_buffers()})
     devices = {tensor.device for tensor in root.parameters() if tensor.device.type not in ("cpu", "meta")}
     try:

@@ -1,4 +1,4 @@
-"""The classic functions that carry the cuts of a schedule through its model, and hand the stages to an engine."""
+"""The classic interface: functions that partition a schedule at its cuts and build an engine of the stages."""
 
 from __future__ import annotations
 
@@ -25,42 +25,42 @@ from slapo_tracing.recording import Sandbox
 
 from .partition.partitioned_module import PartitionedModule
 from .partition.partitioner import Partitioner
-from .tracing.batch_arguments import by_name
-from .tracing.cuts import Cut, cuts, where_of
+from .tracing.batch_arguments import named_batch
+from .tracing.cuts import Cut, cut_where, cuts_of_steps
 
 __all__ = ["add_partition_notation", "build_pipeline_model", "generate_pipeline_partition", "propagate_partition"]
 
 
 def generate_pipeline_partition(sch: Schedule) -> Schedule:
-    """Take the schedule's model apart at its cuts.
+    """Partition the schedule's model at its cuts.
 
-    The model and its schedule stay as they are: steps can still be taken and undone, and a schedule that was not partitioned
-    is built alike.
+    The model and its schedule do not change: steps can still be taken and undone. ``build`` gives the same engine without it.
 
     Args:
         sch: Any handle of the schedule.
 
     Returns:
-        A schedule whose children are the stages, ``submod_0``, ``submod_1``, …, on the model's parameters; one stage where
-        nothing was cut. Each stage's number is noted on all of it, and ``program`` has the stages as engines take them. It can
-        be built, saved and verified as the one it came from.
+        A schedule whose children are the stages, ``submod_0``, ``submod_1``, …, on the model's parameters; one stage without
+        cuts. Every module of a stage has the stage's number as ``partition_idx``, and ``program`` has the stages for engines.
+        The schedule can be built, saved and verified as the original.
 
     Raises:
-        BuildError: no schedule; no example inputs; the mesh has another number of pipeline ranks.
-        ScheduleError: a cut leaves a stage without anything to run.
-        TraceError: the model cannot be traced, or something that is no tensor would have to cross a boundary.
+        BuildError: no schedule; no example inputs; the number of stages is no multiple of the pipeline ranks.
+        ScheduleError: a cut leaves a stage with no node to run.
+        TraceError: the model cannot be traced, or a value that is not a tensor would have to cross a boundary.
     """
     top = _checked(sch).get_top_schedule()
     if isinstance(top.mod, PartitionedModule):
         return top
-    return _of_stages(top, build_program(top), 0)
+    return _schedule_of_stages(top, build_program(top), 0)
 
 
 def propagate_partition(sch: Schedule, starting_stage_id: int = 0, stop_at: str | None = None) -> tuple[PartitionedModule, int]:
-    """Split a module at the cuts inside of it, and with it each module around it, up to a given one.
+    """Partition a module at the cuts inside it, and with it each module around it, up to a given one.
 
-    Every operation of the graphs gets a stage, rising behind each cut. With a cut at the module itself its last part is a
-    stage of its own; without one it shares its stage with what follows in the module around it. The model stays as it is.
+    Every operation of the graphs gets a stage, one higher after each cut. With a cut at the module itself, its last part is a
+    stage of its own; without one, that part shares its stage with the operations that follow in the module around it. The
+    model does not change.
 
     Args:
         sch: Schedule of a module that runs once.
@@ -68,15 +68,15 @@ def propagate_partition(sch: Schedule, starting_stage_id: int = 0, stop_at: str 
         stop_at: Path or name of the schedule to end at; default: the top.
 
     Returns:
-        The module at which it ended, as a module whose children are its parts, ``submod_<stage>``, and the next stage's number.
-        The number of its stage is noted on each part and all in it.
+        The module at ``stop_at``, partitioned, with the children ``submod_<stage>``; and the number of the next stage. Every
+        module of a stage has the stage's number as ``partition_idx``.
 
     Raises:
         ScheduleError: no schedule with this name around it.
         BuildError, ScheduleError, TraceError: see ``generate_pipeline_partition``.
     """
     end = _end(_checked(sch), stop_at)
-    places = list(_places(sch, end))
+    places = list(_cuts_below(sch, end))
     root = end.mod
     if isinstance(root, PartitionedModule):
         raise ScheduleError("it is partitioned already; give the schedule that it came from", path=end.path)
@@ -84,17 +84,17 @@ def propagate_partition(sch: Schedule, starting_stage_id: int = 0, stop_at: str 
         program = Program(root, (Stage(0, root),))
     else:
         program = Partitioner(root, places, None).first_program(_inputs_of(end))
-    staged = _of_stages(end, program, starting_stage_id)
+    staged = _schedule_of_stages(end, program, starting_stage_id)
     top = staged.mod
     assert isinstance(top, PartitionedModule)
     return top, starting_stage_id + len(program.stages)
 
 
 def add_partition_notation(sch: Schedule, idx: int) -> None:
-    """Note a stage's number on a schedule and all below it, as their ``partition_idx``.
+    """Set ``partition_idx`` on a schedule and all schedules below it.
 
     Args:
-        sch: Of a stage, or any module.
+        sch: Schedule of a stage, or of any module.
         idx: Number of the stage.
     """
     for _, handle in _checked(sch).named_schedules():
@@ -125,7 +125,7 @@ def partitioned_program(schedule: Schedule) -> Program | None:
     """Return the program of a schedule of stages; None for any other.
 
     Raises:
-        BuildError: steps were taken on its stages, which a program for other shapes would lose.
+        BuildError: steps were taken on its stages; a program for other shapes would lose them.
     """
     module = schedule.root_module
     if not isinstance(module, PartitionedModule):
@@ -142,11 +142,11 @@ def _checked(sch: Any) -> Schedule:
     return sch
 
 
-def _of_stages(sch: Schedule, program: Program, start: int) -> Schedule:
-    """A schedule of the stages, each with its number, from ``start`` on."""
+def _schedule_of_stages(sch: Schedule, program: Program, start: int) -> Schedule:
+    """Return a schedule of the stages, numbered from ``start``."""
     top = PartitionedModule(program, lambda index: f"submod_{start + index}")
     top.num_steps = len(sch.journal)
-    staged = sch.of_stages(top, program)
+    staged = sch.stage_schedule(top, program)
     for stage in program.stages:
         add_partition_notation(staged[top.name_of(stage.index)], start + stage.index)
     return staged
@@ -161,16 +161,16 @@ def _end(sch: Schedule, stop_at: str | None) -> Schedule:
     return end
 
 
-def _places(sch: Schedule, end: Schedule) -> Iterator[str]:
-    """Cuts inside of the module, and those in the graphs of the modules around it, by paths below ``end``."""
+def _cuts_below(sch: Schedule, end: Schedule) -> Iterator[str]:
+    """Yield the cuts inside the module and those in the graphs of the modules around it, with paths below ``end``."""
     around = {sch.path[:place] for place, letter in enumerate(sch.path) if letter == "."} | ({""} if sch.path else set())
     around = {path for path in around if _is_inside(path, end.path)}
-    for cut in cuts(sch.journal):
-        at_mark = isinstance(where_of(cut), int)
+    for cut in cuts_of_steps(sch.journal):
+        at_mark = isinstance(cut_where(cut), int)
         inside = _is_inside(cut, sch.path) and (at_mark or cut != sch.path)
         beside = (cut if at_mark else cut.rpartition(".")[0]) in around
         if inside or (beside and (at_mark or cut != end.path)):
-            yield Cut(cut[len(end.path) + 1 :] if end.path else cut, where_of(cut))
+            yield Cut(cut[len(end.path) + 1 :] if end.path else cut, cut_where(cut))
 
 
 def _is_inside(path: str, outer: str) -> bool:
@@ -178,12 +178,12 @@ def _is_inside(path: str, outer: str) -> bool:
 
 
 def _inputs_of(sch: Schedule) -> dict[str, Any] | None:
-    """Return the module's arguments by name, as it gets them when the model runs on the example inputs; None without such."""
+    """Return the arguments by name with which the model calls the module on the example inputs; None without such inputs."""
     root, module, inputs = sch.root_module, sch.mod, sch.example_inputs
     if inputs is None:
         return None
     if module is root:
-        return by_name(root, inputs)
+        return named_batch(root, inputs)
     found: list[tuple[Any, Any]] = []
 
     def note(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -201,10 +201,10 @@ def _inputs_of(sch: Schedule) -> dict[str, Any] | None:
         raise ScheduleError(
             f"{sch.path!r} is not called when the model runs on the example inputs; give another module", path=sch.path
         )
-    args, kwargs = tree_map_only(torch.Tensor, _without_numbers, found[0])
+    args, kwargs = tree_map_only(torch.Tensor, _zeros_like, found[0])
     return named_inputs(module, args, kwargs)
 
 
-def _without_numbers(tensor: torch.Tensor) -> torch.Tensor:
+def _zeros_like(tensor: torch.Tensor) -> torch.Tensor:
     empty = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return empty.requires_grad_(tensor.requires_grad)

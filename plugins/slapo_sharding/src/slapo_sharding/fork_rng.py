@@ -85,7 +85,7 @@ def _tracked() -> dict[str, torch.Tensor]:
 
 def run_outside(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call outside the innermost fork."""
-    with get_cuda_rng_tracker().outside():
+    with get_cuda_rng_tracker().outer_state():
         return call(*args, **kwargs)
 
 

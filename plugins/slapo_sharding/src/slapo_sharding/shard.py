@@ -84,13 +84,13 @@ class ShardPrimitive(Primitive):
         copied: Sequence[int] = (),
         gathered: bool = False,
         uneven: bool = False,
+        checked: ShardStep,
     ) -> None:
         """Apply the planned step."""
         with _untraced(schedule) as was_traced:
-            step = schedule.checked
             if was_traced:  # the step was planned for modules of another ``as_untraced`` block
-                step = ShardPlanner(schedule, name, axis, blocks, copied=copied, gathered=gathered, uneven=uneven).plan()
-            apply_step(schedule, step)
+                checked = ShardPlanner(schedule, name, axis, blocks, copied=copied, gathered=gathered, uneven=uneven).plan()
+            apply_step(schedule, checked)
 
 
 @contextmanager

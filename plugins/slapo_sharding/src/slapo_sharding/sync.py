@@ -101,11 +101,11 @@ class SyncPrimitive(Primitive):
         backward: str | None = None,
         of: Sequence[str] | None = None,
         tensor_parallel_output_grad: bool | None = None,
+        checked: Sync,
     ) -> None:
         """Register the hook."""
-        sync: Sync = schedule.checked
         module = schedule.mod
-        if (sync.fn is None and schedule.world_size <= 1) or sync.op == _NOTHING:
+        if (checked.fn is None and schedule.world_size <= 1) or checked.op == _NOTHING:
             return
         if mode == "grad":
             own = _named_parameters(schedule, of)
@@ -117,16 +117,16 @@ class SyncPrimitive(Primitive):
                 hook = GradientReductionHook(schedule.group, label, seen=seen)
                 schedule.on_undo(register_first(parameter, hook).remove)
                 keep_hook(schedule, module, name, hook)
-        elif sync.shared is not None:
+        elif checked.shared is not None:
             for each in _members(schedule, of):
                 schedule.touch(each)
-                each.register_forward_pre_hook(sync, with_kwargs=True)
+                each.register_forward_pre_hook(checked, with_kwargs=True)
         elif mode == "fwd_post":
-            module.register_forward_hook(sync, with_kwargs=True)
-        elif mode == "bwd_post" and sync.fn is not None:
-            module.register_full_backward_hook(sync)
+            module.register_forward_hook(checked, with_kwargs=True)
+        elif mode == "bwd_post" and checked.fn is not None:
+            module.register_full_backward_hook(checked)
         else:
-            module.register_forward_pre_hook(sync, with_kwargs=True)
+            module.register_forward_pre_hook(checked, with_kwargs=True)
 
 
 def _make(

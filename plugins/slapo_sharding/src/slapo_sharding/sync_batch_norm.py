@@ -54,10 +54,10 @@ class SyncBatchNormPrimitive(Primitive):
         return layers
 
     @staticmethod
-    def apply(schedule: Schedule) -> None:
+    def apply(schedule: Schedule, *, checked: list[nn.Module]) -> None:
         """Wrap the forwards, inside the wrappers that they have already."""
         group = replicas_of(schedule)
-        for layer in schedule.checked:
+        for layer in checked:
             if statistics_of(layer) is None:
                 wrap_forward(layer, ReplicaStatistics(group), innermost=True)
 

@@ -98,11 +98,12 @@ class TensorParallelPrimitive(Primitive):
         sequence_parallel: bool = False,
         backend: str | None = None,
         parallel_loss: bool = False,
+        checked: dict[str, str] | None,
     ) -> None:
         """Take the steps of the plan."""
         with as_untraced(schedule):
             before = layer_backends.split_modules(schedule)
-            _split(schedule, schedule.checked, plan, sequence_parallel, parallel_loss)
+            _split(schedule, checked, plan, sequence_parallel, parallel_loss)
             loss = losses.install_loss(schedule) if parallel_loss else None
             if backend is not None:
                 layer_backends.replace_layers(schedule, backend, layer_backends.backend_of(schedule, backend), before, loss)

@@ -1,4 +1,4 @@
-"""The testing kit, for us and for plugin authors: worker processes, numerical comparison, isolated plugins."""
+"""Testing kit for Slapo and for plugin authors: worker processes, numerical comparison, isolated plugins."""
 
 from __future__ import annotations
 

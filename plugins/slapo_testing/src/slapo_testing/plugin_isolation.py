@@ -1,4 +1,4 @@
-"""A registry with nothing but core and the plugins a test names."""
+"""Registry of only core and the plugins that a test names."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from slapo_core import Registry, use_registry
 
 @contextmanager
 def isolated_plugins(*plugins: object) -> Iterator[Registry]:
-    """Let the default registry hold core and the given plugins alone, in this process, for the block.
+    """Make a registry of core and the given plugins the default of this process in a ``with`` block.
 
-    Installed plugins are not imported and ``SLAPO_DISABLE_PLUGINS`` matters to core alone. A given plugin that is broken
-    is an error at once.
+    Installed plugins are not imported, and ``SLAPO_DISABLE_PLUGINS`` affects only core.
 
     Args:
         *plugins: Modules, classes or objects with ``@hookimpl`` functions.
 
     Yields:
-        The registry, also good for ``create_schedule(..., plugins=registry)``.
+        The registry, also for ``create_schedule(..., plugins=registry)``.
 
     Raises:
-        PluginError: a given plugin is broken.
+        PluginError: a given plugin fails to load.
     """
     with use_registry(Registry(plugins)) as registry:
         yield registry

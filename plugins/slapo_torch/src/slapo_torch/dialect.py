@@ -32,7 +32,11 @@ class TorchDialect(Dialect):
 
     @classmethod
     def check(cls, program: Program, **config: Any) -> Program:
-        """Raise ``BuildError`` for options that are unknown or do not fit the program; give it with its stages placed."""
+        """Check the options against the program; return the program with a rank for each stage.
+
+        Raises:
+            BuildError: options are unknown or do not fit the program.
+        """
         options = Options.of(config)
         super().check(program, **config)
         if options.data_parallel == "fsdp":
@@ -48,10 +52,10 @@ class TorchDialect(Dialect):
 
     @classmethod
     def trains_in_place(cls, **config: Any) -> bool:
-        """Return whether parameters stay where they are: rows of them are copies."""
+        """Return True if parameters keep their memory; with FSDP, rows are copies."""
         return bool(config.get("data_parallel", Options.data_parallel) == "ddp")
 
     @classmethod
     def build(cls, program: Program, **config: Any) -> Engine:
-        """Make the engine of this rank; collective. See ``Options`` for the configuration."""
+        """Make the engine of this rank; see ``Options`` for the configuration. Collective."""
         return TorchEngine(cls.check(program, **config), Options.of(config))

@@ -1,4 +1,4 @@
-"""What ``slapo train`` printed of a run, as numbers; the engine itself prints nothing."""
+"""Parser of the lines that ``slapo train`` prints; the engine itself prints nothing."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _STEP = re.compile(r"(?P<run>[\w-]+): step (?P<step>\d+)/\d+, loss (?P<loss>\S+)
 
 
 class LoggedStep(NamedTuple):
-    """What was printed of one step.
+    """One printed step.
 
     Args:
-        step: Counted from 1.
-        loss: Mean over the batch, to four decimals.
+        step: Number of the step, from 1.
+        loss: Mean loss over the batch, with four decimals.
     """
 
     step: int
@@ -22,14 +22,14 @@ class LoggedStep(NamedTuple):
 
 
 class TorchLog:
-    """Reads the lines that ``slapo train`` prints where its output is no terminal: about ten of a run."""
+    """Parses the lines that ``slapo train`` prints without a terminal: about ten per run."""
 
     @staticmethod
     def parse(lines: Iterable[str], run: str = "training") -> list[LoggedStep]:
-        """The steps that were printed, in order; other lines are passed over.
+        """Return the printed steps in order; other lines are skipped.
 
         Args:
-            lines: Of a log, of one rank or of several.
+            lines: Lines of a log of one or several ranks.
             run: ``"training"``, or ``"reference"`` for the unmodified model beside it.
         """
         matches = (_STEP.search(line) for line in lines)

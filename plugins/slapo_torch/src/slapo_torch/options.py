@@ -1,4 +1,4 @@
-"""Options of this dialect's engine, and their checks."""
+"""Options of the engine of dialect ``torch``, and their checks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slapo_training.options import CommonOptions
 from .pipelining.schedules import is_file, kind_of
 
 DATA_PARALLEL = ("ddp", "fsdp")
-"""Ways in which replicas keep their parameters."""
+"""Values of ``data_parallel``."""
 
 
 @dataclass(frozen=True)
@@ -22,15 +22,15 @@ class Options(CommonOptions):
     """The arguments of ``build`` for target ``"torch"``; ``precision`` ``"bf16"`` and ``"fp16"`` are autocast.
 
     Args:
-        loss_scale: With ``"fp16"`` what the loss is multiplied by at first; it is halved after a gradient overflows, and that
-            step is left out, and doubled after 2000 steps without.
+        loss_scale: Initial factor of the loss with ``"fp16"``. It is halved after an overflow of gradients, whose step is
+            skipped, and doubled after 2000 steps without an overflow.
         pipeline_schedule: One of ``schedules.KINDS``, or the path of a CSV file of ``torch.distributed.pipelining``, whose name
             ends in ``.csv``.
-        data_parallel: ``"ddp"``: each replica keeps all of its parameters; ``"fsdp"``: of each parameter, its gradient and the
-            optimizer's state some rows, and the parameters are gathered for a step.
+        data_parallel: ``"ddp"``: each replica keeps all parameters. ``"fsdp"``: each replica keeps some rows of each parameter,
+            gradient and optimizer state, and gathers parameters in a step.
         fsdp_units: Globs of the modules whose parameters are gathered and reduced together; None for the elements of lists of
-            layers of one class. All other parameters are one unit more.
-        record_timeline: Keep when each forward and backward of the last step ran, in ``engine.timeline``.
+            layers of one class. All other parameters are one more unit.
+        record_timeline: Record start and end of each action of the last step in ``engine.timeline``.
     """
 
     target: ClassVar[str] = "torch"
@@ -41,16 +41,16 @@ class Options(CommonOptions):
     fsdp_units: Sequence[str] | None = None
     record_timeline: bool = False
 
-    def agreed(self) -> list[str]:
-        """Return the options that have to be the same on all ranks, beside what ``build`` compares already."""
+    def rank_invariants(self) -> list[str]:
+        """Return the options that must be equal on all ranks, beside those that ``build`` compares."""
         schedule = f"pipeline_schedule={self.pipeline_schedule!r}"
-        if is_file(self.pipeline_schedule):  # each rank may have it elsewhere
+        if is_file(self.pipeline_schedule):  # its path may differ between ranks
             schedule = f"a pipeline_schedule of crc {zlib.crc32(Path(self.pipeline_schedule).read_bytes()):#x}"
         return [
             f"data_parallel={self.data_parallel!r} with fsdp_units={self.fsdp_units}",
             schedule,
             f"loss_scale={float(self.loss_scale)}",
-            *super().agreed(),
+            *super().rank_invariants(),
         ]
 
     def validate(self) -> None:

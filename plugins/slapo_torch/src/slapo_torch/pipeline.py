@@ -1,8 +1,8 @@
-"""Running this rank's stages of a pipeline on ``torch.distributed.pipelining``.
+"""This rank's stages of a pipeline on ``torch.distributed.pipelining``.
 
-What it relies on beyond that package's documentation, the names in ``_torch_pipelining`` apart, is that schedules call their
-stages' ``forward_one_chunk``, ``backward_one_chunk`` and ``backward_weight_one_chunk``, and the stages' ``fwd_cache``,
-``bwd_cache``, ``backward_state`` and ``dw_runner``.
+Beyond that package's documentation and the names in ``_torch_pipelining``, this module relies on two facts: schedules call
+``forward_one_chunk``, ``backward_one_chunk`` and ``backward_weight_one_chunk`` of their stages, and stages have the attributes
+``fwd_cache``, ``bwd_cache``, ``backward_state`` and ``dw_runner``.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from slapo_core import Boundary, Program
 from slapo_training.batches import Batch
 from slapo_training.losses import note_failure
 
-from .gradients.aliasing import Extent, FirstGradients, extents
-from .gradients.ddp import Replicas
+from .gradients.aliasing import GradientUnaliasing, MemoryExtent, memory_extents
+from .gradients.ddp import DDPReplicas
 from .options import Options
-from .pipelining._torch_pipelining import scheduled, splits
+from .pipelining._torch_pipelining import has_split_backward, make_runtime
 from .pipelining.schedules import kind_of
-from .pipelining.split_backward import TensorHooks, can_split
+from .pipelining.split_backward import TensorHookRecorder, can_split
 from .pipelining.varying_stage import VaryingStage
 from .step.gradient_accumulation import StepResult
-from .step.microbatch_weights import Share
+from .step.microbatch_weights import MicroBatchWeight
 from .step.stage_call import StageCall
 
 
 class RunningStage(VaryingStage):
-    """A stage that takes its inputs by micro-batch number, and that never leaves its neighbours waiting.
+    """Stage that takes its inputs by micro-batch index and keeps sending messages after an error.
 
-    After an error it goes on sending what they wait for, as zeros; the engine refuses the step at its end on all ranks. With
-    replicas the runtime sees their wrapper, which it keeps from reducing before the last backward.
+    After an error it sends zeros, so that no neighbour waits; the engine refuses the step at its end on all ranks. With
+    replicas the runtime sees the DDP wrapper, and prevents its reduction before the last backward.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class RunningStage(VaryingStage):
         program: Program,
         index: int,
         result: StepResult,
-        replicas: Replicas | None = None,
+        replicas: DDPReplicas | None = None,
     ) -> None:
         assert program.mesh is not None
         device = torch.device(program.mesh.device_type)
@@ -67,22 +67,22 @@ class RunningStage(VaryingStage):
         self._replicas = replicas
         self._receiving: dict[tuple[str, int], float] = {}
         self.splits = False
-        """True if the schedule has backwards in two parts."""
+        """True if the schedule splits backwards in two."""
         self._whole: set[int] = set()
         self._hooked: set[int] = set()
-        self._first: FirstGradients | None = None
-        self._given: dict[int, list[Extent]] = {}
+        self._first: GradientUnaliasing | None = None
+        self._given: dict[int, list[MemoryExtent]] = {}
 
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, save_forward_output: bool = True
     ) -> Any:
-        """Run the forward of one micro-batch; what the schedule passes as arguments is empty."""
+        """Run the forward of one micro-batch, with inputs of ``feed``; the schedule's own arguments are empty."""
         self._select(fwd_chunk_id)
-        self._arrived("RECV_F", fwd_chunk_id)
+        self._record_arrival("RECV_F", fwd_chunk_id)
         feed, run = self.feed[fwd_chunk_id], super().forward_one_chunk
-        hooks = TensorHooks()
+        hooks = TensorHookRecorder()
         with hooks if self.splits else nullcontext():
-            output = self._attempt("F", fwd_chunk_id, lambda: run(fwd_chunk_id, (), feed, False))
+            output = self._run_and_note_error("F", fwd_chunk_id, lambda: run(fwd_chunk_id, (), feed, False))
         if hooks.found:
             self._hooked.add(fwd_chunk_id)
         if self.result.failure is not None:
@@ -100,11 +100,11 @@ class RunningStage(VaryingStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """Run the backward of one micro-batch, or its first part, which gives the gradients of the stage's inputs."""
+        """Run the backward of one micro-batch, or its first part: gradients of the stage's inputs."""
         if not self.has_backward:
             return
         self._select(bwd_chunk_id)
-        self._arrived("RECV_B", bwd_chunk_id)
+        self._record_arrival("RECV_B", bwd_chunk_id)
         run = super().backward_one_chunk
 
         def attempt() -> None:
@@ -112,14 +112,14 @@ class RunningStage(VaryingStage):
             if full and not full_backward:
                 self._whole.add(bwd_chunk_id)
             run(bwd_chunk_id, loss, full, last_backward)
-            # without having been accumulated in a leaf they lie in memory as the backward left them
+            # input gradients were not accumulated in a leaf, so they may have any strides; messages are contiguous
             gradients = self.bwd_cache[bwd_chunk_id]
             self.bwd_cache[bwd_chunk_id] = tuple(value if value is None else value.contiguous() for value in gradients)
-            self._given[bwd_chunk_id] = extents(self.bwd_cache[bwd_chunk_id])
+            self._given[bwd_chunk_id] = memory_extents(self.bwd_cache[bwd_chunk_id])
             if full:
                 self._separate(bwd_chunk_id)
 
-        self._attempt("B" if full_backward else "I", bwd_chunk_id, attempt)
+        self._run_and_note_error("B" if full_backward else "I", bwd_chunk_id, attempt)
         if self.result.failure is not None:
             self.fwd_cache.pop(bwd_chunk_id, None)
             self.bwd_cache[bwd_chunk_id] = (None,) * self._num_inputs(bwd_chunk_id)
@@ -127,7 +127,7 @@ class RunningStage(VaryingStage):
             self.result.unused = self._replicas.finish()
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Run the second part of a backward, which gives the gradients of the stage's parameters; none where all is done."""
+        """Run the second part of a backward: gradients of the stage's parameters; nothing if the first part ran all."""
         run = super().backward_weight_one_chunk
 
         def attempt() -> None:
@@ -136,49 +136,55 @@ class RunningStage(VaryingStage):
                 self._separate(bwd_chunk_id)
 
         if self.has_backward:
-            self._attempt("W", bwd_chunk_id, attempt)
+            self._run_and_note_error("W", bwd_chunk_id, attempt)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the operations that receive the activations of a micro-batch."""
         _renew(self.args_recv_info[fwd_chunk_id])
-        return self._begun("RECV_F", fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id))
+        return self._record_message_start("RECV_F", fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the operations that receive the gradients of a micro-batch."""
         _renew(self.grad_recv_info.get(bwd_chunk_id, ()))
-        return self._begun("RECV_B", bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
+        return self._record_message_start("RECV_B", bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the operations that send the activations of a micro-batch."""
-        return self._begun("SEND_F", fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
+        return self._record_message_start("SEND_F", fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the operations that send the gradients of a micro-batch."""
-        return self._begun("SEND_B", bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
+        return self._record_message_start("SEND_B", bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
 
-    def _begun(self, kind: str, microbatch: int, messages: list[dist.P2POp]) -> list[dist.P2POp]:
+    def _record_message_start(self, kind: str, microbatch: int, messages: list[dist.P2POp]) -> list[dist.P2POp]:
         if messages and kind.startswith("RECV"):
             self._receiving[kind, microbatch] = time.time()
         elif messages:
             self.result.record(self.stage_index, kind, microbatch, time.time())
         return messages
 
-    def _arrived(self, kind: str, microbatch: int) -> None:
+    def _record_arrival(self, kind: str, microbatch: int) -> None:
         if (start := self._receiving.pop((kind, microbatch), None)) is not None:
             self.result.record(self.stage_index, kind, microbatch, start)
 
     def begin(self, feed: list[dict[str, Any]], training: bool, result: StepResult) -> None:
-        """Begin a step with what its micro-batches give this stage; the parameters have no gradients."""
+        """Begin a step; parameters have no gradients.
+
+        Args:
+            feed: Keyword arguments of each micro-batch's forward.
+            training: True if backwards follow.
+            result: Receives losses, errors and actions.
+        """
         self.feed, self.result = feed, result
-        self._first = FirstGradients(self._calls) if training else None
+        self._first = GradientUnaliasing(self._calls) if training else None
 
     def _separate(self, microbatch: int) -> None:
-        """Behind a backward; the gradients of the stage's inputs may not have been sent, or used, yet."""
+        """Copy gradients that share memory, after a backward; input gradients may still be waiting to be sent."""
         assert self._first is not None
         self._first.separate(self._given.pop(microbatch))
 
     def clear_runtime_states(self) -> None:
-        """Forget what an earlier step left, one that broke off as well."""
+        """Clear the state of an earlier step, which may have failed."""
         super().clear_runtime_states()
         self._given.clear()
         self._receiving.clear()
@@ -191,25 +197,25 @@ class RunningStage(VaryingStage):
         return len(self._layouts[microbatch][0])
 
     def _splits(self, microbatch: int, loss: Any) -> bool:
-        """Return whether the backward of a micro-batch can be run in two parts; the first stage's is all in the second."""
+        """Return True if a micro-batch's backward can be split; the first stage runs all of it in the second part."""
         if self.is_first:
             return True
         if microbatch in self._hooked:
             return False
         given, received = self.fwd_cache[microbatch]
-        if not self.is_last:  # the runtime detaches them in place, which views refuse
+        if not self.is_last:  # the runtime calls detach_() on outputs, which views refuse
             given = tuple(output.clone() if output._is_view() else output for output in given)
             self.fwd_cache[microbatch] = (given, received)
         return can_split((loss,) if self.is_last else given, received[: self._num_inputs(microbatch)])
 
-    def _attempt(self, kind: str, microbatch: int, run: Callable[[], Any]) -> Any:
+    def _run_and_note_error(self, kind: str, microbatch: int, run: Callable[[], Any]) -> Any:
         if self.result.failure is not None:
             return None
         start = time.time()
         try:
             return run()
         except Exception as err:
-            # the runtime wraps what a forward raises
+            # the runtime wraps errors of a forward
             self.result.failure = err.__cause__ if isinstance(err.__cause__, Exception) else err
             return None
         finally:
@@ -217,15 +223,15 @@ class RunningStage(VaryingStage):
 
 
 class StagePlan:
-    """This rank's stages made ready for micro-batches of these shapes, in one mode.
+    """This rank's stages, prepared for micro-batches of given shapes in one mode.
 
     Args:
-        programs: One for each micro-batch, often the same.
+        programs: Program of each micro-batch, often the same one.
         options: Options of the engine.
-        schedule: The pipeline schedule, and its number of micro-batches.
-        mine: Indices of this rank's stages.
-        training: Whether backwards run.
-        replicas: With one stage per rank, what averages its gradients.
+        schedule: Pipeline schedule and number of micro-batches.
+        own_stages: Indices of this rank's stages.
+        training: True if backwards run.
+        replicas: DDP of the stage, with one stage per rank; or None.
     """
 
     def __init__(
@@ -233,41 +239,41 @@ class StagePlan:
         programs: Sequence[Program],
         options: Options,
         schedule: tuple[str, int],
-        mine: tuple[int, ...],
+        own_stages: tuple[int, ...],
         training: bool,
-        replicas: Replicas | None = None,
+        replicas: DDPReplicas | None = None,
     ) -> None:
         self.programs = programs
         self._training = training
         replicas = replicas if training else None
         result = StepResult()
-        made = {(id(each), index): _call(each, index, options) for each in programs for index in mine}
-        self._calls = {index: [made[id(each), index] for each in programs] for index in mine}
+        made = {(id(each), index): _call(each, index, options) for each in programs for index in own_stages}
+        self._calls = {index: [made[id(each), index] for each in programs] for index in own_stages}
         self._stages = [RunningStage(calls, programs[0], index, result, replicas) for index, calls in self._calls.items()]
         name, microbatches = schedule
-        # the loss comes scaled out of the last stage
+        # the last stage returns the weighted loss
         loss_fn = _identity if training else None
-        self._schedule = scheduled(name, kind_of(name).runtime, self._stages, microbatches, loss_fn)
+        self._schedule = make_runtime(name, kind_of(name).runtime, self._stages, microbatches, loss_fn)
         for stage in self._stages:
-            stage.splits = splits(self._schedule)
+            stage.splits = has_split_backward(self._schedule)
         self._targets = torch.arange(microbatches)
 
     def serves(self, programs: Sequence[Program]) -> bool:
-        """Return whether the plan is of these very programs."""
-        return all(mine is given for mine, given in zip(self.programs, programs, strict=True))
+        """Return True if the plan was made of these same programs."""
+        return all(own is other for own, other in zip(self.programs, programs, strict=True))
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Modules of all stages, of this rank and of others."""
+        """Modules of the stages of all ranks."""
         return [stage.module for program in self.programs for stage in program.stages]
 
-    def run(self, parts: list[Batch], labels: list[Any], share: Share) -> StepResult:
-        """Run all micro-batches, forward and, in training, backward; errors are in the result."""
+    def run(self, parts: list[Batch], labels: list[Any], weight: MicroBatchWeight) -> StepResult:
+        """Run all micro-batches forward and, in training, backward; the result has the first error."""
         result = StepResult()
         for stage in self._stages:
             calls, feed = self._calls[stage.stage_index], []
             for program, call, part, label in zip(self.programs, calls, parts, labels, strict=True):
-                call.begin(share, result.counted if stage.is_last else [])
+                call.begin(weight, result.counted if stage.is_last else [])
                 names = program.stages[stage.stage_index].batch_inputs
                 feed.append({"batch": {name: part[name] for name in names if name in part}, "labels": label, "call": call})
             stage.begin(feed, self._training, result)
@@ -280,7 +286,7 @@ class StagePlan:
 
 
 def _renew(received: tuple[Any, ...]) -> None:
-    """Give what is received memory of its own in every step: a model may keep a value, or put a hook on it."""
+    """Allocate new receive buffers for each step; a model may keep a received tensor or register a hook on it."""
     for info in received:
         if info.buffer is not None:
             info.buffer = torch.empty_like(info.buffer, requires_grad=info.buffer.requires_grad)

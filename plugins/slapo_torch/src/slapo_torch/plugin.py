@@ -1,4 +1,4 @@
-"""What this plugin registers."""
+"""Registration of the dialect ``torch``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When the ranks of a pipeline computed, sent and waited: as a trace for Perfetto or Chrome, and as one number."""
+"""Timeline of the ranks of a pipeline, as a trace for Perfetto or Chrome, and its bubble as one number."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ MESSAGES = {
     "RECV_F": "receive activations",
     "RECV_B": "receive gradients",
 }
-"""Kinds of actions that are messages: a send when it is begun; a receive from when it is begun to when its value is used."""
+"""Kinds of actions that are messages. A send is its start alone; a receive lasts from its start to the use of its value."""
 
 Action = Mapping[str, Any]
 
 
 class Bubble(NamedTuple):
-    """The share of all ranks' time in which they do not compute.
+    """Share of all ranks' time without computation.
 
     Args:
-        measured: From the first forward to the last backward.
-        ideal: The same for this order of actions if each took its mean time and messages took none.
+        measured: The share between the first forward and the last backward.
+        ideal: The share for this order of actions, if each action took its mean time and messages took no time.
     """
 
     measured: float
@@ -36,13 +36,13 @@ class Bubble(NamedTuple):
 
 
 def bubble(actions: Sequence[Action]) -> Bubble:
-    """How idle the ranks of one pipeline are.
+    """Return the idle share of the ranks of one pipeline.
 
     Args:
-        actions: ``engine.timeline`` of all ranks of one pipeline, put together: those with one ``dp`` and one ``tp``.
+        actions: Concatenated ``engine.timeline`` of all ranks of one pipeline: equal ``dp`` and equal ``tp``.
 
     Raises:
-        ValueError: there are none, or some ranks' are missing.
+        ValueError: there are no actions, or those of some ranks are missing.
     """
     computing = sorted((action for action in actions if action["kind"] in COMPUTES), key=lambda action: action["start"])
     if not computing:
@@ -57,7 +57,7 @@ def bubble(actions: Sequence[Action]) -> Bubble:
 
 
 def _ideal(by_rank: Mapping[int, Sequence[Action]]) -> tuple[float, float]:
-    """Seconds of work, and from the first action's start to the last one's end, if each began as soon as it could."""
+    """Return the seconds of computation, and of the whole step if each action starts as soon as its inputs are there."""
     durations: dict[tuple[int, str], list[float]] = defaultdict(list)
     for row in by_rank.values():
         for action in row:
@@ -79,12 +79,12 @@ def _ideal(by_rank: Mapping[int, Sequence[Action]]) -> tuple[float, float]:
 
 
 def _key(action: Action) -> tuple[str, int, int]:
-    kind = "B" if action["kind"] == "I" else action["kind"]  # what the stage before waits for
+    kind = "B" if action["kind"] == "I" else action["kind"]  # the previous stage needs the input gradients only
     return kind, action["stage"], action["microbatch"]
 
 
 def _needs(action: Action, last: int) -> list[tuple[str, int, int]]:
-    """What has to be done before an action."""
+    """Return the keys of the actions that must end before an action starts."""
     stage, microbatch = action["stage"], action["microbatch"]
     if action["kind"] == "F":
         return [("F", stage - 1, microbatch)] if stage else []
@@ -94,13 +94,13 @@ def _needs(action: Action, last: int) -> list[tuple[str, int, int]]:
 
 
 def chrome_trace(actions: Sequence[Action]) -> dict[str, Any]:
-    """A trace that https://ui.perfetto.dev and Chrome's ``about:tracing`` open, once written as JSON.
+    """Return a trace for https://ui.perfetto.dev or Chrome's ``about:tracing``; write it as JSON.
 
-    A process per rank, with a track each for what it computes and where it is idle, what it sends, and what it receives;
-    times in microseconds from the first action.
+    Each rank is a process with three tracks: computation and idle time, sends, and receives. Times are in microseconds from
+    the first action.
 
     Args:
-        actions: ``engine.timeline`` of all ranks, put together.
+        actions: Concatenated ``engine.timeline`` of all ranks.
     """
     origin = min((action["start"] for action in actions), default=0.0)
     events: list[dict[str, Any]] = []

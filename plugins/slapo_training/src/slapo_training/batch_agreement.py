@@ -1,4 +1,4 @@
-"""Batches of all ranks before a step: each rank cuts its own, and all go on only if these are of one kind."""
+"""Comparison of the batches of all ranks before a step: each rank splits its own, and all must be of one kind."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from slapo_core import BuildError, Program, all_reduce, raise_on_all_ranks
 from .batches.microbatches import Batch, fingerprint
 from .label_weights import LabelWeights
 
-__all__ = ["BatchFacts", "check_boundaries", "check_contents", "check_shapes", "content_slots"]
+__all__ = ["BatchFingerprints", "check_boundaries", "check_contents", "check_shapes", "replica_extremes"]
 
 _NOTHING = -(2**40)
 
 
-class BatchFacts(NamedTuple):
-    """Numbers that are compared between ranks: of the shape of a batch, two of its labels, and its marks.
+class BatchFingerprints(NamedTuple):
+    """Numbers that ranks compare: a fingerprint of the batch's shape, two label counts, and a fingerprint of row counts.
 
     Args:
-        low: The smallest over this rank's micro-batches.
-        high: The largest.
-        inputs: A fingerprint of what the stages receive, which follows from the batch: equal in one replica.
+        low: Smallest numbers of this rank's micro-batches.
+        high: Largest numbers of this rank's micro-batches.
+        inputs: Fingerprint of the stages' inputs, which must be equal in one replica.
     """
 
     low: list[int]
@@ -33,15 +33,15 @@ class BatchFacts(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """A batch of this rank.
+    """Split batch of this rank.
 
     Args:
-        parts: Its micro-batches.
-        counts: How many labels each has by all that may be its labels, see ``batches.label_counts``.
-        kinds: Indices of the numbers among these of which one counts.
-        shape: A number that is equal where names, shapes and types are, see ``batches.fingerprint``.
-        content: One that is equal for equal values, see ``batches.content``.
-        marks: Marks of each micro-batch, see ``FirstStep.marks``.
+        parts: Micro-batches.
+        counts: Label counts of each micro-batch by each candidate, see ``label_counts``.
+        kinds: Indices of the candidates that may be the labels of the loss.
+        shape: Fingerprint of names, shapes and dtypes.
+        content: Fingerprint of values, see ``content_fingerprint``.
+        marks: Fingerprint of each micro-batch's row counts, see ``FirstStep.marks``.
     """
 
     parts: list[Batch]
@@ -53,32 +53,31 @@ class Cut(NamedTuple):
 
 
 def cut_together(program: Program, device: torch.device, cut: Callable[[], Cut]) -> tuple[list[Batch], LabelWeights, bool]:
-    """Cut this rank's batch, and compare it with those of the other ranks. Collective.
+    """Split this rank's batch, and compare it with the batches of the other ranks. Collective.
 
-    One small reduction where all is well and micro-batches have as many labels each, two where they differ.
+    Without an error there is one small reduction; two if micro-batches have different numbers of labels.
 
     Args:
-        program: Its mesh says which ranks.
-        device: For what is sent.
-        cut: What one rank can do alone.
+        program: The program; its mesh has the ranks.
+        device: Device of messages.
+        cut: Splits the batch, with no message to other ranks.
 
     Returns:
-        The micro-batches, what they weigh, and whether marks differ.
+        The micro-batches, their weights, and whether marks differ.
 
     Raises:
-        Exception: what ``cut`` raised here.
-        BuildError: it raised on another rank; or ranks were given batches of different shapes, or those of one replica
-            different ones.
+        Exception: the error of ``cut`` on this rank.
+        BuildError: ``cut`` failed on another rank; batches differ in shape; or ranks of one replica have different batches.
     """
     error, own = None, Cut([], [(0, 0)], [0], 0, 0, [0])
     try:
         own = cut()
     except Exception as err:
         error = err
-    labels = _label_facts(own.counts, own.kinds)
+    labels = _label_fingerprints(own.counts, own.kinds)
     high = [own.shape, *labels[:2], max(own.marks)]
     low = [own.shape, -labels[2], labels[1], min(own.marks)]
-    row = [error is not None, *high, *(-number for number in low), *content_slots(program, own.content, error is None)]
+    row = [error is not None, *high, *(-number for number in low), *replica_extremes(program, own.content, error is None)]
     found = all_reduce(torch.tensor(row, dtype=torch.int64, device=device), program.mesh, dist.ReduceOp.MAX).tolist()
     if found[0]:
         raise_on_all_ranks(error, program.mesh)
@@ -89,15 +88,15 @@ def cut_together(program: Program, device: torch.device, cut: Callable[[], Cut])
     return own.parts, weights, high[3] != low[3]
 
 
-def content_slots(program: Program, content: int, known: bool) -> list[int]:
-    """Return for each replica the largest and, negated, the smallest of its ranks' numbers, as far as this rank knows.
+def replica_extremes(program: Program, content: int, known: bool) -> list[int]:
+    """Return slots for the largest and the negated smallest number of each replica, filled with this rank's number.
 
-    Ranks reduce these numbers to the largest of each. There are none where no ranks share a batch.
+    A reduction by maximum fills all slots. Without ranks that share a batch there are no slots.
 
     Args:
-        program: Its mesh says which ranks.
-        content: A number of this rank that is equal in one replica, as that of its batch.
-        known: Whether this rank has it.
+        program: The program; its mesh has the ranks.
+        content: Number of this rank that must be equal in its replica, e.g. a fingerprint of its batch.
+        known: False if this rank has no number.
     """
     if program.axis_size("pp") * program.axis_size("tp") == 1:
         return []
@@ -109,8 +108,8 @@ def content_slots(program: Program, content: int, known: bool) -> list[int]:
 
 
 def check_contents(slots: list[int]) -> None:
-    """Raise ``BuildError`` where the ranks of one replica were given different batches, from the reduced slots."""
-    if (replica := _differing(slots)) is not None:
+    """Raise ``BuildError`` if ranks of one replica have different batches, from the reduced slots."""
+    if (replica := _first_differing_replica(slots)) is not None:
         raise BuildError(
             f"the ranks of replica {replica} were given different batches; give all pipeline stages and tensor-parallel "
             "ranks of one replica the same rows in the same order, e.g. by one seed for their data loaders"
@@ -118,22 +117,22 @@ def check_contents(slots: list[int]) -> None:
 
 
 def check_boundaries(slots: list[int]) -> None:
-    """Raise ``BuildError`` where the ranks of one replica planned different stage boundaries, from the reduced slots."""
-    if (replica := _differing(slots)) is not None:
+    """Raise ``BuildError`` if ranks of one replica planned different stage boundaries, from the reduced slots."""
+    if (replica := _first_differing_replica(slots)) is not None:
         raise BuildError(
             f"the ranks of replica {replica} planned different stage boundaries; the model's code must not depend on the rank, "
             "and what is frozen has to be frozen in the whole model, on every rank"
         )
 
 
-def _differing(slots: list[int]) -> int | None:
-    """Return the first replica whose ranks have different numbers."""
+def _first_differing_replica(slots: list[int]) -> int | None:
+    """Return the first replica whose ranks have different numbers, or None."""
     pairs = zip(slots[::2], slots[1::2], strict=True)
     return next((replica for replica, (high, low) in enumerate(pairs) if high != -low), None)
 
 
 def check_shapes(high: int, low: int) -> None:
-    """Raise ``BuildError`` where the largest and the smallest fingerprint of all ranks' batches differ."""
+    """Raise ``BuildError`` if the largest and the smallest fingerprint of all ranks' batches differ."""
     if high != low:
         raise BuildError(
             "the ranks were given batches of different names, shapes or types, or some train while others evaluate; give "
@@ -142,21 +141,21 @@ def check_shapes(high: int, low: int) -> None:
 
 
 def weigh(program: Program, device: torch.device, counts: list[tuple[int, ...]], kinds: list[int]) -> LabelWeights:
-    """Return what micro-batches weigh that were counted anew. Collective.
+    """Return the weights of micro-batches from new label counts. Collective.
 
     Args:
-        program: Its mesh says which ranks.
-        device: For what is sent.
-        counts: As in ``Cut``; so are ``kinds``.
-        kinds: Indices of the numbers of which one counts.
+        program: The program; its mesh has the ranks.
+        device: Device of messages.
+        counts: Label counts as in ``Cut``.
+        kinds: Indices of candidates as in ``Cut``.
     """
-    row = torch.tensor(_label_facts(counts, kinds), dtype=torch.int64, device=device)
+    row = torch.tensor(_label_fingerprints(counts, kinds), dtype=torch.int64, device=device)
     high, is_ambiguous, low = all_reduce(row, program.mesh, dist.ReduceOp.MAX).tolist()
     return _weights(program, device, counts, differs=high != -low, is_ambiguous=bool(is_ambiguous))
 
 
-def _label_facts(counts: list[tuple[int, ...]], kinds: list[int]) -> list[int]:
-    """Return the largest fingerprint of a micro-batch's numbers, 1 if the numbers of one differ, and minus the smallest one."""
+def _label_fingerprints(counts: list[tuple[int, ...]], kinds: list[int]) -> list[int]:
+    """Return the largest fingerprint of a micro-batch's counts, 1 if candidates of one differ, and the negated smallest."""
     numbers = [[own[kind] for kind in kinds] for own in counts]
     prints = [fingerprint(each) for each in numbers]
     return [max(prints), int(any(len(set(each)) > 1 for each in numbers)), -min(prints)]

@@ -1,4 +1,4 @@
-"""A batch as people give it, read as the arguments of the model by name and the labels of a loss function."""
+"""Conversion of a user's batch to the model's arguments by name and the labels of a loss function."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ _LISTS = re.compile(r"\b(list|tuple|sequence|iterable)\b", re.IGNORECASE)
 
 
 def arguments_of(model: nn.Module, args: Sequence[Any], given: Mapping[str, Any], options: CommonOptions) -> Batch:
-    """Return the arguments of a batch by name, and under ``labels`` what a loss function gets.
+    """Return the arguments of a batch by name, with the labels of a loss function under ``labels``.
 
-    A tuple, list or mapping that is given alone is a batch as a ``DataLoader`` gives it: it has the arguments. With ``loss_fn``
-    the labels are called ``labels``, or are the only argument by keyword that the forward does not take, or the last one by
-    position; with ``loss_over`` the last one only where the forward does not take so many.
+    A single tuple, list or mapping is a batch of a ``DataLoader`` and contains the arguments. With ``loss_fn`` the labels are
+    called ``labels``, or are the only keyword argument that the forward does not accept, or the last positional argument. With
+    ``loss_over`` the last positional argument is taken only if the forward does not accept as many.
 
     Args:
-        model: The unmodified model or what has its forward's signature.
-        args: What was given by position.
-        given: What was given by keyword.
-        options: Of the engine.
+        model: The unmodified model, or a module with its forward's signature.
+        args: Positional arguments.
+        given: Keyword arguments.
+        options: Options of the engine.
 
     Raises:
-        BuildError: the forward does not take so many arguments, or one is given twice.
+        BuildError: the forward does not accept as many arguments, or an argument is given twice.
     """
     parameters = forward_signature(model).parameters
     for each in (*args, *given.values()):
         if isinstance(each, DataLoader | Iterator):
             raise BuildError(f"a {type(each).__name__} is given; give one batch of it, as in: for batch in loader: ...")
     has_labels, needs_labels = options.loss_fn is not None, options.loss_fn is not None and options.loss_over is None
-    call = _opened(parameters, tuple(args), dict(given), has_labels, needs_labels)
+    call = _unpack_batch(parameters, tuple(args), dict(given), has_labels, needs_labels)
     number = sum(each.kind in _POSITIONAL for each in parameters.values())
     is_open = any(each.kind is each.VAR_POSITIONAL for each in parameters.values())
     if not has_labels and len(call[0]) == number + 1 > 1 and not is_open:
@@ -53,25 +53,25 @@ def arguments_of(model: nn.Module, args: Sequence[Any], given: Mapping[str, Any]
         )
     if not has_labels or "labels" in call[1]:
         return named_inputs(model, *call)
-    args, kwargs, labels = _apart(model, *call, needs_labels)
+    args, kwargs, labels = _split_labels(model, *call, needs_labels)
     named = named_inputs(model, args, kwargs)
     return named if labels is None else {**named, "labels": labels[0]}
 
 
-def _opened(
+def _unpack_batch(
     parameters: Mapping[str, inspect.Parameter],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     has_labels: bool,
     needs_labels: bool,
 ) -> _Call:
-    """Return the arguments in a batch that is given alone."""
-    args, kwargs = _mapped(parameters, args, kwargs)
+    """Return the arguments of a batch that is the only argument."""
+    args, kwargs = _unpack_mapping(parameters, args, kwargs)
     if len(args) != 1 or kwargs or not isinstance(args[0], tuple | list):
         return args, kwargs
     positional = [each for each in parameters.values() if each.kind in _POSITIONAL]
     if any(each.kind is each.VAR_POSITIONAL for each in parameters.values()):
-        return args, kwargs  # which of them a sequence is, nothing shows
+        return args, kwargs  # a sequence may be one argument or all of them
     number, most = len(args[0]), len(positional) + has_labels
     if most < 2 or (positional and _is_list(positional[0]) and not needs_labels):
         return args, kwargs
@@ -81,11 +81,11 @@ def _opened(
             f"the batch is a {type(args[0]).__name__} of {number}, but the forward takes {names} by position"
             f"{' beside labels' * has_labels}; a sequence that is an argument itself has to be given by keyword"
         )
-    return _mapped(parameters, tuple(args[0]), {})
+    return _unpack_mapping(parameters, tuple(args[0]), {})
 
 
-def _mapped(parameters: Mapping[str, inspect.Parameter], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
-    """Return the arguments in a mapping that is given alone, if the forward takes one of them by its name."""
+def _unpack_mapping(parameters: Mapping[str, inspect.Parameter], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    """Return the arguments of a mapping that is the only argument, if the forward has a parameter of one of its names."""
     if len(args) != 1 or kwargs or not isinstance(args[0], Mapping):
         return args, kwargs
     names = {name for name, each in parameters.items() if each.kind in _POSITIONAL or each.kind is each.KEYWORD_ONLY}
@@ -93,16 +93,16 @@ def _mapped(parameters: Mapping[str, inspect.Parameter], args: tuple[Any, ...], 
     return ((), dict(args[0])) if is_batch else (args, kwargs)
 
 
-def _apart(
+def _split_labels(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], needs_labels: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any] | None]:
-    """Return the arguments without the labels, and these in a tuple; None where there are none."""
+    """Return the arguments without the labels, and the labels in a tuple, or None."""
     signature = forward_signature(model)
     takes_any = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
     others = [name for name in kwargs if name not in signature.parameters and not takes_any]
     if len(others) == 1:
         return args, {name: value for name, value in kwargs.items() if name not in others}, (kwargs[others[0]],)
-    fewer = _mapped(signature.parameters, args[:-1], kwargs)
+    fewer = _unpack_mapping(signature.parameters, args[:-1], kwargs)
     if len(args) > 1 and _binds(signature, *fewer) and (needs_labels or not _binds(signature, args, kwargs)):
         return *fewer, (args[-1],)
     return args, kwargs, None
@@ -117,5 +117,5 @@ def _binds(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[st
 
 
 def _is_list(parameter: inspect.Parameter) -> bool:
-    """Return whether a parameter is annotated as a sequence."""
+    """Return True if a parameter is annotated as a sequence."""
     return parameter.annotation is not parameter.empty and _LISTS.search(str(parameter.annotation)) is not None

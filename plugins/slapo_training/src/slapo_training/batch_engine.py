@@ -14,12 +14,21 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from slapo_core import BuildError, Program, all_reduce, gather_objects
-from slapo_training.batches.microbatches import variadic
+from slapo_training.batches.microbatches import variadic_argument
 
 from .batch_agreement import Cut, cut_together, weigh
 from .batch_arguments import arguments_of
-from .batches.microbatches import Batch, LabelKey, check_labels, content, fingerprint, label_counts, signature, split
-from .distributed.ranks import on_all
+from .batches.microbatches import (
+    Batch,
+    LabelKey,
+    check_labels,
+    content_fingerprint,
+    fingerprint,
+    label_counts,
+    signature,
+    split,
+)
+from .distributed.ranks import run_on_all_ranks
 from .ema import AveragedEngine
 from .first_step import FirstStep, GradientScale
 from .hidden_labels import HiddenLabels
@@ -138,7 +147,7 @@ class BatchEngine(AveragedEngine):
         cut = cut._replace(labels=self._losses_of().train(cut.parts, cut.labels, self.module, forward))
         self._is_broken = True
         try:
-            with GradientScale(parameter for parameter, _ in self._trained.values()).dividing(scale):
+            with GradientScale(parameter for parameter, _ in self._trained.values()).divided_by(scale):
                 loss, reductions = self._train(cut)
             self._compare(reductions, cut, training=True)
         except Exception as err:
@@ -169,7 +178,7 @@ class BatchEngine(AveragedEngine):
 
     def _losses_of(self) -> BatchLosses:
         if self._losses is None:
-            self._losses = BatchLosses(self.program, self._common, self.device, partial(on_all, program=self.program))
+            self._losses = BatchLosses(self.program, self._common, self.device, partial(run_on_all_ranks, program=self.program))
         return self._losses
 
     @torch.no_grad()
@@ -202,7 +211,10 @@ class BatchEngine(AveragedEngine):
             return own
 
         parts, weights, self._first.is_uneven = cut_together(self.program, self.device, cut)
-        has_loss_fn, given_parts = self._common.loss_fn is not None, [self._common.batch_rows.alike(part) for part in parts]
+        has_loss_fn, given_parts = (
+            self._common.loss_fn is not None,
+            [self._common.batch_rows.without_variable_sizes(part) for part in parts],
+        )
         labels = [part.pop("labels", None) if has_loss_fn else None for part in parts]
         parts = [self._in_precision(part) for part in parts]
         if self._losses_of().are_whole:
@@ -226,15 +238,15 @@ class BatchEngine(AveragedEngine):
         if training:
             self._check_frozen()
         batch, rows = arguments_of(self.program.module, args, given, self._common), self._common.batch_rows
-        parts = split(batch, self._number, several=variadic(self.program.module), rows=rows)
+        parts = split(batch, self._number, several=variadic_argument(self.program.module), rows=rows)
         if training:
             self._check_trained(parts[0])
         check_labels(batch, self.program.module, self._common.loss_fn, self._common.loss_over is None)
         self._losses_of().count(parts)
-        alike = [rows.alike(part) for part in parts]
+        alike = [rows.without_variable_sizes(part) for part in parts]
         keys, counts = label_counts(alike, self._ignored, self._is_told)
         shape, marks = fingerprint([training, signature(alike[0])]), self._first.marks(parts, training)
-        return keys, Cut(parts, counts, self._known(keys), shape, content(batch), marks)
+        return keys, Cut(parts, counts, self._known(keys), shape, content_fingerprint(batch), marks)
 
     def _learn_labels(
         self, reductions: list[LossReduction], parts: list[Batch], keys: list[LabelKey], weights: LabelWeights
@@ -318,7 +330,7 @@ class BatchEngine(AveragedEngine):
             for index, counted in enumerate(losses):
                 possible.intersection_update(weights.kinds_of(index, counted))
 
-        on_all(look, self.program)
+        run_on_all_ranks(look, self.program)
         mask = torch.tensor([int(kind in possible) for kind in range(number)], device=self.device)
         found = all_reduce(mask, self.program.mesh, dist.ReduceOp.MIN).tolist()
         if not any(found):

@@ -14,8 +14,8 @@ from torch import nn
 from slapo_core import Program, compare_across_ranks
 
 from .batch_engine import BatchEngine
-from .checkpoint.async_save import Buffers, Saver, Saving
-from .distributed.ranks import Ranks, on_all
+from .checkpoint.async_save import Buffers, SaveHandle, Saver
+from .distributed.ranks import Ranks, run_on_all_ranks
 from .engines import parameter_ownership, stale_engines
 from .engines.checkpoint_files import Position
 from .engines.dialect import holds_copies
@@ -24,7 +24,7 @@ from .engines.initial_weights import check_same_start
 from .engines.unused_parameters import UnusedParameters
 from .gradient_hooks import StepHooks
 from .losses.microbatch_loss import CountedLoss
-from .model.training_mode import Modes
+from .model.training_mode import TrainingMode
 from .options.engine_options import EngineOptions
 
 __all__ = ["ExternalEngine"]
@@ -51,7 +51,7 @@ class ExternalEngine(BatchEngine):
     def __init__(self, program: Program, options: EngineOptions) -> None:
         super().__init__(program, options, options.parts, options.dtype, options.trains)
         self._saver = Saver(program)
-        compare_across_ranks(options.agreed(), program.mesh)
+        compare_across_ranks(options.rank_invariants(), program.mesh)
         stale_engines.abandon_stale()
 
     @contextmanager
@@ -78,7 +78,7 @@ class ExternalEngine(BatchEngine):
         parameter_ownership.check_free(named if self._trains else {}, self.takes_gradients)
         self._hooks = StepHooks(self.program, module, self._common.gradient_hooks == "step")
         check_same_start(self.program, named, replicas=replicas)
-        self._modes = Modes(self.program.module)
+        self._modes = TrainingMode(self.program.module)
         self._loss = CountedLoss(self._common.loss_fn, self._common.output_loss)
 
     def _begin_checks(
@@ -97,13 +97,13 @@ class ExternalEngine(BatchEngine):
     def _run_hooks(self) -> None:
         """Run the user's gradient hooks on the reduced gradients. Collective."""
         if self._hooks.is_active:
-            on_all(self._hooks.run, self.program)
+            run_on_all_ranks(self._hooks.run, self.program)
 
     def _set_grad_norm(self, norm: Any) -> None:
         """Note the norm of the step, unless several ranks hold the same part of a parameter, which it counts several times."""
         self.grad_norm = None if norm is None or holds_copies(self.program) else float(norm)
 
-    def save(self, path: str | PathLike[str], *, extra: Any = None, wait: bool = True) -> Saving:
+    def save(self, path: str | PathLike[str], *, extra: Any = None, wait: bool = True) -> SaveHandle:
         """Write a checkpoint in the engine's own format, and the random states, to a directory; one there is replaced.
 
         Args:
@@ -135,12 +135,12 @@ class ExternalEngine(BatchEngine):
         """
         self._check_open()
         self.averages.check_idle("load")
-        self._saver.settle()
+        self._saver.finish_last_save()
         with self._calling():
             self.steps, extra = self._load(path)
         return extra
 
-    def why_not_averaged(self) -> str:
+    def averaging_problem(self) -> str:
         """Return what of this engine cannot be averaged."""
         return "" if self._trains else "an engine without an optimizer"
 

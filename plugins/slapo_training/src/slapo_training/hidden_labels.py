@@ -1,4 +1,4 @@
-"""Losses over labels that a batch does not show, as a model makes them itself, in engines that weigh losses by the batch."""
+"""Check of losses over labels that a model makes itself, in engines that weight losses by the batch's labels."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .losses.reductions import EQUAL_PARTS, LossReduction, terms_of
 
 
 class HiddenLabels:
-    """Checks that micro-batches have equal numbers of labels where the batch does not show these.
+    """Checks that micro-batches have equal numbers of labels if the batch does not show them.
 
     Args:
-        program: Its mesh has the ranks.
+        program: The program; its mesh has the ranks.
 
     Attributes:
-        is_checked: Whether a batch was checked, on all ranks.
+        is_checked: True if a batch was checked, on all ranks.
     """
 
     def __init__(self, program: Program) -> None:
@@ -29,9 +29,9 @@ class HiddenLabels:
         """Compare the reductions of a batch's losses. Collective until a batch shows its labels.
 
         Args:
-            reductions: The reduction of each micro-batch's loss; empty on ranks that compute no losses.
-            weights: The weights of these micro-batches.
-            training: Whether the model was in training mode.
+            reductions: Reduction of each micro-batch's loss; empty on ranks without losses.
+            weights: Weights of these micro-batches.
+            training: True if the model was in training mode.
 
         Raises:
             BuildError: on all ranks: the numbers differ.
@@ -42,7 +42,7 @@ class HiddenLabels:
         found = [each for of_rank in gather_objects(own, self._program.mesh) for each in of_rank]
         hidden = {terms for terms, is_shown in found if not is_shown}
         if not hidden and (self.is_checked or any(terms for terms, _ in found)):
-            self._shown.add(training)  # of losses that tell nothing, as in-place writes hide it without a graph, the step does
+            self._shown.add(training)  # unknown reductions say nothing: without a graph, in-place writes hide them
         self.is_checked = True
         if hidden and len({terms for terms, _ in found}) > 1:
             raise BuildError(
@@ -51,5 +51,5 @@ class HiddenLabels:
             )
 
     def are_shown(self, training: bool) -> bool:
-        """Return whether a batch has shown its labels in this mode."""
+        """Return True if a batch has shown its labels in this mode."""
         return training in self._shown

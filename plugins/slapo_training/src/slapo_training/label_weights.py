@@ -9,7 +9,7 @@ import torch
 from slapo_core import BuildError
 
 from .first_step import scaled_gradient
-from .losses.reductions import EQUAL_PARTS, UNKNOWN_REDUCTION, Counted, LossReduction, terms_of
+from .losses.reductions import EQUAL_PARTS, UNKNOWN_REDUCTION, LabelMean, LossReduction, terms_of
 
 __all__ = ["LabelWeights"]
 
@@ -62,7 +62,7 @@ class LabelWeights:
         """True if it matters which of the numbers counts, and that is not known yet."""
         return self._differs and self._is_ambiguous
 
-    def shows(self, index: int, terms: Sequence[Counted]) -> bool:
+    def shows(self, index: int, terms: Sequence[LabelMean]) -> bool:
         """Return whether a micro-batch has each of these numbers of labels, in what is known to be the labels."""
         own = self._own[index]
         known = (*own[:2], *(own[kind] for kind in self.known))
@@ -74,7 +74,7 @@ class LabelWeights:
         Raises:
             BuildError: the reduction is unknown, or over another number of labels than the batch shows.
         """
-        if not isinstance(counted, Counted):
+        if not isinstance(counted, LabelMean):
             raise BuildError(UNKNOWN_REDUCTION)
         if found := {kind for kind, number in enumerate(self._own[index]) if number == counted.labels}:
             return found

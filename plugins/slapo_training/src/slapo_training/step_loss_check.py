@@ -1,4 +1,4 @@
-"""``StepLosses`` for engines that end at an error within a step."""
+"""``StepLosses`` for engines that cannot continue after an error within a step."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from .step_losses import Forward, StepLosses
 
 
 class BatchLosses(StepLosses):
-    """Checks terms of losses before the step, by a forward of its own."""
+    """Checks the terms of losses by an extra forward before the step."""
 
-    def _weighed(self, terms: LossTerms, labels: list[Any], module: nn.Module, forward: Forward, training: bool) -> list[Any]:
+    def _weighted_losses(
+        self, terms: LossTerms, labels: list[Any], module: nn.Module, forward: Forward, training: bool
+    ) -> list[Any]:
         """Return the losses by ``loss_weights``. Collective.
 
         Raises:
-            BuildError: on all ranks: the terms are not as the option says.
+            BuildError: on all ranks: the terms do not fit the option.
         """
         if not terms.is_checked(training):
-            trials = [_TrialLoss(each) for each in terms.losses(labels, training)]
+            trials = [_DeferredErrorLoss(each) for each in terms.losses(labels, training)]
             with state_rollback(module.modules()):
                 forward([*trials])
 
@@ -34,14 +36,14 @@ class BatchLosses(StepLosses):
 
             self._on_all_ranks(check)
             terms.end(training)
-        return super()._weighed(terms, labels, module, forward, training)
+        return super()._weighted_losses(terms, labels, module, forward, training)
 
 
-class _TrialLoss(MicroBatchLoss):
-    """Computes the loss of a micro-batch; an error waits for ``check``.
+class _DeferredErrorLoss(MicroBatchLoss):
+    """Loss of a micro-batch whose error is deferred until ``check``.
 
     Args:
-        loss: Computes it.
+        loss: The loss.
     """
 
     def __init__(self, loss: MicroBatchLoss) -> None:
@@ -61,7 +63,7 @@ class _TrialLoss(MicroBatchLoss):
             return torch.zeros(())
 
     def check(self) -> None:
-        """Raise the error, if there was one.
+        """Raise the deferred error, if any.
 
         Raises:
             Exception: the terms could not be computed.

@@ -1,4 +1,4 @@
-"""Losses of a step's micro-batches that follow from all of them: the options ``loss_weights`` and ``loss_over``."""
+"""Losses of micro-batches that depend on the whole batch: the options ``loss_weights`` and ``loss_over``."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from .options.common_options import CommonOptions
 __all__ = ["StepLosses"]
 
 Forward = Callable[[list[Any]], None]
-"""Runs the micro-batches forward, in the mode of the step, with these in the place of labels."""
+"""Function that runs the micro-batches forward in the mode of the step, with losses in the places of labels."""
 
 
 class StepLosses:
-    """Gives each micro-batch its loss in the place of its labels, where one of the options is set.
+    """Replaces the labels of each micro-batch by its loss, with one of these options.
 
     Args:
         program: The program that runs.
         options: Options of the engine.
         device: Device of this rank.
-        on_all_ranks: Runs what may fail on one rank, and goes on only if no rank failed; returns its result. Collective.
-        precision: Makes the context in which the engine runs ``loss_fn``.
+        on_all_ranks: Runs an action, and returns its result only if no rank failed. Collective.
+        precision: Function that makes the engine's precision context of ``loss_fn``.
     """
 
     def __init__(
@@ -53,34 +53,34 @@ class StepLosses:
 
     @property
     def are_whole(self) -> bool:
-        """True if the mean of these losses is that of the whole batch, whatever labels it has."""
+        """True if the mean of these losses is the loss of the whole batch, whatever its labels."""
         return self._replica_loss is not None or self._terms is not None
 
     def count(self, parts: list[Batch]) -> None:
-        """Count what the losses of micro-batches are means over; touches no other rank."""
+        """Compute the counts of the losses' terms, with no message to other ranks."""
         if self._terms is not None:
             self._terms.count(parts)
 
     def train(
         self, parts: list[Batch], labels: list[Any], module: nn.Module, forward: Forward, scale: float = 1.0
     ) -> list[Any]:
-        """Return the losses of micro-batches that are trained, or their labels without the options. Collective.
+        """Return the losses of micro-batches in training, or their labels without the options. Collective.
 
         Args:
             parts: The micro-batches.
             labels: The labels of each.
             module: This rank's stages.
-            forward: Runs the micro-batches.
+            forward: Runs the micro-batches forward.
             scale: Loss scale of fp16.
 
         Raises:
-            BuildError: on all ranks, before the step: the outputs are not as the options say.
+            BuildError: on all ranks, before the step: the outputs do not fit the options.
         """
         if self._terms is not None:
-            return self._weighed(self._terms, labels, module, forward, training=True)
+            return self._weighted_losses(self._terms, labels, module, forward, training=True)
         if self._replica_loss is None:
             return labels
-        loss, rows = self._replica_loss, self._rows.number(parts[0])
+        loss, rows = self._replica_loss, self._rows.count(parts[0])
         loss.scale = scale
         if len(parts) == 1:
             return [loss.single_pass(labels[0], rows)]
@@ -103,27 +103,29 @@ class StepLosses:
             parts: The micro-batches.
             labels: The labels of each.
             module: This rank's stages.
-            forward: Runs the micro-batches.
-            run: Runs the micro-batches with these in the place of labels, and returns the mean of their losses.
+            forward: Runs the micro-batches forward.
+            run: Runs the micro-batches with losses in the places of labels, and returns the mean loss.
         """
         if self._terms is not None:
-            return run(self._weighed(self._terms, labels, module, forward, training=False))
+            return run(self._weighted_losses(self._terms, labels, module, forward, training=False))
         if self._replica_loss is None:
             return run(labels)
         loss = self._replica_loss
         passes = loss.first_passes(len(parts))
         forward([*passes])
-        return loss.on_all_ranks(self._on_all_ranks(lambda: loss.evaluate(passes, labels, self._rows.number(parts[0]))))
+        return loss.on_all_ranks(self._on_all_ranks(lambda: loss.evaluate(passes, labels, self._rows.count(parts[0]))))
 
     def end(self, training: bool) -> None:
-        """End a step that went well on all ranks. Collective.
+        """End a step that succeeded on all ranks. Collective.
 
         Raises:
-            BuildError: on all ranks: ``loss_weights`` counts something else than the losses do.
+            BuildError: on all ranks: counts of ``loss_weights`` differ from the labels of the losses.
         """
         if self._terms is not None:
             self._terms.end(training)
 
-    def _weighed(self, terms: LossTerms, labels: list[Any], module: nn.Module, forward: Forward, training: bool) -> list[Any]:
+    def _weighted_losses(
+        self, terms: LossTerms, labels: list[Any], module: nn.Module, forward: Forward, training: bool
+    ) -> list[Any]:
         """Return the losses by ``loss_weights``. Collective."""
         return [*terms.losses(labels, training)]

@@ -32,9 +32,9 @@ An argument that is the name of a symbol, as in `--batch-size batch_size`, gets 
 SLAPO_TUNE_BATCH_SIZE, BATCH_SIZE and batch_size. SCRIPT prints its throughput as a line of JSON, {"throughput": 12.5}, or as
 DeepSpeed or Megatron log it."""
 
-ENDINGS = """exit status: 0 where the whole space was looked at; 1 where no trial gave a throughput, or --error-stop all ended
-the run; 2 for arguments that cannot be used; 128 and the signal's number after Ctrl-C or another signal. The best
-configuration so far is printed in any case."""
+EXIT_STATUS_HELP = """exit status: 0 if the whole space was searched; 1 if no trial gave a throughput, or --error-stop all ended
+the run; 2 for invalid arguments; 128 plus the signal's number after Ctrl-C or another signal. The best configuration so far
+is printed in any case."""
 
 
 def register(app: Any) -> None:
@@ -134,7 +134,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
-    parser = _Parser(prog=program, description=DESCRIPTION, epilog=ENDINGS, allow_abbrev=False)
+    parser = _Parser(prog=program, description=DESCRIPTION, epilog=EXIT_STATUS_HELP, allow_abbrev=False)
     parser.add_argument("--config", required=True, metavar="FILE", help="Python file with get_bs_range or update_space")
     parser.add_argument("--db", metavar="FILE", help="JSON file of results, made if need be; what is in it is not run again")
     parser.add_argument(

@@ -74,7 +74,7 @@ class Database:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock, which ends with the process at the latest."""
+        """Hold the file lock in the block; the system releases it if the process ends."""
         lock = os.open(self._beside(".lock"), os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -97,7 +97,7 @@ class Database:
         return found
 
     def _write(self, content: bytes) -> None:
-        """Replace the file in one moment. The unfinished file of a writer that was killed is written anew: the lock is held."""
+        """Replace the file atomically; overwrite the temporary file of a writer that was killed, as the lock is held."""
         unfinished = self._beside(".unfinished")
         try:
             with open(unfinished, "wb") as file:

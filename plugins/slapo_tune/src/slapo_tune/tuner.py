@@ -1,4 +1,4 @@
-"""The classic tuner: it runs the training script with every configuration of a space, and remembers the results."""
+"""The classic tuner: it runs the training script with every configuration of a space, and stores the results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .database import Database, json_data
-from .script.arguments import ScriptArguments, substituted, takes
+from .script.arguments import ScriptArguments, substitute, uses_symbol
 from .script.configuration import CHECKPOINT_RATIO, Configuration
 from .search_space.errors import TuneError
 from .search_space.space import Space
@@ -19,7 +19,7 @@ from .search_space.traversal import Traversal
 from .trial.environment import check_variables
 from .trial.interruption import Interruption, signal_name
 from .trial.process import TrialOutput, run_trial
-from .trial.throughput import last_words, logged_result, printed_result, unusable
+from .trial.throughput import error_tail, invalid_throughput, logged_result, printed_result
 
 ErrorStop = Literal["none", "symbol", "all"]
 
@@ -61,18 +61,18 @@ class Results:
 
     @property
     def best(self) -> tuple[str, float] | None:
-        """The configuration with the highest throughput, and this."""
+        """The configuration with the highest throughput, and this throughput."""
         found = {name: record["throughput"] for name, record in self.records.items() if record["error"] is None}
         return max(found.items(), key=lambda item: item[1]) if found else None
 
 
 class Tuner:
-    """Runs one trial after the other.
+    """Runner of the trials of a space, one after the other.
 
     Args:
         settings: What to run.
-        database: Where results are; those that are there are not run again.
-        interruption: Ends the run before the next trial, and the trial that runs.
+        database: Database of results; configurations with a result do not run again.
+        interruption: Ends the run before the next trial, and a running trial.
     """
 
     def __init__(self, settings: Settings, database: Database, interruption: Interruption) -> None:
@@ -81,10 +81,10 @@ class Tuner:
         self.results = Results(sum(1 for _ in self._traversal))
 
     def _checked_traversal(self) -> Traversal:
-        """Return the traversal of the space, after a look at all of it: what is wrong is told before the first trial."""
+        """Return the traversal of the space, after a check of all configurations: errors come before the first trial."""
         settings = self._settings
         args = ScriptArguments(settings.arguments)
-        space = settings.configuration.initial_space(args, takes(settings.arguments, CHECKPOINT_RATIO))
+        space = settings.configuration.initial_space(args, uses_symbol(settings.arguments, CHECKPOINT_RATIO))
         traversal = Traversal(space, args, settings.configuration.update)
         for values in traversal:
             if not values:
@@ -125,7 +125,7 @@ class Tuner:
         return f"{shlex.join([self._settings.script, *self._settings.arguments])} {name}"
 
     def _known(self, name: str) -> dict[str, Any] | None:
-        """Return the record of a trial that needs not run, from the file as it is now: another tuner may have added to it."""
+        """Return the record of a finished trial, or None; reads the file again, as another tuner may have added to it."""
         self._database.load()
         record = self._database.db.get(self._key(name))
         if not isinstance(record, dict) or not _is_record(record):
@@ -137,7 +137,7 @@ class Tuner:
     def _run(self, values: Mapping[str, Any]) -> dict[str, Any] | None:
         """Run a trial and return its record, or None after an interruption."""
         settings = self._settings
-        arguments = [substituted(argument, values) for argument in settings.arguments]
+        arguments = [substitute(argument, values) for argument in settings.arguments]
         try:
             output = run_trial([*settings.program, *arguments], values, settings.timeout, self._interruption)
         except (OSError, ValueError) as err:
@@ -166,11 +166,11 @@ class Tuner:
             problem = f"ended {_ending(output.exit_code)}"
         elif result is None:
             problem = f"printed no throughput, as in {json.dumps({'throughput': 12.5})}"
-        elif reason := unusable(result["throughput"]):
+        elif reason := invalid_throughput(result["throughput"]):
             problem = f"printed what cannot be compared: {reason}"
         else:
             return None
-        words = last_words(output.text)
+        words = error_tail(output.text)
         said = f"the end of its output: {words}" if words else "it printed nothing"
         return f"{Path(self._settings.script).name} {problem}; {said}"
 
@@ -180,11 +180,11 @@ class Tuner:
 
 
 def _is_record(found: Mapping[str, Any]) -> bool:
-    """Whether an entry of the database is a trial's, and none that somebody wrote by hand."""
+    """Return whether an entry of the database has the form of a trial's record, rather than one written by hand."""
     if not found.keys() >= {"throughput", "error", "seconds", "time_limit"}:
         return False
     numbers = [found["seconds"], *([] if found["time_limit"] is None else [found["time_limit"]])]
-    outcome = isinstance(found["error"], str) if found["error"] is not None else not unusable(found["throughput"])
+    outcome = isinstance(found["error"], str) if found["error"] is not None else not invalid_throughput(found["throughput"])
     return outcome and all(isinstance(number, (int, float)) for number in numbers)
 
 

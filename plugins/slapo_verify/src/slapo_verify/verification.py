@@ -1,4 +1,4 @@
-"""The scheduled model beside the unmodified one, once it is known what to compare."""
+"""Comparison of the scheduled model with the unmodified one, for a given task."""
 
 from __future__ import annotations
 
@@ -15,59 +15,71 @@ from torch import nn
 from slapo_core import get_logger, is_sharded
 
 from .comparison.equivalence import Difference
-from .comparison.model_results import Computed, Task, autocast, compare, compute, largest, put_together, replaced
+from .comparison.model_results import (
+    ComparisonTask,
+    ModelResults,
+    autocast,
+    compare,
+    compute,
+    gather_outputs,
+    largest,
+    missing_parameters,
+)
 from .comparison.report import Report
-from .comparison.rounding import in_wider, is_half, is_moderate, tolerance_of, with_rounding
+from .comparison.rounding import is_half, is_rounding_like, tolerance_of, with_dtype, with_rounding
 from .comparison.staged_model import Staged, as_built
 from .comparison.tensor_leaves import Unopened
-from .diagnosis.cause import Models, cause_of, step_of
-from .model_setup.dropouts import switched_off
-from .model_setup.fused_parameters import new_names
-from .model_setup.model_copies import copied
+from .diagnosis.cause import ComparedModels, cause_of, step_of
+from .model_setup.dropouts import dropout_disabled
+from .model_setup.fused_parameters import added_parameters
+from .model_setup.model_copies import copy_model
 from .ranks.failure_propagation import StrandedError
-from .ranks.shared_results import computed_once
+from .ranks.shared_results import compute_once
 
 T = TypeVar("T")
 
 
-def verified(models: Models, task: Task, blame: bool) -> Report:
-    """Compare. Collective."""
+def compare_models(models: ComparedModels, task: ComparisonTask, blame: bool) -> Report:
+    """Compare the models and return the report. Collective."""
     with torch.inference_mode(False), _comparable(models, task) as notes:
         if kinds := autocast():
             notes.append(f"autocast is off in both models, for {' and '.join(kinds)}")
         return _compared(models, task, blame, notes)
 
 
-def _compared(models: Models, task: Task, blame: bool, notes: list[str]) -> Report:
+def _compared(models: ComparedModels, task: ComparisonTask, blame: bool, notes: list[str]) -> Report:
     top, ranks = models.sch, models.ranks
-    runs: nn.Module = ranks.alike(lambda: as_built(top))
+    runs: nn.Module = ranks.run_on_all(lambda: as_built(top))
     if isinstance(runs, Staged):
         notes.append(f"{runs.count} stages, one after the other in one process")
     expected, task = _expected(models, task)
-    running = _Running()
+    running = _FailureFlag()
     try:
         actual = compute(runs, task, expected, ranks, running)
     except Exception as error:
         if blame and running.failed:  # on all ranks, which are in step
             _note(error, str(step_of(models, runs, task, expected)))
         raise
-    actual, parts = put_together(expected, actual, top.group)
+    actual, parts = gather_outputs(expected, actual, top.group)
     own, wide = list(compare(expected, actual, task.tolerance)), None
-    if models.given is None and is_half(models.reference):
+    if models.user_tolerance is None and is_half(models.reference):
         wide = _in_float32(models, task, blame)
-        few = all(ranks.gather(is_moderate(task, expected, actual, own)))
+        few = all(ranks.gather(is_rounding_like(task, expected, actual, own)))
         if own and few and wide:
             notes.append(f"{len(own)} of the tensors are further apart than rounding brings most, and the same in float32")
         own = [] if few and wide else own
         if wide is None:
             notes.append("the models do not both run in float32, where rounding would hide less")
-    elif models.given is None and any(ranks.gather(bool(own))):
+    elif models.user_tolerance is None and any(ranks.gather(bool(own))):
         task = _rounded(models, task, expected, closely=True)
         own = list(compare(expected, actual, task.tolerance))
-    found = _of_first(models, own)
+    found = _first_rank_differences(models, own)
     far = models.ranks.gather(largest(expected, actual))
     furthest = max((each for each in far if each), key=lambda each: each.absolute or 0.0, default=None)
-    notes += [*_not_compared(task, expected, parts), *_only_in_one(models.reference, runs, task, replaced(expected, actual))]
+    notes += [
+        *_not_compared(task, expected, parts),
+        *_only_in_one(models.reference, runs, task, missing_parameters(expected, actual)),
+    ]
     if found is None and wide is not None and not wide.ok:
         return replace(wide, notes=(*notes, "rounding hides it; this is of both models in float32"))
     if found is None:
@@ -82,8 +94,8 @@ def _compared(models: Models, task: Task, blame: bool, notes: list[str]) -> Repo
     return Report(task.level, expected.counts(actual), tuple(found), furthest, cause, tuple(notes))
 
 
-def _not_compared(task: Task, expected: Computed, parts: Sequence[str]) -> Iterator[str]:
-    """Notes of what there was to compare."""
+def _not_compared(task: ComparisonTask, expected: ModelResults, parts: Sequence[str]) -> Iterator[str]:
+    """Yield notes on results that were not compared."""
     if task.level != "outputs" and not any(each is not None for each in expected.run.param_grads.values()):
         yield "nothing that the unmodified model returns has gradients, of which none are compared; give loss="
     if expected.run.outputs and not any(isinstance(each, torch.Tensor) and each.numel() for _, each in expected.run.outputs):
@@ -99,9 +111,9 @@ def _not_compared(task: Task, expected: Computed, parts: Sequence[str]) -> Itera
         yield f"{parts[0]}{more} of the scheduled model is a part on each rank; they are put together here"
 
 
-def _only_in_one(reference: nn.Module, runs: nn.Module, task: Task, gone: Sequence[str]) -> Iterator[str]:
-    """Notes of what one model alone has."""
-    if new := sorted(new_names(runs)):
+def _only_in_one(reference: nn.Module, runs: nn.Module, task: ComparisonTask, gone: Sequence[str]) -> Iterator[str]:
+    """Yield notes on parameters and buffers that only one model has."""
+    if new := sorted(added_parameters(runs)):
         yield f"the scheduled model trains {_first(new)} besides, which the unmodified one has not"
     if gone:
         yield f"it has no {_first(gone)} any more, which are not compared: slapo_weights.made_of says what a new one is made of"
@@ -112,23 +124,23 @@ def _only_in_one(reference: nn.Module, runs: nn.Module, task: Task, gone: Sequen
 
 
 def _first(names: Sequence[str]) -> str:
-    """The first name, and how many there are besides."""
+    """Return the first name, and the number of others."""
     return f"{names[0]!r}" + (f" and {len(names) - 1} more" if names[1:] else "")
 
 
-def _expected(models: Models, task: Task) -> tuple[Computed, Task]:
-    """Return what the unmodified model computes, and how far off rounding may bring another. Collective."""
+def _expected(models: ComparedModels, task: ComparisonTask) -> tuple[ModelResults, ComparisonTask]:
+    """Return the results of the unmodified model, and the task with rounding errors. Collective."""
     expected = _of_reference(models, lambda: compute(models.reference, task), lambda found: not found.draws)
-    if models.given is not None:
+    if models.user_tolerance is not None:
         return expected, task
     task = replace(task, tolerance=tolerance_of(models.reference, expected.run.outputs))
     return expected, _rounded(models, task, expected, closely=False)
 
 
-def _rounded(models: Models, task: Task, expected: Computed, closely: bool) -> Task:
-    """The task, with what rounding does to the unmodified model where that can be told. Collective."""
+def _rounded(models: ComparedModels, task: ComparisonTask, expected: ModelResults, closely: bool) -> ComparisonTask:
+    """Return the task with the rounding errors of the unmodified model, if these can be measured. Collective."""
 
-    def run() -> Task:
+    def run() -> ComparisonTask:
         return with_rounding(task, models.reference, expected, closely)
 
     try:
@@ -140,23 +152,23 @@ def _rounded(models: Models, task: Task, expected: Computed, closely: bool) -> T
     return replace(task, tolerance=found.tolerance, rounded=found.rounded)
 
 
-def _of_reference(models: Models, run: Callable[[], T], is_for_all: Callable[[T], bool]) -> T:
+def _of_reference(models: ComparedModels, run: Callable[[], T], is_for_all: Callable[[T], bool]) -> T:
     """Run the unmodified model, once for ranks that are threads where it is the same. Collective."""
     if models.first or any(is_sharded(each) for each in models.reference.parameters()):  # it may meet the others while it runs
-        return models.ranks.alike(run)
-    return computed_once(run, is_for_all, models.ranks)
+        return models.ranks.run_on_all(run)
+    return compute_once(run, is_for_all, models.ranks)
 
 
-def _in_float32(models: Models, task: Task, blame: bool) -> Report | None:
-    """The same of both models in float32, where rounding hides less; None where they do not run so. Collective."""
+def _in_float32(models: ComparedModels, task: ComparisonTask, blame: bool) -> Report | None:
+    """Return the report for both models in float32, where rounding hides less; None if they do not run so. Collective."""
 
-    def wide() -> Models:
-        sch, reference = copied(models.sch), copied(models.reference).float()
+    def wide() -> ComparedModels:
+        sch, reference = copy_model(models.sch), copy_model(models.reference).float()
         sch.mod.float()
         return models._replace(reference=reference, sch=sch, in_float32=True)
 
     try:
-        return _compared(models.ranks.alike(wide), in_wider(task, torch.float32), blame, [])
+        return _compared(models.ranks.run_on_all(wide), with_dtype(task, torch.float32), blame, [])
     except StrandedError:
         raise
     except Exception:  # on all ranks; a step may have fixed the type
@@ -164,8 +176,8 @@ def _in_float32(models: Models, task: Task, blame: bool) -> Report | None:
 
 
 @contextmanager
-def _comparable(models: Models, task: Task) -> Iterator[list[str]]:
-    """Dropout off for a block where the masks of both models cannot be the same; gives the notes."""
+def _comparable(models: ComparedModels, task: ComparisonTask) -> Iterator[list[str]]:
+    """Disable dropout in a ``with`` block if the masks of both models cannot be equal; yields the notes."""
     if not task.training:
         yield ["evaluation mode: dropout is off, and is not compared"]
         return
@@ -173,13 +185,13 @@ def _comparable(models: Models, task: Task) -> Iterator[list[str]]:
     if not any(models.ranks.gather(sharded)):
         yield ["training mode: both models draw from one random state"]
         return
-    with switched_off(models.reference, models.sch.mod) as count:
+    with dropout_disabled(models.reference, models.sch.mod) as count:
         what = f"{count} dropouts of both models are off, as shards draw other masks than the whole" if count else "no dropout"
         yield [f"training mode: {what}"]
 
 
-def _of_first(models: Models, found: list[Difference]) -> list[Difference] | None:
-    """Return what the first rank with differences found, the same on all; None where none has any."""
+def _first_rank_differences(models: ComparedModels, found: list[Difference]) -> list[Difference] | None:
+    """Return the differences of the first rank that has any, the same on all ranks; None if none has any."""
     return next((each for each in models.ranks.gather(found) if each), None)
 
 
@@ -190,7 +202,7 @@ def _note(error: Exception, text: str) -> None:
         get_logger().error("%s", text)
 
 
-class _Running:
+class _FailureFlag:
     """Around what all ranks run together."""
 
     failed = False

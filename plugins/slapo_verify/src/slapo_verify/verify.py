@@ -1,4 +1,4 @@
-"""``slapo.verify`` and ``with slapo.Verify``: a scheduled model against the unmodified one."""
+"""``slapo.verify`` and ``with slapo.Verify``: comparison of a scheduled model with the unmodified one."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from slapo_core import (
 )
 
 from .comparison.equivalence import Tolerance
-from .comparison.model_results import LEVELS, Loss, OptimizerFactory, Task
-from .comparison.report import Report, short
+from .comparison.model_results import LEVELS, ComparisonTask, Loss, OptimizerFactory
+from .comparison.report import Report, short_repr
 from .comparison.rounding import check_tolerance, tolerance_of
 from .comparison.tensor_leaves import leaves_of
-from .diagnosis.cause import Models
-from .model_setup.meta_values import device_for, give_values, is_empty, with_values
-from .model_setup.model_copies import copied
+from .diagnosis.cause import ComparedModels
+from .model_setup.meta_values import device_for, has_meta_parameters, materialize_from, materialized
+from .model_setup.model_copies import copy_model
 from .model_setup.step_replay import fresh_schedule
 from .ranks.failure_propagation import Ranks
 from .training_runs.reference_run import sgd
-from .verification import verified
+from .verification import compare_models
 
 
 def verify(
@@ -49,62 +49,63 @@ def verify(
     eval_mode: bool = True,
     blame: bool = True,
 ) -> Report:
-    """Compare what the scheduled model computes with what the unmodified one does.
+    """Compare the results of the scheduled model with those of the unmodified one.
 
-    Both run from one random state on copies of the same inputs, and are left as they were. Weights, gradients and updates are
-    compared under original names, gathered over the shards' group. NaN is equal to nothing. Where something differs, the
-    schedule's steps are taken again on fresh copies, to tell which broke it.
+    Both run from one random state on copies of the same inputs, and are restored. Weights, gradients and updates are compared
+    under original names, gathered over the shards' group. NaN is never equal. If something differs, the schedule's steps are
+    replayed on copies to find the one that broke it.
 
-    Collective over the ranks of the schedule: every rank gives the same arguments and gets the same report.
+    Collective over the ranks of the schedule: every rank passes the same arguments and gets the same report.
 
     Args:
-        reference: The unmodified model, with the weights that the schedule's had. Of the two models one that is on the meta
-            device is verified as a copy with the weights of the other, or, where both are, of the model's own initialiser.
+        reference: The unmodified model, with the initial weights of the schedule's model. A model on the meta device is
+            verified as a copy with the weights of the other; if both are, with those of the model's initialiser.
         sch: The schedule.
-        inputs: One call's arguments, as the example inputs of ``create_schedule``; default: these.
-        level: ``"outputs"``; ``"grads"``: the loss and all gradients too; ``"step"``: what an optimizer's step adds to the
-            weights too.
-        loss: ``loss(outputs)``; default: the loss that the outputs have, or else all of them weighted.
-        optimizer: ``parameters -> Optimizer`` for the step; default: SGD at a rate of 1, whose update is the gradient.
-        tolerance: How far apart numbers may be; default: by the type of the parameters.
-        eval_mode: Whether both run in evaluation mode, without dropout. In training mode both start from one random state;
-            shards draw other masks than the whole.
-        blame: Whether to look for the step, where something differs.
+        inputs: Arguments of one call, as the example inputs of ``create_schedule``; default: these.
+        level: ``"outputs"``; ``"grads"``: also the loss and all gradients; ``"step"``: also the weight updates of an
+            optimizer's step.
+        loss: ``loss(outputs)``; default: the outputs' own loss, or else a weighted sum of all.
+        optimizer: ``parameters -> Optimizer`` for the step; default: SGD with a learning rate of 1, whose update is the
+            gradient.
+        tolerance: Allowed difference of numbers; default: by the dtype of the parameters.
+        eval_mode: True to run both in evaluation mode, without dropout. In training mode both start from one random state;
+            shards draw other masks than the full tensor.
+        blame: True to search for the wrong step if something differs.
 
     Raises:
-        VerifyError: there is nothing to compare: an unknown level, no inputs, no weights, or the models are one.
-        Exception: whatever the models raise; with a note of the step to blame where the unmodified one runs.
+        VerifyError: there is nothing to compare: an unknown level, no inputs, no weights, or both models are the same object.
+        Exception: an error of the models, with a note of the step to blame if the unmodified one runs.
     """
     top = _top(sch)
     ranks = Ranks.of(top.mesh, top.group)
 
-    def prepared() -> tuple[nn.Module, Schedule, Task]:
+    def prepared() -> tuple[nn.Module, Schedule, ComparisonTask]:
         is_model = isinstance(reference, nn.Module) and reference is not top.mod
-        before, sch = with_values(reference, top, device_for(top.mod, None)) if is_model else (reference, top)
+        before, sch = materialized(reference, top, device_for(top.mod, None)) if is_model else (reference, top)
         return before, sch, _task(before, sch, inputs, level, loss, optimizer, tolerance, eval_mode)
 
-    before, sch, task = ranks.alike(prepared)
+    before, sch, task = ranks.run_on_all(prepared)
     _check_alike(before, sch, task, tolerance, blame)
-    models = Models(before, sch, lambda: fresh_schedule(before, sch), sch.journal.steps, tolerance, ranks)
-    return verified(models, task, blame)
+    models = ComparedModels(before, sch, lambda: fresh_schedule(before, sch), sch.journal.steps, tolerance, ranks)
+    return compare_models(models, task, blame)
 
 
 class Verify:
-    """Verify the steps that are taken inside of a ``with``; ``report`` has what was found.
+    """Verify the steps that are taken in a ``with`` block; ``report`` has the result.
 
     Args:
-        sch: The schedule; what it computes on entering is what it has to compute on leaving.
+        sch: The schedule; its results must be the same on entry and on exit.
         example_inputs: As ``inputs`` of ``verify``.
-        device: Where the inputs go, which is where the model is: ``"cuda"`` is the GPU that it is on, or else its own place. A
-            model on the meta device gets its values there, on a GPU where there is one.
+        device: Device of the inputs, which is that of the model: ``"cuda"`` is the model's GPU, or else its own device. A model
+            on the meta device gets its values there, on a GPU if there is one.
         eval_mode: As for ``verify``.
-        enable: False makes this do nothing.
+        enable: False has no effect at all.
         level: As for ``verify``.
         loss: As for ``verify``.
         tolerance: As for ``verify``.
 
     Raises:
-        VerifyError: on leaving, where something differs; the message is the report.
+        VerifyError: on exit, if something differs; the message is the report.
     """
 
     def __init__(
@@ -135,10 +136,10 @@ class Verify:
             given = self._top.example_inputs if self._inputs is None else self._inputs
             self._inputs = torch.utils._pytree.tree_map_only(torch.Tensor, lambda each: each.to(self._place), given)
             with torch.inference_mode(False):
-                before = copied(self._top)
-                if is_empty(before.mod):
-                    give_values(before.mod, self._top.mod, self._place)
-                self._task(*with_values(before.mod, self._top, self._place))
+                before = copy_model(self._top)
+                if has_meta_parameters(before.mod):
+                    materialize_from(before.mod, self._top.mod, self._place)
+                self._task(*materialized(before.mod, self._top, self._place))
             self._before, self._steps = before, tuple(self._top.journal.steps)
         return self
 
@@ -147,22 +148,24 @@ class Verify:
         if before is None or error is not None:
             return
         ranks = Ranks.of(self._top.mesh, self._top.group)
-        reference, top = ranks.alike(lambda: with_values(before.mod, self._top, self._place))
-        task = ranks.alike(lambda: self._task(reference, top))
+        reference, top = ranks.run_on_all(lambda: materialized(before.mod, self._top, self._place))
+        task = ranks.run_on_all(lambda: self._task(reference, top))
         _check_alike(reference, top, task, self._tolerance, True)
         steps = self._top.journal.steps
         kept = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], zip(self._steps, steps, strict=False)))
         undone = None if kept == len(self._steps) else "a step from before the block was undone in it"
-        models = Models(reference, top, lambda: copied(before), steps[kept:], self._tolerance, ranks, kept, unknown=undone)
-        self.report = verified(models, task, True)
+        models = ComparedModels(
+            reference, top, lambda: copy_model(before), steps[kept:], self._tolerance, ranks, kept, unknown=undone
+        )
+        self.report = compare_models(models, task, True)
         self.report.check()
 
-    def _task(self, before: nn.Module, top: Schedule) -> Task:
+    def _task(self, before: nn.Module, top: Schedule) -> ComparisonTask:
         return _task(before, top, self._inputs, self._level, self._loss, None, self._tolerance, self._eval_mode)
 
 
-def _check_alike(reference: nn.Module, top: Schedule, task: Task, tolerance: Tolerance | None, blame: bool) -> None:
-    """Raise ``VerifyError`` on all ranks where they verify other schedules, or otherwise. Collective."""
+def _check_alike(reference: nn.Module, top: Schedule, task: ComparisonTask, tolerance: Tolerance | None, blame: bool) -> None:
+    """Raise ``VerifyError`` on all ranks if they verify different schedules, or with different arguments. Collective."""
     if not list(mesh_groups(top.mesh, top.group)):
         return
     functions = {"loss": task.loss, "optimizer": task.optimizer}
@@ -171,7 +174,7 @@ def _check_alike(reference: nn.Module, top: Schedule, task: Task, tolerance: Tol
     inputs = leaves_of((task.args, dict(task.kwargs)), "")
     whole = [each for each in reference.parameters() if not is_sharded(each)]
     lines = [f"verify with {what}={value!r}" for what, value in said.items()]
-    lines += [f"an input {_told(value)}" for _, value in inputs]
+    lines += [f"an input {_input_text(value)}" for _, value in inputs]
     lines.append(f"a reference whose weights have the sum {sum(map(_checksum, whole))}")
     try:
         compare_across_ranks([*lines, *top.journal.comparable_lines()], top.mesh, top.group)
@@ -179,14 +182,14 @@ def _check_alike(reference: nn.Module, top: Schedule, task: Task, tolerance: Tol
         raise VerifyError(str(error)) from None
 
 
-def _told(value: Any) -> str:
+def _input_text(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return str(value) if isinstance(value, (bool, int, float, str)) else type(value).__qualname__
     return f"of the shape {tuple(value.shape)} and with the sum {_checksum(value)}"
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    """The sum of its bits, which no order of adding changes."""
+    """Return the sum of a tensor's bits, which does not depend on the order of addition."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
         return 0
     bits = tensor.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
@@ -196,7 +199,7 @@ def _checksum(tensor: torch.Tensor) -> int:
 
 def _top(sch: Any) -> Schedule:
     if not isinstance(sch, Schedule):
-        raise VerifyError(f"sch is {short(sch)}; give a schedule")
+        raise VerifyError(f"sch is {short_repr(sch)}; give a schedule")
     return sch.get_top_schedule()
 
 
@@ -209,11 +212,11 @@ def _task(
     optimizer: OptimizerFactory | None,
     tolerance: Tolerance | None,
     eval_mode: bool,
-) -> Task:
+) -> ComparisonTask:
     if level not in LEVELS:
         raise VerifyError(str(UnknownNameError.of("level", str(level), LEVELS)))
     if not isinstance(reference, nn.Module):
-        raise VerifyError(f"the reference is {short(reference)}; give the unmodified model")
+        raise VerifyError(f"the reference is {short_repr(reference)}; give the unmodified model")
     if reference is top.mod:
         raise VerifyError("the reference is the scheduled model itself; schedule a copy.deepcopy of it")
     given = top.example_inputs if inputs is None else inputs
@@ -238,12 +241,12 @@ def _task(
         raise VerifyError(f"the reference has no parameter {lacking[0]!r}; give the model that the schedule began with")
     for what, function, kind in (("loss", loss, "the outputs"), ("optimizer", optimizer, "the parameters")):
         if function is not None and not callable(function):
-            raise VerifyError(f"{what} is {short(function)}; give a function of {kind}")
+            raise VerifyError(f"{what} is {short_repr(function)}; give a function of {kind}")
     if optimizer is not None and level != "step":
         raise VerifyError(f"an optimizer steps at level='step', and level is {level!r}; give that level, or no optimizer")
     if not isinstance(eval_mode, bool):
-        raise VerifyError(f"eval_mode is {short(eval_mode)}; give True or False")
+        raise VerifyError(f"eval_mode is {short_repr(eval_mode)}; give True or False")
     check_tolerance(tolerance)
     args, kwargs = split_inputs(given, reference)
     chosen = tolerance or tolerance_of(reference)
-    return Task(args, kwargs, level, loss, optimizer or sgd, not eval_mode, chosen)
+    return ComparisonTask(args, kwargs, level, loss, optimizer or sgd, not eval_mode, chosen)

@@ -1,4 +1,4 @@
-"""``slapo.verify_engine``: a step of an engine against the same step of the unmodified model in plain torch."""
+"""``slapo.verify_engine``: comparison of an engine's steps with those of the unmodified model in plain torch."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from torch import nn
 from slapo_core import BuildError, Schedule, VerifyError, forward_signature, named_inputs, split_inputs
 
 from .comparison.equivalence import Difference, Tolerance, difference, of_named
-from .comparison.model_results import OptimizerFactory, autocast, plain_modes
-from .comparison.report import Blame, Report, short
+from .comparison.model_results import OptimizerFactory, autocast, default_modes
+from .comparison.report import Blame, Report, short_repr
 from .comparison.rounding import check_tolerance, rounding_error, tolerance_of
-from .diagnosis.hints import alone
-from .model_setup.dropouts import switch_off
-from .model_setup.model_copies import copied
+from .diagnosis.hints import local_hints
+from .model_setup.dropouts import disable_dropout
+from .model_setup.model_copies import copy_model
 from .ranks.failure_propagation import StrandedError
-from .training_runs.engine_run import EngineRun, Scheduled, everywhere, maker
+from .training_runs.engine_run import EngineRun, Scheduled, gather_over_schedule, schedule_factory
 from .training_runs.reference_run import LossFn, Trained, own_loss, sgd, sum_of_terms
 from .verify import verify
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_DIVIDED = 2.0
-"""Multiple of what rounding alone may bring: Adam, say, divides by the size of gradients, and goes on from that."""
+_ADAPTIVE_FACTOR = 2.0
+"""Multiple of the rounding error that is allowed for optimizers that divide by the size of gradients, such as Adam."""
 _EXACT = Tolerance(0.0, 0.0)
 
 
@@ -80,32 +80,32 @@ def verify_engine(
     if type(steps) is not int or steps < 1:
         raise VerifyError(f"steps is {steps!r}; give a whole number from 1 on")
     if not isinstance(reference, nn.Module):
-        raise VerifyError(f"the reference is {short(reference)}; give the unmodified model")
+        raise VerifyError(f"the reference is {short_repr(reference)}; give the unmodified model")
     batch = _by_name(reference, batch, has_labels=loss_fn is not None and options.get("loss_over") is None)
     check_tolerance(tolerance)
     if against is not None and not isinstance(against, (str, Trained)):
         raise VerifyError(f"against is {against!r}; give the name of an engine, or the trained of a report")
     for what, function in (("loss_fn", loss_fn), ("optimizer", optimizer)):
         if function is not None and not callable(function):
-            raise VerifyError(f"{what} is {short(function)}; give a function")
+            raise VerifyError(f"{what} is {short_repr(function)}; give a function")
     if loss_fn is not None and "labels" not in batch and options.get("loss_over") is None:
         raise VerifyError(
             "loss_fn is given labels, and the batch has none; give 'labels' in the batch, or loss_over='replicas' where the "
             "loss is made of the outputs alone"
         )
-    with plain_modes(with_gradients=True):
-        quiet = copied(reference)
+    with default_modes(with_gradients=True):
+        quiet = copy_model(reference)
         given = {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-        run = EngineRun(quiet, maker(schedule, quiet), given, steps, loss_fn, optimizer or sgd, options)
+        run = EngineRun(quiet, schedule_factory(schedule, quiet), given, steps, loss_fn, optimizer or sgd, options)
         report = _verified(run, target, against, tolerance, blame)
     kinds = [f"autocast is off, for {kind}" for kind in autocast()]
     return replace(report, notes=(*report.notes, *kinds))
 
 
 def _by_name(reference: nn.Module, batch: Any, has_labels: bool) -> dict[str, Any]:
-    """The arguments by name, and where ``has_labels`` the labels for a loss function under ``labels``."""
+    """Return the arguments by name; with ``has_labels``, the labels for a loss function under ``labels``."""
     if not any(isinstance(leaf, torch.Tensor) for leaf in torch.utils._pytree.tree_leaves(batch)):
-        raise VerifyError(f"batch is {short(batch)}; give the arguments of the model's forward, with tensors")
+        raise VerifyError(f"batch is {short_repr(batch)}; give the arguments of the model's forward, with tensors")
     args, kwargs = split_inputs(batch)
     if has_labels and "labels" not in kwargs:
         parameters = forward_signature(reference).parameters
@@ -122,8 +122,8 @@ def _by_name(reference: nn.Module, batch: Any, has_labels: bool) -> dict[str, An
 
 
 def _verified(run: EngineRun, target: str, against: str | Trained | None, tolerance: Tolerance | None, blame: bool) -> Report:
-    dropouts = len(switch_off(run.reference))
-    expected = run.plainly()
+    dropouts = len(disable_dropout(run.reference))
+    expected = run.reference_results()
     other = run.trained(against)[0] if isinstance(against, str) else against
     found, sch, notes = run.trained(target)
     judged = _judged(run, expected, found, other, sch, tolerance)
@@ -163,17 +163,17 @@ class _Judged(NamedTuple):
 def _judged(
     run: EngineRun, expected: Trained, found: Trained, other: Trained | None, sch: Schedule, given: Tolerance | None = None
 ) -> _Judged:
-    """Collective."""
+    """Compare an engine's results with those of the unmodified model. Collective."""
     allowed = given or _allowed(run, expected)
     judged = _Judged(*_compared(expected, found, other, allowed, sch), allowed, [])
     closely = _closely(run, expected, allowed) if judged.wrong and given is None else None
-    if not all(everywhere(closely is not None, sch)) or closely is None:
+    if not all(gather_over_schedule(closely is not None, sch)) or closely is None:
         return judged
     return _Judged(*_compared(expected, found, other, closely[0], sch), *closely)
 
 
 def _allowed(run: EngineRun, expected: Trained) -> Tolerance:
-    """By the types, what rounding a weight adds to the update of it, and what the precision costs the unmodified model."""
+    """Return the tolerance: by dtype, the rounding of a weight's update, and the precision's cost for the unmodified model."""
     precision = run.options.get("precision", "fp32")
     half = _HALF.get(precision)
     noise: dict[str, float] = {}
@@ -183,7 +183,7 @@ def _allowed(run: EngineRun, expected: Trained) -> Tolerance:
         noise[f"update of {name!r}"] = (run.steps + 1) * eps * largest if parameter.dtype is not torch.float64 else 0.0
     if half is None:
         return replace(tolerance_of(run.reference), noise=noise)
-    low = run.plainly(half).values()
+    low = run.reference_results(half).values()
     for what, one in expected.values().items():
         noise[what] = noise.get(what, 0.0) + rounding_error(low[what], one)
     return replace(tolerance_of(nn.Linear(1, 1, dtype=half)), noise=noise)
@@ -198,12 +198,12 @@ def _closely(run: EngineRun, expected: Trained, allowed: Tolerance) -> tuple[Tol
     if run.options.get("precision", "fp32") in _HALF or any(each.dtype != torch.float32 for each in run.reference.parameters()):
         return None
     try:
-        exact = run.plainly(torch.float64).values()
+        exact = run.reference_results(torch.float64).values()
     except Exception:  # a forward that makes float32 of its own, say
         return None
     noise, unseen = dict(allowed.noise), []
     for what, one in expected.values().items():
-        error = _DIVIDED * rounding_error(one, exact[what])
+        error = _ADAPTIVE_FACTOR * rounding_error(one, exact[what])
         noise[what] = noise.get(what, 0.0) + error
         if error and error >= float(one.abs().max()):
             unseen.append(what)
@@ -229,7 +229,7 @@ def _compared(
     expected: Trained, found: Trained, other: Trained | None, allowed: Tolerance, sch: Schedule
 ) -> tuple[list[Difference], Difference | None, list[int]]:
     """Return the differences on the first rank that has any, the largest error, and all ranks with differences."""
-    held = {name for names in everywhere([*{n for c in found.copies for n in c}], sch) for name in names}
+    held = {name for names in gather_over_schedule([*{n for c in found.copies for n in c}], sch) for name in names}
     lacking = {name: value for name, value in expected.updates.items() if name not in held}
 
     def look(tolerance: Tolerance) -> list[Difference]:
@@ -238,15 +238,15 @@ def _compared(
             wrong += _differences(other, found, _wider(tolerance), f"against {other.target}: ")
         return wrong
 
-    looks = everywhere((dist.get_rank() if dist.is_initialized() else 0, look(allowed)), sch)
+    looks = gather_over_schedule((dist.get_rank() if dist.is_initialized() else 0, look(allowed)), sch)
     far = max((each for each in look(_EXACT) if each.absolute is not None), key=lambda each: each.absolute or 0.0, default=None)
-    furthest = max(filter(None, everywhere(far, sch)), key=lambda each: each.absolute or 0.0, default=None)
+    furthest = max(filter(None, gather_over_schedule(far, sch)), key=lambda each: each.absolute or 0.0, default=None)
     ranks = [rank for rank, wrong in looks if wrong]
     return next((wrong for _, wrong in looks if wrong), []), furthest, ranks
 
 
 def _wider(tolerance: Tolerance) -> Tolerance:
-    """Widen a tolerance for two engines, each of which may be that far from the unmodified model."""
+    """Return twice a tolerance, for two engines that may each differ so much from the unmodified model."""
     noise = {what: 2 * size for what, size in tolerance.noise.items()}
     return Tolerance(2 * tolerance.atol, 2 * tolerance.rtol, 2 * tolerance.scale, noise)
 
@@ -254,7 +254,7 @@ def _wider(tolerance: Tolerance) -> Tolerance:
 def _blame(run: EngineRun, target: str, judged: _Judged, expected: Trained, found: Trained) -> Blame:
     """Run the schedule without the engine, and the engine without each of its options, to find the cause. Collective."""
     sch = run.schedule()
-    switch_off(sch.mod)
+    disable_dropout(sch.mod)
     alone_report = verify(run.reference, sch, _inputs(run), "grads", loss=_loss(run), eval_mode=False)
     if not alone_report.ok and alone_report.blame is not None:
         return alone_report.blame
@@ -265,9 +265,9 @@ def _blame(run: EngineRun, target: str, judged: _Judged, expected: Trained, foun
     hint = None
     for copy_ in found.copies:
         if parameter in copy_ and copy_[parameter].shape == expected.updates[parameter].shape:
-            hint = next(alone(expected.updates[parameter], copy_[parameter], run.reference, judged.allowed), None)
-    hints = [each for each in everywhere(hint, sch) if each]
-    refusal = next(filter(None, everywhere(_refusal(run, target), sch)), None)
+            hint = next(local_hints(expected.updates[parameter], copy_[parameter], run.reference, judged.allowed), None)
+    hints = [each for each in gather_over_schedule(hint, sch) if each]
+    refusal = next(filter(None, gather_over_schedule(_refusal(run, target), sch)), None)
     suspect = "check=False" if refusal else f"target {target!r}"
     right = f"the schedule alone, in stages and in one process, is right: {suspect} is to blame"
     option = next((name for name in run.options if name != "precision" and _is_right_without(run, target, name)), None)
@@ -296,15 +296,15 @@ def _refusal(run: EngineRun, target: str) -> str | None:
 
 
 def _is_right_without(run: EngineRun, target: str, option: str) -> bool:
-    """Return whether a new engine without that option is right. Collective."""
+    """Return True if a new engine without that option is right. Collective."""
     return _is_right(replace(run, options={name: value for name, value in run.options.items() if name != option}), target)
 
 
 def _is_right(run: EngineRun, target: str) -> bool:
-    """Return whether a new engine is right. Collective."""
+    """Return True if a new engine is right. Collective."""
     try:
         found, sch, _ = run.trained(target)
-        return not _judged(run, run.plainly(), found, None, sch).wrong
+        return not _judged(run, run.reference_results(), found, None, sch).wrong
     except StrandedError:
         raise
     except Exception:  # on all ranks: of what the engine needs
@@ -312,7 +312,7 @@ def _is_right(run: EngineRun, target: str) -> bool:
 
 
 def _inputs(run: EngineRun) -> dict[str, Any]:
-    """The model's arguments; labels are the loss function's, where there is one."""
+    """Return the model's arguments, without the labels of a loss function."""
     return {name: value for name, value in run.batch.items() if run.loss_fn is None or name != "labels"}
 
 

@@ -1,4 +1,4 @@
-"""Weights in and out: from Hugging Face safetensors into any layout, and out of any layout again."""
+"""Loading of Hugging Face safetensors into any layout, and export from any layout."""
 
 from __future__ import annotations
 

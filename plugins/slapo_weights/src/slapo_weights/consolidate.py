@@ -18,28 +18,27 @@ def consolidate_model(
     seed: int | None = None,
     **kwargs: Any,
 ) -> Schedule:
-    """Give the meta parameters of a scheduled model their values on this rank: the same numbers in every layout.
+    """Initialise the meta parameters of a scheduled model on this rank, with equal values in every layout.
 
-    ``build`` does so of itself; this is for those who want to look at them, or to load their own, before. Collective over the
-    ranks of the schedule. Of a model that is cut into stages each rank gets those that it will run, and the rest stays on the
-    meta device. Values that are there are not touched, and ``undo`` ends here as it does with ``build``.
+    ``build`` does this itself; call it to read the values, or load others, before. Collective over the ranks of the schedule.
+    In a pipeline each rank initialises the stages that it will run, and the rest stays on the meta device. Existing values do
+    not change. ``undo`` ends here, as it does with ``build``.
 
     Args:
         sch: Any handle of the schedule.
-        target: Name of the dialect that will build, which decides where stages run along the mesh; None is the plain module.
-        param_init_fn: Called with each module, children first. Default: the model's own ``_init_weights``, as models of
-            Transformers have it, else each module's ``reset_parameters``.
-        seed: Of the numbers; default: the one of ``set_random_seed``'s default. ``build(seed=)`` gives the same.
-        **kwargs: What ``build`` will be given, e.g. ``pipeline_schedule`` and ``microbatches``; or ``weights``, a folder of
-            values.
+        target: Name of the dialect that will build, which decides the rank of each stage; None for the plain module.
+        param_init_fn: Called with each module, children first. Default: the model's own ``_init_weights``, as in Transformers,
+            else each module's ``reset_parameters``.
+        seed: Seed of the values; default: the default seed of ``set_random_seed``. ``build(seed=)`` gives the same values.
+        **kwargs: Options for ``build``, e.g. ``pipeline_schedule`` and ``microbatches``; or ``weights``, a folder to load from.
 
     Returns:
         The schedule.
 
     Raises:
         UnknownNameError: no such target.
-        BuildError: the schedule was built already, does not go with the target and its options, or an initialiser leaves a
-            parameter without values; a rank failed. Nothing has changed on the ranks that did.
+        BuildError: the schedule was built already, does not fit the target and its options, or an initialiser leaves a
+            parameter without values; a rank failed. Nothing has changed on ranks that failed.
     """
     if not isinstance(sch, Schedule):
         raise BuildError(f"consolidate_model: cannot give values to a {type(sch).__name__}; give what create_schedule returned")

@@ -1,4 +1,4 @@
-"""Parameters on the meta device get their values from files, each rank reading what it holds and no byte more."""
+"""Loading of weights into meta parameters: each rank reads exactly the bytes of its shards from the files."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch import nn
 
 from slapo_core import BuildError, Program, parameter_facts, shard_spec, successor
 
-from .huggingface.load_conversion import Known, known, may_be_missing
-from .huggingface.unmodified_model import Unmodified
+from .huggingface.load_conversion import LoadedNames, ignorable_names, load_names
+from .huggingface.unmodified_model import UnmodifiedModel
 from .safetensors_files.reader import WeightFiles
-from .tensor_views.box_view import View
-from .tensor_views.fused_parameters import parts_of, view_of
+from .tensor_views.box_view import TensorView
+from .tensor_views.fused_parameters import fused_parts, view_of
 
 _LISTED = 20
 
@@ -28,15 +28,14 @@ _LISTED = 20
 class Weights:
     """Weights for a model that was made under ``init_empty_weights``: ``build(sch, target, weights=Weights(...))``.
 
-    Where nothing but the place is to be said, ``weights="folder"`` does. What has values keeps them, but for the buffers of
-    modules whose parameters have none; where the files have others for a parameter, ``unexpected`` has to name it.
+    Without options, ``weights="folder"`` is enough. Tensors with values keep them, except buffers of modules whose parameters
+    have none; if the files have other values for such a parameter, ``unexpected`` must name it.
 
     Args:
-        source: A safetensors file, an index of several (``.json``), or a folder with either, as ``save_pretrained`` writes it.
-        cast: Whether floating-point values become the model's dtype; without it another one is an error.
-        missing: One pattern or several, as of ``fnmatch``, of names that the files may lack. They are initialised, as without
-            weights.
-        unexpected: The same of names that the model may lack. They are left out.
+        source: A safetensors file, an index of several (``.json``), or a folder with either, as from ``save_pretrained``.
+        cast: Whether floating-point values are cast to the model's dtype; otherwise a different dtype is an error.
+        missing: One ``fnmatch`` pattern or several, of names that the files may lack. These are initialised.
+        unexpected: One ``fnmatch`` pattern or several, of names that the model may lack. These are ignored.
     """
 
     source: str | os.PathLike[str]
@@ -45,18 +44,18 @@ class Weights:
     unexpected: str | Sequence[str] = ()
 
 
-class Filler:
-    """What ``build`` calls when nothing refuses any more.
+class WeightLoader:
+    """Loader that ``build`` calls after all of its checks.
 
     Args:
-        weights: What is given on this rank.
+        weights: The weights that this rank was given.
     """
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
 
     def agreed(self) -> list[str]:
-        """What has to be the same on all ranks: the tensors, which each may have elsewhere, and the options.
+        """Return the lines that must be equal on all ranks: a digest of the files, whose paths may differ, and the options.
 
         Raises:
             BuildError: there are no weights.
@@ -66,14 +65,14 @@ class Filler:
         return [f"weights of digest {what} with cast={cast}, missing={missing!r}, unexpected={unexpected!r}"]
 
     def __call__(self, program: Program, parts: list[nn.Module], device: str) -> Callable[..., None]:
-        """``fill`` the program.
+        """Load the weights into the program's tensors; see ``fill``.
 
         Returns:
-            What takes the values away again where it is called with an error.
+            A function that restores the tensors if it is called with an error.
         """
         tables = _tables((program.module, *(stage.module for stage in program.stages)))
         entries = ((table, name, tensor) for table in tables for name, tensor in table.items() if tensor is not None)
-        before = [(table, name, tensor) for table, name, tensor in entries if tensor.is_meta or _stays(tensor)]
+        before = [(table, name, tensor) for table, name, tensor in entries if tensor.is_meta or _is_real_buffer(tensor)]
 
         def end(error: type[BaseException] | None, *_: Any) -> None:
             for table, name, tensor in before if error is not None else ():
@@ -83,11 +82,11 @@ class Filler:
         return end
 
 
-def filler(weights: Weights | str | os.PathLike[str]) -> Filler:
-    """What fills a model with the weights that a user gave.
+def make_loader(weights: Weights | str | os.PathLike[str]) -> WeightLoader:
+    """Return the loader for the weights that a user gave.
 
     Raises:
-        BuildError: ``weights`` are neither a place nor ``Weights``.
+        BuildError: ``weights`` is neither a path nor ``Weights``.
     """
     if not isinstance(weights, Weights | str | os.PathLike):
         raise BuildError(f"weights is a {type(weights).__name__}; give a file, a folder or slapo_weights.Weights")
@@ -100,24 +99,24 @@ def filler(weights: Weights | str | os.PathLike[str]) -> Filler:
         listed = [patterns] if isinstance(patterns, str) else patterns
         if not isinstance(listed, Iterable) or not all(isinstance(each, str) for each in listed):
             raise BuildError(f"{what} is {patterns!r}; give patterns of names")
-    return Filler(wanted)
+    return WeightLoader(wanted)
 
 
 def fill(root: nn.Module, parts: Iterable[nn.Module], weights: Weights, device: str = "cpu") -> int:
-    """Give the meta parameters of ``parts``, and the buffers that go with them, this rank's parts of what the files hold.
+    """Load this rank's shards from the files into the meta parameters of ``parts`` and into their buffers.
 
-    Every rank compares the whole model with the files, so that all fail alike.
+    Every rank compares the whole model with the files, so that all ranks fail with the same error.
 
     Returns:
-        How many bytes of tensors were read.
+        Number of bytes of tensors that were read.
 
     Raises:
-        BuildError: all that is missing, unexpected, or of another shape or dtype; nothing has changed.
+        BuildError: lists all tensors that are missing, unexpected, or of another shape or dtype; nothing has changed.
     """
     held = [*parts]
     unmodified = _unmodified(root)
     files = WeightFiles(weights.source)
-    plan = Plan(root, files, known(files, unmodified), unmodified, weights)
+    plan = LoadPlan(root, files, load_names(files, unmodified), unmodified, weights)
     plan.check()
     new: dict[int, torch.Tensor] = {}
     untied, others = [], []
@@ -139,45 +138,47 @@ def fill(root: nn.Module, parts: Iterable[nn.Module], weights: Weights, device: 
             f"{_listed('parameters have values', others)}, which are not those of the weights in {files.source}; make them "
             "inside of slapo.init_empty_weights(), or say with unexpected= of slapo.Weights that they stay"
         )
-    new |= {id(real): successor(real, real.to(device)) for real in _tensors(held) if id(real) not in new and _stays(real)}
+    new |= {
+        id(real): successor(real, real.to(device)) for real in _tensors(held) if id(real) not in new and _is_real_buffer(real)
+    }
     for table in _tables([root, *held]):
         table.update({name: new[id(tensor)] for name, tensor in table.items() if id(tensor) in new})
     return files.bytes_read
 
 
-class Plan:
-    """What each tensor of the model is made of.
+class LoadPlan:
+    """Views of the files for each tensor of the model.
 
     Args:
         root: The whole scheduled model.
         files: The files.
-        found: What they hold, in the model's names.
-        unmodified: The model before any step; None where it is none of Transformers'.
-        weights: What was asked for.
+        found: Their tensors, by the model's names.
+        unmodified: The model before any step; None if it is not a Transformers' model.
+        weights: The source and options.
 
     Attributes:
-        views: First name of a tensor to what it is whole: of each of its names in the files.
-        kept: The same of parameters that have values, which have to be those of the files.
+        views: First name of a tensor to views of the whole tensor, one per name of it in the files.
+        kept: First name of each parameter with values to the view that must have the same values.
     """
 
     def __init__(
-        self, root: nn.Module, files: WeightFiles, found: Known, unmodified: Unmodified | None, weights: Weights
+        self, root: nn.Module, files: WeightFiles, found: LoadedNames, unmodified: UnmodifiedModel | None, weights: Weights
     ) -> None:
         self._files, self._found, self._weights = files, found, weights
         self._paths: dict[int, str] = {}
         self._problems: dict[str, list[str]] = defaultdict(list)
         self._unmodified = unmodified
-        self._of_ties = {**_from_ties(found.views, unmodified), **found.views}
-        self._optional = may_be_missing(unmodified)
-        self.views: dict[str, list[View]] = {}
-        self.kept: dict[str, View] = {}
-        used: set[str] = set(found.left_out)
-        for path, tensor, is_open in _places(root):
+        self._of_ties = {**_views_of_ties(found.views, unmodified), **found.views}
+        self._optional = ignorable_names(unmodified)
+        self.views: dict[str, list[TensorView]] = {}
+        self.kept: dict[str, TensorView] = {}
+        used: set[str] = set(found.ignored)
+        for path, tensor, is_read in _places(root):
             self._paths.setdefault(id(tensor), path)
             used |= set(parameter_facts(tensor).names)
-            if (made := parts_of(tensor)) is not None:
+            if (made := fused_parts(tensor)) is not None:
                 used |= {name for name, _, _ in made.parts}
-            if is_open:
+            if is_read:
                 self._add(tensor)
             elif isinstance(tensor, nn.Parameter):
                 there = next((name for name in (*parameter_facts(tensor).names, path) if name in found.views), None)
@@ -192,22 +193,22 @@ class Plan:
 
     @cached_property
     def _vocabulary(self) -> dict[str, tuple[int, ...]]:
-        """Parameters of a row for each token, and their shapes; a scheduled model may have more rows."""
+        """Names of the parameters with a row per token, and their unmodified shapes; a scheduled model may have more rows."""
         if self._unmodified is None:
             return {}
         try:
             names = self._unmodified.vocabulary()
-        except NotImplementedError:  # Transformers' own, of a class that embeds no tokens
+        except NotImplementedError:  # raised by Transformers for a class without token embeddings
             return {}
         shapes = self._unmodified.shapes()
         return {name: shapes[name] for name in names}
 
     def key(self, tensor: torch.Tensor) -> str:
-        """The tensor's first name in the unmodified model; of one that a step brought in, its path."""
+        """Return the tensor's first name in the unmodified model, or its path if a step added it."""
         return (parameter_facts(tensor).names or (self._paths.get(id(tensor), ""),))[0]
 
     def check(self) -> None:
-        """Raise ``BuildError`` with all that is wrong."""
+        """Raise ``BuildError`` with all problems."""
         unread = {"that cannot be read in parts": [*self._found.unread]}
         kinds = [_listed(kind, told) for kind, told in {**unread, **self._problems}.items() if told]
         if kinds:
@@ -218,7 +219,7 @@ class Plan:
         key = self.key(tensor)
         if key in self.views:
             return
-        if (made := parts_of(tensor)) is not None and not parameter_facts(tensor).names:
+        if (made := fused_parts(tensor)) is not None and not parameter_facts(tensor).names:
             if missing := [name for name, _, _ in made.parts if name not in self._of_ties]:
                 self._problems["missing"] += dict.fromkeys(missing)
                 return
@@ -235,7 +236,7 @@ class Plan:
             kind = "missing" if parameter_facts(tensor).names else "brought in by a step that does not say what of (made_of)"
             self._problems[kind].append(key)
 
-    def _fitting(self, key: str, tensor: torch.Tensor, view: View) -> View | None:
+    def _fitting(self, key: str, tensor: torch.Tensor, view: TensorView) -> TensorView | None:
         names, shape = ", ".join(view.names), _full_shape(tensor)
         of = f" of {key}" if names != key else ""
         both = view.dtype.is_floating_point and tensor.dtype.is_floating_point
@@ -252,9 +253,9 @@ class Plan:
         return view
 
 
-def _unmodified(root: nn.Module) -> Unmodified | None:
+def _unmodified(root: nn.Module) -> UnmodifiedModel | None:
     try:
-        return Unmodified.of(root)
+        return UnmodifiedModel.of(root)
     except BuildError as err:
         raise BuildError(str(err).replace("export_weights: ", "weights: ", 1)) from err
 
@@ -264,7 +265,7 @@ def _full_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     return spec.full_shape if spec is not None else tuple(tensor.shape)
 
 
-def _local(view: View, tensor: torch.Tensor) -> View:
+def _local(view: TensorView, tensor: torch.Tensor) -> TensorView:
     spec = shard_spec(tensor)
     return view.local(spec.dim, spec.ranges()) if spec is not None else view
 
@@ -278,8 +279,8 @@ def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _from_ties(views: Mapping[str, View], unmodified: Unmodified | None) -> dict[str, View]:
-    """Names that files leave out, as they are tied in the unmodified model to one that is there."""
+def _views_of_ties(views: Mapping[str, TensorView], unmodified: UnmodifiedModel | None) -> dict[str, TensorView]:
+    """Return views for names that are tied in the unmodified model to a name in the files."""
     groups: dict[int, list[str]] = defaultdict(list)
     for name, tensor in unmodified.model.named_parameters(remove_duplicate=False) if unmodified is not None else ():
         groups[id(tensor)].append(name)
@@ -292,9 +293,9 @@ def _matches(name: str, patterns: str | Iterable[str]) -> bool:
 
 
 def _places(root: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Path of each tensor that is part of the model's state, the tensor, and whether it is to be read.
+    """Yield path and tensor of each entry of the model's state, and whether it is read from the files.
 
-    What has values keeps them. ``init_empty_weights`` gives the buffers of a model some, which count as none.
+    Tensors with values keep them. Buffers get values even under ``init_empty_weights``; those are read all the same.
     """
     for path, module in root.named_modules():
         prefix = f"{path}." if path else ""
@@ -307,8 +308,8 @@ def _places(root: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
                 yield prefix + name, buffer, buffer.is_meta or (is_empty and bool(parameter_facts(buffer).names))
 
 
-def _stays(tensor: torch.Tensor) -> bool:
-    """Whether it is a buffer with values, which goes where the parameters go."""
+def _is_real_buffer(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor is a buffer with values, which only moves to the device."""
     return not tensor.is_meta and not isinstance(tensor, nn.Parameter)
 
 
@@ -318,6 +319,6 @@ def _tables(trees: Iterable[nn.Module]) -> list[dict[str, Any]]:
 
 
 def _tensors(trees: Iterable[nn.Module]) -> list[torch.Tensor]:
-    """Each once."""
+    """Return the parameters and buffers of the modules, each once."""
     held = (tensor for table in _tables(trees) for tensor in table.values() if tensor is not None)
     return [*{id(tensor): tensor for tensor in held}.values()]

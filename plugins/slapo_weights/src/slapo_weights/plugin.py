@@ -1,4 +1,4 @@
-"""What this distribution adds to Slapo."""
+"""Hook implementations of slapo-weights."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from slapo_core import hookimpl
 
 @hookimpl
 def slapo_before_build(config: dict[str, Any]) -> Callable[..., Any] | None:
-    """``build(..., weights=...)``: what gives the model its values."""
+    """Return the loader of ``build(..., weights=...)``."""
     weights = config.pop("weights", None)
     if weights is None:
         return None
-    from .load import filler  # noqa: PLC0415  (finding plugins must stay cheap)
+    from .load import make_loader  # noqa: PLC0415  (finding plugins must stay cheap)
 
-    return filler(weights)
+    return make_loader(weights)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..launch.signals import end_at_once, handling
+from ..launch.signals import exit_immediately, signal_handler
 
-with handling(end_at_once):
+with signal_handler(exit_immediately):
     import sys
 
     from slapo_tune import Database, Space, Symbol

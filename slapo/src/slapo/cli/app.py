@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..launch.signals import end_at_once, handling
+from ..launch.signals import exit_immediately, signal_handler
 
-with handling(end_at_once):
+with signal_handler(exit_immediately):
     import logging
     import sys
     from collections.abc import Iterator
@@ -18,7 +18,7 @@ with handling(end_at_once):
     from ..run_data.versions import versions
     from . import listing, train, verify
 
-OURS = ("train", "verify", *listing.NAMES)
+BUILTIN_COMMANDS = ("train", "verify", *listing.NAMES)
 """The commands that have nothing to clean up until they say so; a plugin's get Ctrl-C as Python programs do."""
 
 
@@ -42,13 +42,13 @@ def main() -> None:
     """Run the command line; an error made on purpose is one sentence on stderr and exit status 2."""
     command = sys.argv[1] if len(sys.argv) > 1 else ""
     with ExitStack() as signals:
-        signals.enter_context(handling(end_at_once))
+        signals.enter_context(signal_handler(exit_immediately))
         try:
             if command in listing.NAMES:
                 with _without_failures():
                     default_registry()
             app = create_app()
-            if command not in OURS:
+            if command not in BUILTIN_COMMANDS:
                 signals.close()
             app(prog_name="slapo")
         except SlapoError as error:

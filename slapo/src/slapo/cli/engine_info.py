@@ -1,4 +1,4 @@
-"""What there is of the engine of a dialect. Imports no engine."""
+"""Availability of a dialect's engine: version, tested version, usability and limits. Imports no engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class EngineFacts:
+class EngineInfo:
     """The engine of a dialect, as it declares it by ``slapo_training.engines.dialect.EngineDialect``'s attributes.
 
     Args:
@@ -28,8 +28,8 @@ class EngineFacts:
     limits: tuple[tuple[str, str], ...] = ()
 
     @classmethod
-    def of(cls, target: type) -> EngineFacts:
-        """Look, by a dialect's class and the metadata of what is installed."""
+    def of(cls, target: type) -> EngineInfo:
+        """Read the information from a dialect's class and the metadata of installed distributions."""
         engine, tested = str(getattr(target, "distribution", "")), str(getattr(target, "tested", ""))
         limits = tuple((str(limit.asked), str(limit.instead)) for limit in getattr(target, "limits", ()))
         if not engine:
@@ -43,7 +43,7 @@ class EngineFacts:
         return cls(engine, installed, tested, True, note, limits)
 
     @property
-    def words(self) -> str:
+    def label(self) -> str:
         """The engine and its version, in a table."""
         return f"{self.engine} {self.installed or 'not installed'}" if self.engine else ""
 

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from slapo_core import Entry, PluginRecord, Registry, default_registry
 
-from .engine_info import EngineFacts
+from .engine_info import EngineInfo
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print data instead of a table.")]
 
@@ -51,7 +51,7 @@ def dialects(
     registry = default_registry()
     if name:
         registry.get("dialect", name)
-    usable = registry.importable("dialect")
+    usable = registry.load_all("dialect")
     found = [_dialect(entry, usable.get(entry.name)) for entry in registry.entries("dialect") if name in ("", entry.name)]
     problems = [] if name else [problem for record in registry.records for problem in _problems(record)]
     if as_json:
@@ -76,7 +76,7 @@ def plugins(as_json: AsJson = False) -> None:
     """List the plugins, what each provides, and why any of them did not load."""
     registry = default_registry()
     for kind in Registry.KINDS:
-        registry.importable(kind)  # what cannot be imported is then among the problems
+        registry.load_all(kind)  # what cannot be imported is then among the problems
     rows = [_plugin_row(registry, record) for record in registry.records]
     if as_json:
         _print_json({"plugins": rows})
@@ -87,7 +87,7 @@ def plugins(as_json: AsJson = False) -> None:
 
 def _list_entries(kind: str, as_json: bool) -> None:
     registry = default_registry()
-    usable = registry.importable(kind)
+    usable = registry.load_all(kind)
     rows = [_entry_row(entry, usable[entry.name]) for entry in registry.entries(kind) if entry.name in usable]
     problems = [problem for record in registry.records for problem in _problems(record)]
     if as_json:
@@ -103,18 +103,18 @@ def _entry_row(entry: Entry, target: type) -> dict[str, str]:
     return {"name": entry.name, "summary": summary, "distribution": distribution, "version": version}
 
 
-def _dialect(entry: Entry, target: type | None) -> tuple[dict[str, str], EngineFacts]:
-    """A dialect, and what there is of its engine; without a class for one that cannot be imported."""
+def _dialect(entry: Entry, target: type | None) -> tuple[dict[str, str], EngineInfo]:
+    """Return the row of a dialect and the information on its engine; ``target`` is None if it cannot be imported."""
     if target is not None:
-        return _entry_row(entry, target), EngineFacts.of(target)
+        return _entry_row(entry, target), EngineInfo.of(target)
     problems = (entry.record.problems if entry.record else None) or ["its class cannot be imported"]
-    return {**_entry_row(entry, object), "summary": ""}, EngineFacts(usable=False, note=problems[-1])
+    return {**_entry_row(entry, object), "summary": ""}, EngineInfo(usable=False, note=problems[-1])
 
 
-def _with_engine(row: Mapping[str, str], engine: EngineFacts) -> dict[str, str]:
+def _with_engine(row: Mapping[str, str], engine: EngineInfo) -> dict[str, str]:
     provider = f"{row['distribution']} {row['version']}".strip()
     usable = "yes" if engine.usable else "no"
-    return {**row, "distribution": provider, "engine": engine.words, "tested": engine.tested, "usable": usable}
+    return {**row, "distribution": provider, "engine": engine.label, "tested": engine.tested, "usable": usable}
 
 
 def _plugin_row(registry: Registry, record: PluginRecord) -> dict[str, Any]:

@@ -6,23 +6,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from ..launch.errors import InterruptedRunError, RankError
 from ..run_data.settings import TOLERANCES, Settings
-from .flags import (
-    CheckpointLayers,
-    DataParallel,
-    DataParallelRanks,
-    Device,
-    Heads,
-    Hidden,
-    Layers,
-    Model,
-    PipelineRanks,
-    ScheduleFile,
-    ScheduleKind,
-    SequenceParallel,
-    TensorParallel,
-)
+from . import flags
+from .run_errors import reported_run_errors
 
 REFERENCE = (
     "Train the unmodified model in one process as well, and compare: with exit status 1 when, without dropout, the loss of a "
@@ -37,17 +23,17 @@ def register(app: typer.Typer) -> None:
 
 def train(
     ctx: typer.Context,
-    model: Model = "gpt2",
-    layers: Layers = 4,
-    hidden: Hidden = 64,
-    heads: Heads = 4,
+    model: flags.Model = "gpt2",
+    layers: flags.Layers = 4,
+    hidden: flags.Hidden = 64,
+    heads: flags.Heads = 4,
     seq: Annotated[int, typer.Option(help="Bytes in a sequence.")] = 128,
     dropout: Annotated[float, typer.Option(help="Dropout probability, everywhere in the model.")] = 0.0,
     batch: Annotated[int, typer.Option(help="Sequences in an optimizer step, over all ranks.")] = 8,
     microbatches: Annotated[int, typer.Option(help="Parts each rank's share of the batch is cut into.")] = 4,
-    tp: TensorParallel = 1,
-    pp: PipelineRanks = 1,
-    dp: DataParallelRanks = 1,
+    tp: flags.TensorParallel = 1,
+    pp: flags.PipelineRanks = 1,
+    dp: flags.DataParallelRanks = 1,
     target: Annotated[str, typer.Option(help="Engine to train with; `slapo dialects` lists them.")] = "torch",
     data: Annotated[
         list[str] | None,
@@ -56,16 +42,16 @@ def train(
             metavar="FILE",
         ),
     ] = None,
-    schedule: ScheduleFile = "",
-    checkpoint_layers: CheckpointLayers = False,
-    sequence_parallel: SequenceParallel = False,
-    schedule_kind: ScheduleKind = "1f1b",
-    data_parallel: DataParallel = "ddp",
+    schedule: flags.ScheduleFile = "",
+    checkpoint_layers: flags.CheckpointLayers = False,
+    sequence_parallel: flags.SequenceParallel = False,
+    schedule_kind: flags.ScheduleKind = "1f1b",
+    data_parallel: flags.DataParallel = "ddp",
     precision: Annotated[Literal["fp32", "bf16", "fp16"], typer.Option(help="Precision of the computation.")] = "fp32",
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 30,
     seed: Annotated[int, typer.Option(help="Seed of weights, data order and dropout.")] = 0,
     lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-3,
-    device: Device = "auto",
+    device: flags.Device = "auto",
     reference: Annotated[bool, typer.Option("--reference", help=REFERENCE)] = False,
     report: Annotated[
         str,
@@ -82,10 +68,7 @@ def train(
     """
     settings = Settings(**{**ctx.params, "data": tuple(data or ())})
     settings.check()
-    from ..training.train_run import run  # noqa: PLC0415 - seconds that --help and a wrong flag need not wait
+    from ..training.train_run import run_training  # noqa: PLC0415 - seconds that --help and a wrong flag need not wait
 
-    try:
-        run(settings)
-    except (RankError, InterruptedRunError) as err:
-        typer.echo(f"{err.traceback}slapo: {err}", err=True)
-        raise typer.Exit(err.exit_code) from None
+    with reported_run_errors():
+        run_training(settings)

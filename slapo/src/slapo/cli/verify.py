@@ -1,4 +1,4 @@
-"""``slapo verify``: whether a schedule, or an engine with it, computes what the unmodified model does, and what is to blame."""
+"""``slapo verify``: compare a schedule, or an engine with it, with the unmodified model, and name the faulty step."""
 
 from __future__ import annotations
 
@@ -6,26 +6,12 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ..launch.errors import InterruptedRunError, RankError
 from ..run_data.settings import Settings, SettingsError
-from .flags import (
-    CheckpointLayers,
-    DataParallel,
-    DataParallelRanks,
-    Device,
-    Heads,
-    Hidden,
-    Layers,
-    Model,
-    PipelineRanks,
-    ScheduleFile,
-    ScheduleKind,
-    SequenceParallel,
-    TensorParallel,
-)
+from . import flags
+from .run_errors import reported_run_errors
 
 _OWN = ("level", "dtype", "against", "clip", "processes", "as_json")
-"""Flags that are none of a training run's."""
+"""Flags that ``slapo train`` lacks."""
 
 
 def register(app: typer.Typer) -> None:
@@ -35,15 +21,15 @@ def register(app: typer.Typer) -> None:
 
 def verify(
     ctx: typer.Context,
-    model: Model = "gpt2",
-    layers: Layers = 2,
-    hidden: Hidden = 64,
-    heads: Heads = 4,
+    model: flags.Model = "gpt2",
+    layers: flags.Layers = 2,
+    hidden: flags.Hidden = 64,
+    heads: flags.Heads = 4,
     seq: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 32,
     batch: Annotated[int, typer.Option(help="Sequences, over all data-parallel ranks.")] = 4,
-    tp: TensorParallel = 1,
-    pp: PipelineRanks = 1,
-    dp: DataParallelRanks = 1,
+    tp: flags.TensorParallel = 1,
+    pp: flags.PipelineRanks = 1,
+    dp: flags.DataParallelRanks = 1,
     target: Annotated[
         str,
         typer.Option(
@@ -56,11 +42,11 @@ def verify(
     microbatches: Annotated[
         int, typer.Option(help="Parts an engine cuts each rank's share of the batch into; 0: as many as it has pipeline ranks.")
     ] = 0,
-    schedule: ScheduleFile = "",
-    checkpoint_layers: CheckpointLayers = False,
-    sequence_parallel: SequenceParallel = False,
-    schedule_kind: ScheduleKind = "1f1b",
-    data_parallel: DataParallel = "ddp",
+    schedule: flags.ScheduleFile = "",
+    checkpoint_layers: flags.CheckpointLayers = False,
+    sequence_parallel: flags.SequenceParallel = False,
+    schedule_kind: flags.ScheduleKind = "1f1b",
+    data_parallel: flags.DataParallel = "ddp",
     clip: Annotated[
         float, typer.Option(help="Largest gradient norm, of the engine and of the unmodified model; 0: any.")
     ] = 0.0,
@@ -75,7 +61,7 @@ def verify(
         typer.Option(help="Type of the parameters, fp64, fp32 or bf16; with an engine its precision, fp32, bf16 or fp16."),
     ] = "fp32",
     seed: Annotated[int, typer.Option(help="Seed of weights and tokens.")] = 0,
-    device: Device = "auto",
+    device: flags.Device = "auto",
     processes: Annotated[
         bool,
         typer.Option(
@@ -99,20 +85,17 @@ def verify(
         kept = data_parallel if name == "torch" or "torch" not in engines else "ddp"  # of two engines the torch one's
         Settings(**{**sizes, "target": name, "data_parallel": kept}).check()
     _check(given)
-    from ..training.verify_run import VerifySettings, run  # noqa: PLC0415 - as in train
+    from ..training.verify_run import VerifySettings, run_verification  # noqa: PLC0415 - as in train
 
-    try:
-        verdict = run(VerifySettings(**given))
-    except (RankError, InterruptedRunError) as err:
-        typer.echo(f"{err.traceback}slapo: {err}", err=True)
-        raise typer.Exit(err.exit_code) from None
+    with reported_run_errors():
+        verdict = run_verification(VerifySettings(**given))
     typer.echo(verdict.report)
     if not verdict.ok:
         raise typer.Exit(1)
 
 
 def _check(given: dict[str, Any]) -> None:
-    """Raise ``SettingsError`` for what ``slapo train`` has no such flags of."""
+    """Raise ``SettingsError`` for values of the flags that ``slapo train`` lacks."""
     engine, dtype = given["target"], given["dtype"]
     if engine and dtype == "fp64":
         raise SettingsError("--dtype fp64: engines have no such precision; use fp32, bf16 or fp16, or leave --target out")

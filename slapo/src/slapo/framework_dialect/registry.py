@@ -15,7 +15,7 @@ def get_all_dialects(cls_type: str) -> dict[str, type]:
     Args:
         cls_type: As for ``get_dialect_cls``.
     """
-    dialects = default_registry().importable("dialect")
+    dialects = default_registry().load_all("dialect")
     return {target: dialect.classes[cls_type] for target, dialect in dialects.items() if cls_type in dialect.classes}
 
 

@@ -29,22 +29,27 @@ from slapo_core import SlapoError
 from ..run_data.settings import Settings
 from .errors import InterruptedRunError, RankError
 from .loopback_rendezvous import ADDRESS, BACKEND, use_loopback
-from .signals import ENDING, handling
+from .signals import TERMINATION_SIGNALS, signal_handler
 
 SHUTDOWN_SECONDS = 5
 """How long a rank may take to end after a signal before it is killed."""
 
-BYSTANDER_SECONDS = 2.0
+LOST_CONNECTION_SECONDS = 2.0
 """How long a rank that lost its connection waits before it ends, so that the rank that broke it is seen first."""
 
-PRELOADED = ["slapo.launch.fork_server_preload", "slapo.training.worker", "torch._dynamo", "transformers.modeling_layers"]
-"""What the fork server imports once for all ranks, in this order; optimizers import dynamo, models the module of layers."""
+FORK_SERVER_MODULES = [
+    "slapo.launch.fork_server_preload",
+    "slapo.training.worker",
+    "torch._dynamo",
+    "transformers.modeling_layers",
+]
+"""Modules that the fork server imports once for all ranks, in this order; optimizers import dynamo, models the layers."""
 
-Work = Callable[[Settings], None]
-"""What every rank does: a module-level function."""
+RankFunction = Callable[[Settings], None]
+"""Function that every rank runs; it must be at module level."""
 
 
-def launch(work: Work, settings: Settings) -> None:
+def launch_ranks(work: RankFunction, settings: Settings) -> None:
     """Run ``work(settings)`` on ``settings.world_size`` ranks with torch's elastic launcher, and wait for them.
 
     Raises:
@@ -53,8 +58,8 @@ def launch(work: Work, settings: Settings) -> None:
     """
     use_loopback()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    _quieten_torch()
-    with handling(_terminate), tempfile.TemporaryDirectory(prefix="slapo-") as folder:
+    _silence_elastic_logs()
+    with signal_handler(_terminate), tempfile.TemporaryDirectory(prefix="slapo-") as folder:
         try:
             _start_fork_server()
             elastic_launch(_config(settings), _run_rank)(work, settings, folder)
@@ -64,8 +69,8 @@ def launch(work: Work, settings: Settings) -> None:
             raise InterruptedRunError(err.sigval) from None
 
 
-def _quieten_torch() -> None:
-    """The launcher logs every end of a rank; we say ourselves what went wrong, once."""
+def _silence_elastic_logs() -> None:
+    """Silence the elastic launcher, which logs the end of every rank; ``RankError`` has the cause once."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -86,34 +91,34 @@ def _config(settings: Settings) -> LaunchConfig:
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    """As the elastic launcher does once it runs."""
+    """Raise ``SignalException``, as the elastic launcher's own handler does once it runs."""
     raise SignalException(f"signal {number}", signal.Signals(number))
 
 
 def _start_method() -> str:
-    """A fork server imports torch and transformers once for all ranks; forking them is only safe on Linux."""
+    """Return the start method: a fork server imports torch once for all ranks, but forking is safe on Linux only."""
     return "forkserver" if sys.platform == "linux" else "spawn"
 
 
 def _start_fork_server() -> None:
-    """Start it, and the tracker of its resources, deaf to what the terminal sends to all processes.
+    """Start the fork server and the resource tracker with the terminal's signals blocked.
 
-    Else they print a traceback each. The tracker stays so: it ends after the launcher.
+    Without that, each prints a traceback on Ctrl-C. The tracker keeps them blocked, as it ends after the launcher.
     """
     if _start_method() == "forkserver":
-        multiprocessing.set_forkserver_preload(PRELOADED)
+        multiprocessing.set_forkserver_preload(FORK_SERVER_MODULES)
         for start in (resource_tracker.ensure_running, forkserver.ensure_running):
-            signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+            signal.pthread_sigmask(signal.SIG_BLOCK, TERMINATION_SIGNALS)
             try:
                 start()
             finally:
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, TERMINATION_SIGNALS)
 
 
-def _run_rank(work: Work, settings: Settings, folder: str) -> None:
+def _run_rank(work: RankFunction, settings: Settings, folder: str) -> None:
     """Run the work in a process of its own and leave the error, if any, in ``folder``."""
     threading.Thread(target=_end_with_launcher, daemon=True).start()
-    for number in ENDING:  # the terminal sends Ctrl-C to every rank: end without a traceback
+    for number in TERMINATION_SIGNALS:  # the terminal sends Ctrl-C to every rank: end without a traceback
         signal.signal(number, signal.SIG_DFL)
     try:
         work(settings)
@@ -130,7 +135,7 @@ def _run_rank(work: Work, settings: Settings, folder: str) -> None:
         unfinished.write_text(json.dumps(record))
         unfinished.rename(Path(folder, f"rank{rank}.json"))  # this rank may be ended at any moment
         if record["bystander"]:
-            time.sleep(BYSTANDER_SECONDS)
+            time.sleep(LOST_CONNECTION_SECONDS)
         raise
 
 
@@ -143,20 +148,20 @@ def _end_with_launcher() -> None:
 
 
 def _lost_connection(err: Exception) -> bool:
-    """Whether the error only says that another rank has gone."""
+    """Return whether the error only says that the connection to another rank was lost."""
     return isinstance(err, dist.DistError) or (isinstance(err, RuntimeError) and "gloo/transport" in str(err))
 
 
 def _root_cause(folder: Path, failures: dict[int, ProcessFailure]) -> RankError:
-    """The error of the rank that failed first, of its own accord."""
+    """Return the error of the rank that failed first, other than by a lost connection."""
     records: list[dict[str, Any]] = [json.loads(path.read_text()) for path in folder.glob("rank*.json")]
     own = [record for record in records if not record["bystander"]]
     silent = [failure for failure in failures.values() if failure.local_rank not in {record["rank"] for record in records}]
     if silent and not own:
-        return RankError(f"rank {silent[0].local_rank} was ended by {_ending(silent[0])}; all ranks have ended")
+        return RankError(f"rank {silent[0].local_rank} was ended by {_exit_description(silent[0])}; all ranks have ended")
     first = min(own or records, key=lambda record: record["time"])
     return RankError(f"rank {first['rank']}: {first['message']}", first["traceback"])
 
 
-def _ending(failure: ProcessFailure) -> str:
+def _exit_description(failure: ProcessFailure) -> str:
     return failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"

@@ -1,4 +1,4 @@
-"""How a run that was started can end other than well. Imports nothing heavy."""
+"""Errors of a run that was started. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class RankError(SlapoError):
 
     Args:
         message: One sentence that names the rank.
-        traceback: Where it happened, when it was a bug; empty when the sentence says it all.
+        traceback: Traceback of an unexpected error; empty for an error with a message of its own.
     """
 
     exit_code = 1

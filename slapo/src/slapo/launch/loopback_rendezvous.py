@@ -23,7 +23,7 @@ BACKEND = "slapo-loopback"
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """One agent, alone: its store is the one the workers meet at."""
+    """Rendezvous of a single agent, whose store is also the workers'."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         self._run_id = parameters.run_id
@@ -43,7 +43,7 @@ class LoopbackRendezvous(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Nobody else could join; there is nothing to close."""
+        """Do nothing: no other agent can join."""
 
     def num_nodes_waiting(self) -> int:
         return 0

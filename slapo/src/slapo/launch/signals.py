@@ -1,4 +1,4 @@
-"""Signals that end the program, in one line. Imports nothing heavy, so that they are handled while the rest is imported."""
+"""Handling of termination signals. Imports nothing heavy, so that signals are handled while the rest is imported."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)]
-"""The signals of a user or a batch system that wants the run to end."""
+TERMINATION_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)]
+"""Signals by which a user or a batch system ends a run."""
 
 Handler = Callable[[int, FrameType | None], object]
 
 
 @contextmanager
-def handling(handler: Handler) -> Iterator[None]:
-    """Let ``handler`` take the ending signals in a block; one that is ignored, as under ``nohup``, stays so.
+def signal_handler(handler: Handler) -> Iterator[None]:
+    """Handle termination signals in the block by ``handler``; an ignored one, as under ``nohup``, stays ignored.
 
-    Not in a rank, which imports the main module too: its launcher ends it, and says so.
+    It has no effect in a rank, which also imports the main module: the launcher ends ranks and reports it.
     """
     main = threading.current_thread() is threading.main_thread() and multiprocessing.parent_process() is None
-    numbers = [number for number in ENDING if main and signal.getsignal(number) is not signal.SIG_IGN]
+    numbers = [number for number in TERMINATION_SIGNALS if main and signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
@@ -32,7 +32,7 @@ def handling(handler: Handler) -> Iterator[None]:
             signal.signal(number, former)
 
 
-def end_at_once(number: int, frame: FrameType | None) -> None:
-    """A handler for while there is nothing to clean up, and code under way that may swallow an exception."""
+def exit_immediately(number: int, frame: FrameType | None) -> None:
+    """Exit at once: a handler for times without anything to clean up, when an exception could be swallowed."""
     os.write(2, f"slapo: interrupted by {signal.Signals(number).name}\n".encode())
     os._exit(128 + number)

@@ -1,4 +1,4 @@
-"""Where values lie on an axis of a chart, and where its ticks are."""
+"""Axis of a chart: positions of values and ticks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Axis:
     log: bool = False
 
     def at(self, value: float) -> float:
-        """Position of a value in percent of the axis; values outside are put at the nearer end."""
+        """Return the position of a value in percent of the axis; values outside are put at the nearer end."""
         low, high = self.low, self.high
         if self.log:
             value, low, high = math.log10(max(value, low)), math.log10(low), math.log10(high)
@@ -32,7 +32,7 @@ class Axis:
 
 
 def linear_axis(values: Iterable[float], num_ticks: int = 5) -> Axis:
-    """An axis over the finite values, with round ticks; it begins and ends a little outside of them."""
+    """Return an axis over the finite values, with round ticks and a margin at both ends."""
     finite = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
     low, high = min(finite), max(finite)
     margin = (high - low) * 0.05 or abs(high) * 0.1 or 1.0
@@ -43,7 +43,7 @@ def linear_axis(values: Iterable[float], num_ticks: int = 5) -> Axis:
 
 
 def log_axis(values: Iterable[float], floor: float) -> Axis:
-    """An axis of whole decades over the finite values; what is below ``floor``, zero included, lies at ``floor``."""
+    """Return an axis of whole decades over the finite values; values below ``floor``, including zero, lie at ``floor``."""
     finite = [max(value, floor) for value in values if math.isfinite(value)] or [floor]
     low, high = math.floor(math.log10(min(finite))), math.ceil(math.log10(max(finite)))
     high = max(high, low + 1)
@@ -52,13 +52,13 @@ def log_axis(values: Iterable[float], floor: float) -> Axis:
 
 
 def step_axis(num_steps: int, num_ticks: int = 6) -> Axis:
-    """An axis over steps 1 to ``num_steps``; whole ticks that include the first and the last."""
+    """Return an axis over steps 1 to ``num_steps``, with integer ticks that include the first and the last."""
     every = max(1, int(_round_step(num_steps / num_ticks)))
     inner = [step for step in range(every, num_steps, every) if num_steps - step > every / 2 and step > 1]
     return Axis(1, max(num_steps, 2), sorted({1, *inner, num_steps}))
 
 
 def _round_step(rough: float) -> float:
-    """The next of 1, 2, 5 times a power of ten."""
+    """Return the next of 1, 2, 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(rough))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from ..run_data.record import ModuleRecord, RunRecord, StepRecord
+from ..run_data.record import ModuleRecord, RunRecord, ScheduleStepRecord
 
 OPEN_LEVELS = 2
 """Levels of the tree that are unfolded at first."""
@@ -31,7 +31,7 @@ class _Tree:
         self.children = children
         self.stage_paths = record.stage_paths
         self.all_steps = record.steps
-        self.steps: dict[str, list[StepRecord]] = {}
+        self.steps: dict[str, list[ScheduleStepRecord]] = {}
         for step in record.steps:
             self.steps.setdefault(step.path, []).append(step)
 
@@ -45,7 +45,7 @@ class _Tree:
         state = " open" if level < OPEN_LEVELS else ""
         return f"<details{state}><summary>{head}</summary>{_calls(steps)}{inside}</details>"
 
-    def _head(self, module: ModuleRecord, steps: Sequence[StepRecord]) -> str:
+    def _head(self, module: ModuleRecord, steps: Sequence[ScheduleStepRecord]) -> str:
         name = escape(module.path.rpartition(".")[2] or "model")
         badges = "".join(f'<b class="badge">{escape(word)}</b>' for word in dict.fromkeys(step.name for step in steps))
         stages = "".join(f'<b class="stage stage-{index % 6}">stage {index}</b>' for index in self._new_stages(module.path))
@@ -54,7 +54,7 @@ class _Tree:
         return f'<span class="head"><span>{words}</span>{params}</span>'
 
     def _inside(self, path: str) -> str:
-        """What was applied further down, for the module while it is folded."""
+        """Summarise the steps below a module, for display while it is folded."""
         prefix = f"{path}." if path else ""
         counts = Counter(step.name for step in self.all_steps if step.path != path and step.path.startswith(prefix))
         words = ", ".join(f"{name} x{count}" for name, count in counts.items())
@@ -76,7 +76,7 @@ def _related(one: str, other: str) -> bool:
     return not one or not other or one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
 
 
-def _calls(steps: Iterable[StepRecord]) -> str:
+def _calls(steps: Iterable[ScheduleStepRecord]) -> str:
     """The steps as code; those that a step took itself are indented."""
     items = "".join(
         f'<li style="margin-left:{1.5 * step.depth:g}em"><code>{escape(step.call)}</code>'

@@ -1,4 +1,4 @@
-"""The page as a whole: ``report.html``, which needs nothing but itself."""
+"""The self-contained page ``report.html``."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .tables import loss_table, rank_table, settings_table, stage_table, version
 from .timeline import timeline
 
 SMALLEST = 1e-8
-"""Differences below this are drawn here: a logarithmic axis has no zero."""
+"""Smaller differences are drawn at this value, as a logarithmic axis has no zero."""
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
 def write_report(record: RunRecord, folder: Path) -> Path:
-    """Write ``report.html`` and ``trace.json``, the last step's timeline, into ``folder``, made if need be; the page's path."""
+    """Write ``report.html`` and ``trace.json``, the last step's timeline, into ``folder``; return the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "report.html"
     path.write_text(page(record), encoding="utf-8")
@@ -35,7 +35,7 @@ def write_report(record: RunRecord, folder: Path) -> Path:
 
 
 def page(record: RunRecord) -> str:
-    """The page of one run. Everything that comes from a model, a file or a plugin is escaped."""
+    """Return the page of one run. Text from a model, a file or a plugin is escaped."""
     settings = record.settings
     title = f"{settings.model}: pp {settings.pp} x dp {settings.dp} x tp {settings.tp}"
     return f"""<!doctype html>
@@ -76,12 +76,12 @@ def page(record: RunRecord) -> str:
 def _verdict(record: RunRecord) -> str:
     if not record.reference:
         return '<p class="verdict">Not compared with the unmodified model; <code>--reference</code> does.</p>'
-    value, step = record.largest
+    value, step = record.largest_difference
     largest = f"largest difference of the loss {_unbroken(f'{value:.1e}')}, at step {step} of {len(record.losses)}"
     if record.settings.dropout:
         return f'<p class="verdict">Not judged: with dropout the two runs draw different masks; {largest}.</p>'
     limit = _unbroken(f"{record.settings.tolerance:.0e}".replace("e-0", "e-"))
-    if record.agrees:
+    if record.is_within_tolerance:
         return f'<p class="verdict good"><b>Same as the unmodified model</b>, within {limit}: {largest}.</p>'
     return f'<p class="verdict bad"><b>Not the same as the unmodified model</b>: {largest}, above {limit}.</p>'
 
@@ -133,7 +133,7 @@ def _charts(record: RunRecord) -> str:
 
 
 def _json(data: Any) -> str:
-    """JSON that cannot end the script element it stands in; a number that is not finite becomes null."""
+    """Return JSON that cannot end the script element around it; a number that is not finite becomes null."""
     text = json.dumps(_finite(data), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 

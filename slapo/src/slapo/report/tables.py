@@ -10,7 +10,7 @@ from ..run_data.record import RunRecord
 
 
 def rank_table(record: RunRecord) -> str:
-    """Who holds which stage and how many parameters."""
+    """Table of the stages and the number of parameters of each rank."""
     total = record.modules[0].params
     rows = [
         (
@@ -28,7 +28,7 @@ def rank_table(record: RunRecord) -> str:
 
 
 def stage_table(record: RunRecord) -> str:
-    """What each stage runs; only of a model that is cut."""
+    """Table of the modules of each stage; empty for a model without cuts."""
     if len(record.stage_paths) < 2:
         return ""
     rows = [(index, ", ".join(paths)) for index, paths in enumerate(record.stage_paths)]
@@ -38,7 +38,7 @@ def stage_table(record: RunRecord) -> str:
 
 
 def loss_table(record: RunRecord) -> str:
-    """Every loss."""
+    """Table of all losses."""
     if record.reference:
         head: tuple[str, ...] = ("step", "scheduled", "reference", "difference")
         lines = zip(record.losses, record.reference, record.differences, strict=True)
@@ -48,7 +48,7 @@ def loss_table(record: RunRecord) -> str:
 
 
 def settings_table(record: RunRecord) -> str:
-    """The run's settings."""
+    """Table of the run's settings."""
     shown = asdict(record.settings) | {
         "data": record.source,
         "schedule": record.settings.schedule or "default, from the model's structure",
@@ -59,7 +59,7 @@ def settings_table(record: RunRecord) -> str:
 
 
 def version_table(record: RunRecord) -> str:
-    """What was installed."""
+    """Table of the installed versions."""
     return _table(("package", "version"), list(record.versions.items()), "words")
 
 

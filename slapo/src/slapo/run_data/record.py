@@ -1,4 +1,4 @@
-"""What a run leaves behind: everything the report shows, as plain data."""
+"""Record of a run: everything the report shows, as plain data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ModuleRecord:
 
 
 @dataclass(frozen=True)
-class StepRecord:
+class ScheduleStepRecord:
     """One step of the schedule, or one that such a step took itself (``depth`` 1 and more)."""
 
     path: str
@@ -41,11 +41,11 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank holds.
+    """Stages and parameters of one rank.
 
     Args:
         stages: Indices of the pipeline stages it runs.
-        params: Parameters on this rank, shards counted as they are.
+        params: Number of elements of the parameters on this rank, as sharded.
     """
 
     rank: int
@@ -70,7 +70,7 @@ class RunRecord:
 
     settings: Settings
     modules: list[ModuleRecord]
-    steps: list[StepRecord]
+    steps: list[ScheduleStepRecord]
     stage_paths: list[tuple[str, ...]]
     ranks: list[RankRecord]
     source: str = ""
@@ -82,24 +82,24 @@ class RunRecord:
 
     @property
     def differences(self) -> list[float]:
-        """Distance of the two losses, step by step; empty without a reference."""
+        """Absolute difference of the two losses per step; empty without a reference."""
         return [abs(own - other) for own, other in zip(self.losses, self.reference, strict=False)]
 
     @property
-    def largest(self) -> tuple[float, int]:
+    def largest_difference(self) -> tuple[float, int]:
         """The largest difference and its step, counted from 1; a loss that is no number counts as infinitely far."""
         ranked = [(value if value == value else float("inf"), step) for step, value in enumerate(self.differences, 1)]
         return max(ranked, key=lambda entry: entry[0])
 
     @property
-    def agrees(self) -> bool:
-        """Whether the losses are the reference's within the tolerance."""
-        return self.largest[0] <= self.settings.tolerance
+    def is_within_tolerance(self) -> bool:
+        """True if the losses equal the reference's within the tolerance."""
+        return self.largest_difference[0] <= self.settings.tolerance
 
     @property
-    def refuted(self) -> bool:
-        """Whether the reference shows that something else was computed; with dropout it cannot, as the masks differ."""
-        return bool(self.reference) and not self.settings.dropout and not self.agrees
+    def is_refuted(self) -> bool:
+        """True if the losses differ from the reference's; never with dropout, as the masks differ."""
+        return bool(self.reference) and not self.settings.dropout and not self.is_within_tolerance
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -114,10 +114,10 @@ def module_records(model: nn.Module) -> list[ModuleRecord]:
     ]
 
 
-def step_records(steps: tuple[Step, ...], depth: int = 0) -> list[StepRecord]:
+def step_records(steps: tuple[Step, ...], depth: int = 0) -> list[ScheduleStepRecord]:
     """The steps of a journal, each followed by the steps it took itself."""
     records = []
     for step in steps:
-        records.append(StepRecord(step.path, step.name, str(step), step.provider, depth))
+        records.append(ScheduleStepRecord(step.path, step.name, str(step), step.provider, depth))
         records += step_records(step.children, depth + 1)
     return records

@@ -1,4 +1,4 @@
-"""What a training run was asked to do. Imports nothing heavy: the command line reads it before torch is loaded."""
+"""Settings of a training run. Imports nothing heavy: the command line reads it before torch is loaded."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ ONE_STAGE_PER_RANK = ("1f1b", "gpipe")
 """Values of ``--schedule-kind`` that have one stage on each rank; the others get two."""
 
 
-_KINDS = {"deepspeed": ("1f1b",), "megatron": ("1f1b", "interleaved")}
-"""What ``schedule_kind`` may be for targets that have no such option: the number of stages says it."""
+_PIPELINE_SCHEDULES = {"deepspeed": ("1f1b",), "megatron": ("1f1b", "interleaved")}
+"""Admitted ``schedule_kind`` for targets without such an option, where the number of stages decides it."""
 
 
 class SettingsError(SlapoError):
@@ -103,13 +103,13 @@ class Settings:
         parts = self.dp * self.microbatches
         if self.batch % parts:
             raise SettingsError(
-                f"--batch {self.batch}: not divisible by {counted(self.dp, 'data-parallel rank')} x "
-                f"{counted(self.microbatches, 'micro-batch', 'micro-batches')}; "
+                f"--batch {self.batch}: not divisible by {pluralized(self.dp, 'data-parallel rank')} x "
+                f"{pluralized(self.microbatches, 'micro-batch', 'micro-batches')}; "
                 f"use a multiple of {parts}"
             )
         if self.data_parallel != "ddp" and self.target != "torch":
             raise SettingsError(f"--data-parallel {self.data_parallel}: target {self.target!r} has no such option; use torch")
-        kinds = _KINDS.get(self.target, (self.schedule_kind,))
+        kinds = _PIPELINE_SCHEDULES.get(self.target, (self.schedule_kind,))
         if self.schedule_kind not in kinds:
             raise SettingsError(
                 f"--schedule-kind {self.schedule_kind}: target {self.target!r} has {' and '.join(kinds)}; use one of these, or "
@@ -121,24 +121,24 @@ class Settings:
     def _check_default_schedule(self) -> None:
         if self.heads % self.tp:
             raise SettingsError(
-                f"--tp {self.tp}: {counted(self.heads, 'head')} cannot be divided among {self.tp} ranks; "
+                f"--tp {self.tp}: {pluralized(self.heads, 'head')} cannot be divided among {self.tp} ranks; "
                 f"use {_divisors(self.heads)}"
             )
         if self.layers < self.stages:
             raise SettingsError(
-                f"--pp {self.pp}: the model has {counted(self.layers, 'layer')}, fewer than {self.stages} stages; "
+                f"--pp {self.pp}: the model has {pluralized(self.layers, 'layer')}, fewer than {self.stages} stages; "
                 f"use --layers {self.stages} or more, or a smaller --pp"
             )
         if self.sequence_parallel and (self.tp == 1 or self.seq % self.tp):
             parts = f"{self.seq} bytes cannot be divided among" if self.tp > 1 else "there is nothing to split among"
             raise SettingsError(
-                f"--sequence-parallel: {parts} {counted(self.tp, 'tensor-parallel rank')}; "
+                f"--sequence-parallel: {parts} {pluralized(self.tp, 'tensor-parallel rank')}; "
                 "use --tp 2 or more, and a --seq that is divisible by it"
             )
 
 
 def engine_options(settings: Settings) -> dict[str, Any]:
-    """What ``build`` is told beside the optimizer: the options every target has, and those of target ``torch``."""
+    """Return the options of ``build`` other than the optimizer: those of every target, and those of target ``torch``."""
     options: dict[str, Any] = {"microbatches": settings.microbatches, "precision": settings.precision}
     if settings.target == "torch":
         options |= {"pipeline_schedule": settings.schedule_kind, "data_parallel": settings.data_parallel}
@@ -146,8 +146,8 @@ def engine_options(settings: Settings) -> dict[str, Any]:
     return options
 
 
-def counted(number: int, one: str, many: str = "") -> str:
-    """A number with its noun: ``1 rank``, ``2 ranks``."""
+def pluralized(number: int, one: str, many: str = "") -> str:
+    """Return a number with its noun: ``1 rank``, ``2 ranks``."""
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 

@@ -41,10 +41,10 @@ ALIASES = {
 """Flag to the attribute names configs use for it; a config's own ``attribute_map`` is followed as well."""
 
 KNOWN = {**MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
-"""Model type to the class that speaks."""
+"""Model type to the class with a language-model head."""
 
 EXAMPLES = ("gpt2", "llama", "qwen3")
-"""Types to suggest to somebody whose type is like no other."""
+"""Types to suggest if the given one resembles no known type."""
 
 INNER = (
     *("intermediate_size", "n_inner", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size", "d_ff"),
@@ -160,7 +160,7 @@ def _unknown(name: str) -> UnknownNameError:
 
 
 def _reason(err: Exception) -> str:
-    """What an error says, as a part of a sentence: without the headings that name validators, and the classes of errors."""
+    """Return an error's message as a clause, without headings of validators and names of error classes."""
     said = [line.strip() for line in str(err).splitlines() if line.strip() and not line.rstrip().endswith(":")]
     text = re.sub(r"^\w+(Error|Exception): ", "", said[0]) if said else type(err).__name__
     return re.sub(r"\.\s+(?=[A-Z])", "; ", text).rstrip(".")

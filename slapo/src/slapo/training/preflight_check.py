@@ -1,4 +1,4 @@
-"""Find mistakes before any process is started: schedule and partition the model without weights on a pretended world."""
+"""Preflight check, before any process starts: schedule and partition the model without weights on a fake world."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from .run_schedule import schedule_model
 
 AXES = ("pp", "dp", "tp")
 
-COMMON = ("microbatches", "precision")
-"""Options that every target has; plugins see the others alone, as in ``slapo.build``."""
+COMMON_OPTIONS = ("microbatches", "precision")
+"""Options that every target has; plugins see only the others, as in ``slapo.build``."""
 
 
-def rehearse(settings: Settings, trains: bool = True, reads: bool = True) -> None:
-    """Do all that a rank does before it has weights.
+def check_run(settings: Settings, trains: bool = True, reads: bool = True) -> None:
+    """Do the work of a rank up to the weights, to find errors of data, model, schedule and target.
 
     Args:
-        settings: Of the run.
-        trains: Whether the target's engine is to run the stages; else the schedule is all that is looked at.
-        reads: Whether it does so on files.
+        settings: Settings of the run.
+        trains: Whether the target's engine will run the stages; else only the schedule is checked.
+        reads: Whether the run reads data files.
 
     Raises:
-        SlapoError: whatever a rank would fail with: data, model, schedule, target.
+        SlapoError: the error with which a rank would fail.
     """
     dialect = default_registry().get("dialect", settings.target)
     if trains and reads:
@@ -40,10 +40,10 @@ def rehearse(settings: Settings, trains: bool = True, reads: bool = True) -> Non
         model = build_model(settings)
     # tracing runs the model once, and dropout in a sharded region draws from a state that has to be there
     set_random_seed(settings.seed, dp_rank=0, pp_rank=0, tp_rank=0)
-    with _pretended_mesh(settings) as mesh:
+    with _fake_mesh(settings) as mesh:
         sch = schedule_model(model, settings, mesh)
         config = engine_options(settings)
-        common = {name: config.pop(name) for name in COMMON if name in config}
+        common = {name: config.pop(name) for name in COMMON_OPTIONS if name in config}
         default_registry().hook.slapo_before_build(schedule=sch, target=settings.target, config=config)
         program = build_program(sch)
         if trains:
@@ -51,7 +51,7 @@ def rehearse(settings: Settings, trains: bool = True, reads: bool = True) -> Non
 
 
 @contextmanager
-def _pretended_mesh(settings: Settings) -> Iterator[DeviceMesh]:
+def _fake_mesh(settings: Settings) -> Iterator[DeviceMesh]:
     """The run's mesh as rank 0 would see it; its collectives do nothing."""
     dist.init_process_group("fake", rank=0, world_size=settings.world_size)
     try:

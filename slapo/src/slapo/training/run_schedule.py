@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from slapo_core import Schedule, create_schedule, load_schedule
 
-from ..run_data.settings import Settings, SettingsError, counted
+from ..run_data.settings import Settings, SettingsError, pluralized
 
 
 def schedule_model(model: nn.Module, settings: Settings, mesh: DeviceMesh | None) -> Schedule:
@@ -21,11 +21,11 @@ def schedule_model(model: nn.Module, settings: Settings, mesh: DeviceMesh | None
     if settings.schedule:
         return load_schedule(model, settings.schedule, mesh=mesh, example_inputs=inputs)
     sch = create_schedule(model, mesh=mesh, example_inputs=inputs)
-    apply_default(sch, settings)
+    apply_default_steps(sch, settings)
     return sch
 
 
-def apply_default(sch: Schedule, settings: Settings) -> None:
+def apply_default_steps(sch: Schedule, settings: Settings) -> None:
     """Tensor parallelism by the model's structure, checkpointed layers if asked for, and even pipeline cuts."""
     if settings.tp > 1:
         sch.tensor_parallel(**({"sequence_parallel": True} if settings.sequence_parallel else {}))
@@ -48,7 +48,7 @@ def find_layers(model: nn.Module, settings: Settings) -> list[str]:
     ]
     if not lists:
         raise SettingsError(
-            f"--model {settings.model}: it has no list of {counted(settings.layers, 'layer')}; "
+            f"--model {settings.model}: it has no list of {pluralized(settings.layers, 'layer')}; "
             "say with --schedule FILE where to cut and what to checkpoint"
         )
     _, path, module = max(lists, key=lambda entry: entry[0])

@@ -1,4 +1,4 @@
-"""A run from the user's side: choose the device, look for mistakes, then start the ranks or join those of torchrun."""
+"""Run of ``slapo train``: choose the device, check the settings, then start the ranks or join those of torchrun."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ import torch
 
 from slapo_core import SlapoError
 
-from ..launch.elastic_launch import launch
+from ..launch.elastic_launch import launch_ranks
 from ..launch.errors import RankError
 from ..run_data.report_folder import make_folder
-from ..run_data.settings import Settings, SettingsError, counted
-from .preflight_check import rehearse
-from .worker import work
+from ..run_data.settings import Settings, SettingsError, pluralized
+from .preflight_check import check_run
+from .worker import train_rank
 
 
-def run(settings: Settings) -> None:
+def run_training(settings: Settings) -> None:
     """Train as the settings say; returns when all ranks have ended well.
 
     Raises:
         SlapoError: a mistake found before any rank was started; ``RankError`` when a rank failed;
             ``InterruptedRunError`` when a signal ended the run.
     """
-    settings = replace(settings, device=device_of(settings))
+    settings = replace(settings, device=resolve_device(settings))
     if "RANK" in os.environ:
         _check_world(settings, int(os.environ["WORLD_SIZE"]))
         if os.environ["RANK"] == "0":  # which writes the report; the others may be on machines where that cannot be
             make_folder(settings)
         try:
-            work(settings)
+            train_rank(settings)
         except SlapoError as err:
             raise RankError(f"rank {os.environ['RANK']}: {err}") from err
     else:
-        rehearse(settings)
+        check_run(settings)
         make_folder(settings)
-        launch(work, settings)
+        launch_ranks(train_rank, settings)
 
 
-def device_of(settings: Settings) -> str:
-    """``cpu`` or ``cuda``: ``auto`` takes GPUs when there is one for every rank of this machine."""
+def resolve_device(settings: Settings) -> str:
+    """Return ``cpu`` or ``cuda``; ``auto`` takes GPUs if there is one per rank of this machine."""
     num_gpus = torch.cuda.device_count()
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", settings.world_size))
     if settings.device == "cuda" and num_gpus < num_ranks:
-        ranks, gpus = counted(num_ranks, "rank"), counted(num_gpus, "GPU")
+        ranks, gpus = pluralized(num_ranks, "rank"), pluralized(num_gpus, "GPU")
         raise SettingsError(f"--device cuda: {ranks}, but {gpus}; use fewer ranks or --device cpu")
     if settings.device == "auto":
         return "cuda" if num_gpus >= num_ranks else "cpu"

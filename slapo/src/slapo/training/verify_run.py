@@ -1,4 +1,4 @@
-"""``slapo verify`` from the user's side, and what each of its ranks does."""
+"""Run of ``slapo verify``: the launch, and the work of each rank."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from slapo_core import get_logger, set_random_seed
 from slapo_verify import Report, Trained, run_as_threads, verify, verify_engine
 
-from ..launch.elastic_launch import launch
+from ..launch.elastic_launch import launch_ranks
 from ..run_data.settings import VOCABULARY, Settings, engine_options
 from .models import build_model
-from .preflight_check import AXES, rehearse
+from .preflight_check import AXES, check_run
 from .run_schedule import schedule_model
-from .train_run import device_of
-from .worker import joined
+from .train_run import resolve_device
+from .worker import process_group
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -53,10 +53,10 @@ class VerifySettings(Settings):
 
 
 class Verdict(NamedTuple):
-    """What a verification came to.
+    """Result of a verification.
 
     Args:
-        ok: Whether all is the same.
+        ok: Whether nothing differs.
         report: The report as text, or as data.
     """
 
@@ -64,24 +64,24 @@ class Verdict(NamedTuple):
     report: str
 
 
-def run(settings: VerifySettings) -> Verdict:
+def run_verification(settings: VerifySettings) -> Verdict:
     """Verify as the settings say, on ranks of this machine; each of two engines on ranks of its own.
 
     Raises:
         SlapoError: a mistake found before any rank was started; ``RankError`` when a rank failed; ``InterruptedRunError`` when
             a signal ended the run.
     """
-    settings = replace(settings, device=device_of(settings), precision=settings.dtype)
+    settings = replace(settings, device=resolve_device(settings), precision=settings.dtype)
     names = [name for name in (settings.against, settings.target) if name]
     for name in names or ["torch"]:
-        rehearse(replace(settings, target=name), trains=bool(names), reads=False)
+        check_run(replace(settings, target=name), trains=bool(names), reads=False)
     with tempfile.TemporaryDirectory(prefix="slapo-") as folder:
         verdicts = {}
         for name in names or [""]:
             file = Path(folder, f"{name}.json")
             now = replace(settings, target=name, out=str(file))
-            if not _ran_as_threads(now):
-                launch(work, now)
+            if not _verify_as_threads(now):
+                launch_ranks(verify_rank, now)
             verdicts[name] = Verdict(*json.loads(file.read_text()))
     if len(verdicts) < 2:
         return next(iter(verdicts.values()))
@@ -92,12 +92,12 @@ def run(settings: VerifySettings) -> Verdict:
     return Verdict(ok, json.dumps({"ok": ok, **found}))
 
 
-def _ran_as_threads(settings: VerifySettings) -> bool:
-    """Verify in this process, each rank a thread; whether that could be done. Ranks of their own tell what is wrong, then."""
+def _verify_as_threads(settings: VerifySettings) -> bool:
+    """Verify with a thread of this process per rank. Return False if that fails; processes then report the error."""
     if settings.target or settings.processes or settings.device != "cpu":
         return False
     try:
-        reports = run_as_threads(lambda: _verified(settings), settings.world_size)
+        reports = run_as_threads(lambda: _rank_report(settings), settings.world_size)
     except Exception as err:
         get_logger().debug("verify: ranks become processes, as threads fail: %s", err)
         return False
@@ -105,11 +105,11 @@ def _ran_as_threads(settings: VerifySettings) -> bool:
     return True
 
 
-def work(settings: Settings) -> None:
+def verify_rank(settings: Settings) -> None:
     """Verify as one rank of a world that the environment describes."""
     assert isinstance(settings, VerifySettings)
-    with joined(settings):
-        report = _verified(settings)
+    with process_group(settings):
+        report = _rank_report(settings)
     if os.environ["RANK"] == "0":
         _write(report, settings)
 
@@ -120,8 +120,8 @@ def _write(report: Report, settings: VerifySettings) -> None:
     torch.save(report.trained, f"{settings.out}.trained")
 
 
-def _verified(settings: VerifySettings) -> Report:
-    """What a rank of the default process group finds."""
+def _rank_report(settings: VerifySettings) -> Report:
+    """Return the report of a rank of the default process group."""
     mesh = init_device_mesh(settings.device, (settings.pp, settings.dp, settings.tp), mesh_dim_names=AXES)
     set_random_seed(settings.seed, tp_rank=mesh["tp"].get_local_rank())
     model = build_model(settings).to(settings.device, torch.float32 if settings.target else DTYPES[settings.dtype])
@@ -139,6 +139,6 @@ def _report(model: nn.Module, batch: dict[str, torch.Tensor], settings: VerifySe
     earlier = Path(settings.out).with_name(f"{settings.against}.json.trained")
     against: Trained | None = None
     if settings.against and settings.target != settings.against:
-        against = torch.load(earlier, weights_only=False, map_location=settings.device)  # this run has written it
+        against = torch.load(earlier, weights_only=False, map_location=settings.device)  # safe to unpickle: this run wrote it
     schedule = partial(schedule_model, settings=settings, mesh=mesh)
     return verify_engine(model, schedule, batch, settings.target, against=against, **options)

@@ -1,4 +1,4 @@
-"""What one rank of ``slapo train`` does."""
+"""Work of one rank of ``slapo train``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slapo_core import Engine, Schedule, VerifyError, build, init_empty_weights,
 
 from ..run_data.record import ModuleRecord, RankRecord, RunRecord, module_records, step_records
 from ..run_data.settings import Settings, engine_options
-from .console_output import announce, compare, follow, verdict
+from .console_output import print_comparison, print_header, verdict, with_progress
 from .corpus import Corpus, read_corpus
 from .models import build_model
 from .preflight_check import AXES
@@ -27,7 +27,7 @@ from .reference import make_optimizer, reference_losses
 from .run_schedule import schedule_model
 
 
-def work(settings: Settings) -> None:
+def train_rank(settings: Settings) -> None:
     """Train as one rank of a world that the environment describes; rank 0 then compares and reports.
 
     Raises:
@@ -35,15 +35,15 @@ def work(settings: Settings) -> None:
     """
     console = Console(quiet=os.environ["RANK"] != "0")
     corpus = read_corpus(settings)
-    with joined(settings):
-        announce(console, settings, corpus.source)
+    with process_group(settings):
+        print_header(console, settings, corpus.source)
         record = train(settings, corpus, console)
     if record is not None:
-        conclude(record, corpus, console)
+        report_run(record, corpus, console)
 
 
 def train(settings: Settings, corpus: Corpus, console: Console) -> RunRecord | None:
-    """Schedule, build and train on all ranks of the default process group; the record of the run on rank 0, else None."""
+    """Schedule, build and train on all ranks of the default process group; return the record on rank 0, else None."""
     mesh = init_device_mesh(settings.device, (settings.pp, settings.dp, settings.tp), mesh_dim_names=AXES)
     set_random_seed(settings.seed, dp_rank=_rank(mesh, "dp"), pp_rank=_rank(mesh, "pp"), tp_rank=_rank(mesh, "tp"))
     with init_empty_weights():
@@ -52,7 +52,7 @@ def train(settings: Settings, corpus: Corpus, console: Console) -> RunRecord | N
     sch = schedule_model(model, settings, mesh)
     engine = build(sch, settings.target, optimizer=make_optimizer(settings), seed=settings.seed, **engine_options(settings))
     start = time.perf_counter()
-    losses = list(follow(console, "training", _losses(engine, settings, corpus, _rank(mesh, "dp")), settings.steps))
+    losses = list(with_progress(console, "training", _losses(engine, settings, corpus, _rank(mesh, "dp")), settings.steps))
     seconds = time.perf_counter() - start
     record = _record(sch, engine, mesh, modules, settings)
     if record is not None:
@@ -61,21 +61,21 @@ def train(settings: Settings, corpus: Corpus, console: Console) -> RunRecord | N
     return record
 
 
-def conclude(record: RunRecord, corpus: Corpus, console: Console) -> None:
+def report_run(record: RunRecord, corpus: Corpus, console: Console) -> None:
     """Train the reference, print both losses, write the report; the last things of a run, on rank 0 alone."""
     settings = record.settings
     if settings.reference:
-        record.reference = list(follow(console, "reference", reference_losses(settings, corpus), settings.steps))
-        compare(console, record)
+        record.reference = list(with_progress(console, "reference", reference_losses(settings, corpus), settings.steps))
+        print_comparison(console, record)
     if settings.report:
         console.print(f"report: {write_report(record, Path(settings.report))}", highlight=False, soft_wrap=True)
-    if record.refuted:
+    if record.is_refuted:
         raise VerifyError(verdict(record))
 
 
 @contextmanager
-def joined(settings: Settings) -> Iterator[None]:
-    """The default process group, from the environment the launcher made."""
+def process_group(settings: Settings) -> Iterator[None]:
+    """Open the default process group from the launcher's environment for the block."""
     if settings.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if settings.device == "cuda" else "gloo")
@@ -97,7 +97,7 @@ def _rank(mesh: DeviceMesh, axis: str) -> int:
 def _record(
     sch: Schedule, engine: Engine, mesh: DeviceMesh, modules: list[ModuleRecord], settings: Settings
 ) -> RunRecord | None:
-    """Gather what each rank holds; collective. The record on rank 0, else None."""
+    """Gather the ranks' records, collectively; return the record of the run on rank 0, else None."""
     assert sch.program is not None, "build leaves its program here"
     program, stages = sch.program, sch.program.stages
     own = RankRecord(

@@ -1,4 +1,4 @@
-"""Floating-point operations of decoders, by formula."""
+"""FLOPs of decoder models, by formula."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ def decoder_flops(
     ckpt_ratio: float = 0.0,
     backward: bool = True,
 ) -> int:
-    """The FLOPs of one iteration of a decoder with a language model's head: of its matrix products, all others are few.
+    """Return the FLOPs of one iteration of a decoder with a language-model head, counting matrix products only.
 
-    A product and a sum are two. Attention counts as if each position saw all of the sequence, as is usual. The backward
-    takes twice as many as the forward.
+    A multiply-add counts as two. Attention counts the whole sequence for each position, as is usual. The backward counts twice
+    the forward.
 
     Args:
-        batch_size: Sequences of the iteration, on all ranks.
-        seq_len: Length of each.
-        num_layers: Layers of attention and MLP.
-        hidden_size: Width.
+        batch_size: Sequences per iteration, over all ranks.
+        seq_len: Length of each sequence.
+        num_layers: Number of layers of attention and MLP.
+        hidden_size: Width of the hidden states.
         vocab_size: Rows of the head.
-        intermediate_size: Width inside of the MLP; default: four times ``hidden_size``.
-        gated_mlp: Whether the MLP has three matrices, as Llama's, and not two, as GPT-2's.
-        kv_share: Heads of keys and values per head of queries: 1/4 where four queries share one.
-        ckpt_ratio: Share of the layers whose forward runs again in the backward.
-        backward: Whether there is one; False is an evaluation.
+        intermediate_size: Width inside the MLP; default: four times ``hidden_size``.
+        gated_mlp: Whether the MLP has three matrices, as in Llama, rather than two, as in GPT-2.
+        kv_share: Key heads per query head: 1/4 if four query heads share one.
+        ckpt_ratio: Share of the layers that are recomputed in the backward.
+        backward: Whether the iteration has a backward; False for an evaluation.
 
     Raises:
-        ValueError: a size below 1, or a share outside of 0 to 1.
+        ValueError: a size below 1, or a share outside 0 to 1.
     """
     inner = 4 * hidden_size if intermediate_size is None else intermediate_size
     sizes = {"batch_size": batch_size, "seq_len": seq_len, "num_layers": num_layers, "hidden_size": hidden_size}

@@ -1,4 +1,4 @@
-"""Hooks of modules: which there are, and how they come to another module."""
+"""Hooks of modules: their list, and their transfer to another module."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _TABLES = {
     "bwd_pre": ("_backward_pre_hooks",),
     "bwd_post": ("_backward_hooks",),
 }
-"""Type of hook to where torch keeps the hooks, and what it knows of each."""
+"""Type of hook to the tables in which torch keeps the hooks and their flags."""
 
 
 def get_hooks(mod: nn.Module) -> dict[str, list[Callable[..., Any]]]:
-    """The hooks of a module in the order they run in, by type: ``"fwd_pre"``, ``"fwd_post"``, ``"bwd_pre"``, ``"bwd_post"``."""
+    """Return a module's hooks in the order they run, by type: ``"fwd_pre"``, ``"fwd_post"``, ``"bwd_pre"``, ``"bwd_post"``."""
     return {hook_type: list(getattr(mod, tables[0]).values()) for hook_type, tables in _TABLES.items()}
 
 
@@ -31,7 +31,7 @@ def has_hook(mod: nn.Module, hook_type: str) -> bool:
 
 
 def transfer_hooks(old_mod: nn.Module, new_mod: nn.Module, hook_types: Iterable[str] | None = None) -> None:
-    """Give the hooks of one module to another too, behind its own. A handle of such a hook removes it from the first alone.
+    """Copy the hooks of one module to another, after its own. A hook's handle removes it from the first module only.
 
     Args:
         old_mod: The module that has them, and keeps them.

@@ -1,4 +1,4 @@
-"""Memory and time, as one line on the first rank."""
+"""Reports of memory and time, as one line on the first rank."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _MIB = 2**20
 
 
 def report_memory(msg: str = "", report_gc: bool = False) -> int:
-    """Print how much memory is in use, and how much was at most.
+    """Print the memory in use and its peak.
 
     Args:
-        msg: What stands in front.
+        msg: Prefix of the line.
         report_gc: Whether to collect garbage first and to print every tensor that is left.
 
     Returns:
-        Bytes in use: what torch has allocated on the current GPU, or, where there is none, what the process has resident.
+        Bytes in use: allocated by torch on the current GPU, or, without a GPU, resident memory of the process.
     """
     if report_gc:
         gc.collect()
     where = "GPU" if torch.cuda.is_available() else "CPU"
     used, most = _gpu_memory() if torch.cuda.is_available() else _cpu_memory()
-    _say(f"{f'{msg}: ' if msg else ''}{where} memory {used / _MIB:.1f} MiB, at most {most / _MIB:.1f} MiB")
+    _print_on_first_rank(f"{f'{msg}: ' if msg else ''}{where} memory {used / _MIB:.1f} MiB, at most {most / _MIB:.1f} MiB")
     if report_gc:
         for tensor in [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]:
-            _say(f"{type(tensor).__name__} {list(tensor.shape)} {tensor.dtype} on {tensor.device}")
+            _print_on_first_rank(f"{type(tensor).__name__} {list(tensor.shape)} {tensor.dtype} on {tensor.device}")
     return used
 
 
@@ -46,8 +46,8 @@ class Times(NamedTuple):
     """Seconds of one run, the median of several.
 
     Args:
-        forward: Of the forward.
-        backward: Of the backward; None where it was not run.
+        forward: Seconds of the forward.
+        backward: Seconds of the backward; None if it was not run.
     """
 
     forward: float
@@ -55,13 +55,13 @@ class Times(NamedTuple):
 
 
 def report_time(model: nn.Module, inputs: Any, backward: bool = False, repeat: int = 5) -> Times:
-    """Print how long a model takes, after one run that does not count; its gradients are as before.
+    """Print the time of a model's run, after one warm-up run; its gradients are restored.
 
     Args:
-        model: Run as it is, in the mode it is in.
-        inputs: A dict of keyword arguments, a tuple or list of positional ones, or the only one.
-        backward: Whether to run the backward of the sum of all outputs that have a gradient.
-        repeat: How many runs count.
+        model: The model, which runs in its present mode.
+        inputs: A dict of keyword arguments, a tuple or list of positional ones, or a single argument.
+        backward: Whether to run the backward of the sum of all outputs that require a gradient.
+        repeat: Number of timed runs.
 
     Raises:
         ValueError: ``repeat`` is below 1, or no output has a gradient.
@@ -72,12 +72,12 @@ def report_time(model: nn.Module, inputs: Any, backward: bool = False, repeat: i
         forward, back = zip(*(_timed(model, inputs, backward) for _ in range(repeat + 1)), strict=True)
     times = Times(_median(forward[1:]), _median(back[1:]) if backward else None)
     behind = "" if times.backward is None else f", backward {times.backward * 1e3:.2f} ms"
-    _say(f"{type(model).__name__}: forward {times.forward * 1e3:.2f} ms{behind}, the median of {repeat}")
+    _print_on_first_rank(f"{type(model).__name__}: forward {times.forward * 1e3:.2f} ms{behind}, the median of {repeat}")
     return times
 
 
 def profile_perf(model: nn.Module, inputs: Any, backward: bool = False, row_limit: int = 100) -> str:
-    """Print the operators of one run that take most time, by torch's profiler; arguments as ``report_time``.
+    """Print the slowest operators of one run, by torch's profiler; arguments as in ``report_time``.
 
     Returns:
         The table.
@@ -87,13 +87,13 @@ def profile_perf(model: nn.Module, inputs: Any, backward: bool = False, row_limi
         _timed(model, inputs, backward)
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     table: str = found.key_averages().table(sort_by=f"{kind}_time_total", row_limit=row_limit)
-    _say(table)
+    _print_on_first_rank(table)
     return table
 
 
 @contextmanager
 def _gradients_kept(model: nn.Module) -> Iterator[None]:
-    """Put the gradients back at the end."""
+    """Restore the gradients at the end of the block."""
     gradients = {parameter: parameter.grad for parameter in model.parameters()}
     try:
         yield
@@ -147,6 +147,6 @@ def _cpu_memory() -> tuple[int, int]:
     return used, max(used, most)
 
 
-def _say(text: str) -> None:
+def _print_on_first_rank(text: str) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(text, flush=True)

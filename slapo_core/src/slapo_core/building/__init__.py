@@ -1,5 +1,5 @@
 """From a schedule to an engine: default mesh, program, meta weights, dialect.
 
-``build`` takes a ``Schedule`` and returns an ``Engine`` on every rank, or raises the same error on every rank. May
-import every other sub-package but ``primitives``.
+``build`` takes a ``Schedule`` and returns an ``Engine`` on every rank, or raises the same error on every rank. This sub-package
+may import every other one except ``primitives``.
 """

@@ -1,4 +1,5 @@
-"""Agreement between ranks, full tensors from local shards, random number generators, and the end of gloo's threads.
+"""Agreement between ranks, and random number generators.
 
-All functions are collective unless they say otherwise. May import ``interfaces``, ``modules`` and ``reporting``.
+Functions of ``agreement`` are collective; those of ``random`` are local. This sub-package may import ``interfaces``,
+``modules`` and ``reporting``.
 """

@@ -1,4 +1,4 @@
-"""Errors that one rank sees fail all ranks, with that rank's message, and nobody waits for ever."""
+"""Agreement between ranks: an error of one rank is raised on all ranks, so that none waits forever."""
 
 from __future__ import annotations
 
@@ -17,20 +17,43 @@ Group = dist.ProcessGroup | None
 
 
 def mesh_groups(mesh: DeviceMesh | None, group: Group = None) -> Iterator[dist.ProcessGroup]:
-    """The process groups of the mesh's axes, and ``group``; reducing over each in turn reduces over all ranks."""
+    """Yield the process groups of the mesh's axes, and ``group``, without those of one rank.
+
+    A reduction over each in turn is a reduction over all ranks of the mesh.
+
+    Example:
+        >>> list(mesh_groups(None))
+        []
+    """
     axes = [mesh.get_group(axis) for axis in mesh.mesh_dim_names or ()] if mesh is not None else []
     return (each for each in [*axes, group] if each is not None and dist.get_world_size(each) > 1)
 
 
 def all_reduce(values: torch.Tensor, mesh: DeviceMesh | None, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
-    """Reduce a tensor over every rank of the mesh, in place; every rank gets the same bits. Collective."""
+    """All-reduce a tensor in place over every rank of the mesh, and return it. Every rank gets the same bits. Collective.
+
+    Args:
+        values: Any shape, the same on every rank.
+        mesh: None leaves the tensor as it is.
+        op: Reduction of ``torch.distributed``.
+
+    Example:
+        >>> all_reduce(torch.ones(2), mesh=None)
+        tensor([1., 1.])
+    """
     for group in mesh_groups(mesh):
         dist.all_reduce(values, op=op, group=group)
     return values
 
 
 def gather_objects(value: Any, mesh: DeviceMesh | None, group: Group = None) -> list[Any]:
-    """One picklable value of every rank of the mesh, the same list on each, in the order of ranks. Collective."""
+    """Return a list of one picklable value of every rank of the mesh and ``group``, in rank order, equal on each.
+    Collective.
+
+    Example:
+        >>> gather_objects("here", mesh=None)
+        ['here']
+    """
     values = [value]
     for each in reversed(list(mesh_groups(mesh, group))):
         parts: list[Any] = [None] * dist.get_world_size(each)
@@ -40,13 +63,19 @@ def gather_objects(value: Any, mesh: DeviceMesh | None, group: Group = None) -> 
 
 
 def raise_on_all_ranks(error: Exception | None, mesh: DeviceMesh | None, group: Group = None) -> None:
-    """Raise on every rank of the mesh, and of ``group``, if any of them brings an error. Collective.
+    """Raise on every rank of the mesh and ``group`` if any of them passes an error. Collective.
 
     Raises:
-        Exception: ``error`` itself on a rank that brings one.
-        BuildError: on the others, with the message of the first rank that failed.
+        Exception: ``error`` itself on a rank that passes one.
+        BuildError: on the other ranks, with the message of the first rank that failed.
+
+    Example:
+        >>> raise_on_all_ranks(None, mesh=None)
+        >>> raise_on_all_ranks(ValueError("no data"), mesh=None)
+        Traceback (most recent call last):
+        ValueError: no data
     """
-    failures = [found for found in gather_objects((_rank(), _sentence(error)) if error else None, mesh, group) if found]
+    failures = [found for found in gather_objects((_global_rank(), _message(error)) if error else None, mesh, group) if found]
     if error is not None:
         raise error
     if failures:
@@ -54,28 +83,31 @@ def raise_on_all_ranks(error: Exception | None, mesh: DeviceMesh | None, group: 
 
 
 def compare_across_ranks(lines: Sequence[str], mesh: DeviceMesh | None, group: Group = None) -> None:
-    """Raise on every rank of the mesh, and of ``group``, unless all bring the same lines. Collective.
+    """Raise on every rank of the mesh and ``group`` unless all pass the same lines. Collective.
 
     Raises:
-        BuildError: with the first line that differs, as each rank has it; the same sentence on every rank.
+        BuildError: with the first line that differs, as each rank has it; the same message on every rank.
+
+    Example:
+        >>> compare_across_ranks(["step 1, sch.shard('weight', 0)"], mesh=None)
     """
-    # Only where ranks differ do the lines themselves travel.
+    # Hashes are compared first; the lines are sent only if these differ.
     if len(set(gather_objects(hashlib.sha256("\0".join(lines).encode()).digest(), mesh, group))) == 1:
         return
-    ranks, everyone = zip(*sorted(dict(gather_objects((_rank(), list(lines)), mesh, group)).items()), strict=True)
+    ranks, everyone = zip(*sorted(dict(gather_objects((_global_rank(), list(lines)), mesh, group)).items()), strict=True)
     found = next(line for line in zip_longest(*everyone, fillvalue="nothing more") if len(set(line)) > 1)
     holders = {text: [rank for rank, own in zip(ranks, found, strict=True) if own == text] for text in found}
-    differing = " and ".join(f"{text[:200]} on {_named(numbers)}" for text, numbers in holders.items())
+    differing = " and ".join(f"{text[:200]} on {_format_ranks(numbers)}" for text, numbers in holders.items())
     raise BuildError(f"the ranks have different schedules: {differing}; give every rank the same model, steps and options")
 
 
-def _rank() -> int:
+def _global_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _named(ranks: list[int]) -> str:
+def _format_ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:4]))}{', ...' if len(ranks) > 4 else ''}"
 
 
-def _sentence(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return str(error) if isinstance(error, BuildError) else f"{type(error).__name__}: {error}"

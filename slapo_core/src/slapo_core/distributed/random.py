@@ -1,7 +1,7 @@
-"""Random numbers on many ranks: equal where tensors are replicated, different where they are sharded.
+"""Random numbers on many ranks: equal for replicated tensors, different for sharded ones.
 
-The default generators are seeded alike in one tensor-parallel group; a tracker keeps further states, one per name, that
-sharded regions run in. CPU generators and those of the current CUDA device are handled together.
+The default generators have equal seeds within one tensor-parallel group. A tracker keeps further named states, which sharded
+regions run in. The CPU generator and that of the current CUDA device are handled together.
 """
 
 from __future__ import annotations
@@ -23,23 +23,36 @@ DeviceStates = dict[str, torch.Tensor]
 
 
 class RNGTracker:
-    """Named generator states beside the default one.
+    """Named generator states, beside the default one.
 
     Attributes:
-        seeds: What each of them started from.
+        seeds: Initial seed of each state.
+
+    Example:
+        >>> tracker = RNGTracker()
+        >>> tracker.add("dropout", seed=7)
+        >>> with tracker.fork("dropout"):
+        ...     first = torch.rand(2)
+        >>> with tracker.fork("dropout"):
+        ...     torch.equal(torch.rand(2), first)
+        False
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all states."""
+        """Drop all states."""
         self.seeds: dict[str, int] = {}
         self._states: dict[str, DeviceStates] = {}
         self._forks: list[tuple[str, DeviceStates]] = []
 
     def add(self, name: str, seed: int) -> None:
-        """Add a state that starts from ``seed``; a name or a seed that is there already is a ``ValueError``."""
+        """Add a state with an initial seed.
+
+        Raises:
+            ValueError: the name or the seed is in use.
+        """
         if name in self.seeds:
             raise ValueError(f"random state {name!r} exists already; reset() forgets all of them")
         if seed in self.seeds.values():
@@ -48,24 +61,28 @@ class RNGTracker:
         self._states[name] = {}
 
     def get_states(self) -> dict[str, DeviceStates]:
-        """The states by name, as of the last time each was left."""
+        """Return the states by name, each as of the last exit from it."""
         return {name: dict(states) for name, states in self._states.items()}
 
     def set_states(self, states: Mapping[str, DeviceStates]) -> None:
-        """Put back what ``get_states`` gave; names that were added since are kept as they are."""
-        unknown = sorted(set(states) - set(self.seeds))
-        if unknown:
+        """Restore the states that ``get_states`` returned. States that were added since are kept.
+
+        Raises:
+            KeyError: a state has not been added.
+        """
+        if unknown := sorted(set(states) - set(self.seeds)):
             raise KeyError(f"no random state {unknown[0]!r}; add it first, known: {', '.join(self.seeds) or 'none'}")
         self._states.update({name: dict(devices) for name, devices in states.items()})
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[None]:
-        """Run a block in a named state, which advances; the state outside is left untouched.
+        """Run a ``with`` block in a named state, which advances; the default state does not.
 
-        A fork of the name that is being run already goes on in it.
+        A fork of the state that is active continues it.
 
         Raises:
-            KeyError: Nobody added that name; ``set_random_seed`` adds the default one.
+            KeyError: no such state; ``set_random_seed`` adds the default one.
+            ValueError: the state is active outside of another fork.
         """
         if name not in self.seeds:
             raise KeyError(f"no random state {name!r}; call set_random_seed(...) or get_cuda_rng_tracker().add({name!r}, seed)")
@@ -84,8 +101,8 @@ class RNGTracker:
             _restore(self._forks.pop()[1])
 
     @contextmanager
-    def outside(self) -> Iterator[None]:
-        """Run a block in the state outside of the innermost fork, which advances; no fork, no effect."""
+    def outer_state(self) -> Iterator[None]:
+        """Run a ``with`` block in the state outside of the innermost fork, which advances. No effect without a fork."""
         if not self._forks:
             yield
             return
@@ -101,7 +118,12 @@ class RNGTracker:
 
 @dataclass(frozen=True)
 class RNGState:
-    """Everything that decides which numbers come next: the default generators, the tracker's states, the open forks."""
+    """Random state of a process: the default generators, the tracker's states, the open forks.
+
+    Example:
+        >>> sorted(rng_state().devices)[0]
+        'cpu'
+    """
 
     devices: DeviceStates
     tracked: dict[str, DeviceStates]
@@ -112,12 +134,23 @@ _TRACKER = RNGTracker()
 
 
 def get_cuda_rng_tracker() -> RNGTracker:
-    """The tracker of this process; despite its established name it works on CPU too."""
+    """Return the tracker of this process. Despite its established name it works on CPU too.
+
+    Example:
+        >>> get_cuda_rng_tracker() is get_cuda_rng_tracker()
+        True
+    """
     return _TRACKER
 
 
 def is_random_seed_set() -> bool:
-    """Return whether ``set_random_seed`` was called in this process, and the tracker not reset since."""
+    """Return True if ``set_random_seed`` was called in this process, and the tracker was not reset since.
+
+    Example:
+        >>> seed = set_random_seed(1)
+        >>> is_random_seed_set()
+        True
+    """
     return MODEL_PARALLEL_RNG in _TRACKER.seeds
 
 
@@ -128,45 +161,64 @@ def set_random_seed(
     tp_rank: int | None = None,
     always_enable_tp_seed: bool = False,
 ) -> int:
-    """Seed Python's, NumPy's (where loaded) and torch's generators and the tracker for this rank.
+    """Seed Python's, NumPy's (if imported) and torch's generators and the tracker for this rank.
 
-    The seed is mixed with a hash of the ranks, so no two places of a mesh share one.
+    The seed is mixed with a hash of the ranks, so that no two coordinates of a mesh share one.
 
     Args:
         seed: The same number on every rank.
-        dp_rank: Data-parallel rank; None where there is no data parallelism.
-        pp_rank: Pipeline rank; None where there is no pipeline.
-        tp_rank: Tensor-parallel rank; it enters the tracker's state, which sharded regions fork.
-        always_enable_tp_seed: Let it enter the default state too, as sequence parallelism needs.
+        dp_rank: Data-parallel rank; None without data parallelism.
+        pp_rank: Pipeline rank; None without a pipeline.
+        tp_rank: Tensor-parallel rank. It affects the tracker's state, which sharded regions fork.
+        always_enable_tp_seed: True lets it affect the default state too, as sequence parallelism needs.
 
     Returns:
-        Seed of this rank's default generators; ``seed`` itself when no rank enters it.
+        Seed of this rank's default generators; ``seed`` itself if no rank affects it.
+
+    Example:
+        >>> set_random_seed(1), set_random_seed(1, tp_rank=1)
+        (1, 1)
+        >>> set_random_seed(1, dp_rank=0) == set_random_seed(1, dp_rank=1)
+        False
     """
     outer = {"dp": dp_rank, "pp": pp_rank}
-    own = _mix(seed, **outer, tp=tp_rank if always_enable_tp_seed else None)
+    own = _mix_seed(seed, **outer, tp=tp_rank if always_enable_tp_seed else None)
     random.seed(own)
-    numpy_random = getattr(sys.modules.get("numpy"), "random", None)
-    if numpy_random is not None:
+    if (numpy_random := getattr(sys.modules.get("numpy"), "random", None)) is not None:
         numpy_random.seed(own % 2**32)
     torch.manual_seed(own)
     _TRACKER.reset()
-    _TRACKER.add(MODEL_PARALLEL_RNG, _mix(seed, **outer, tp=tp_rank or 0, fork=1))
+    _TRACKER.add(MODEL_PARALLEL_RNG, _mix_seed(seed, **outer, tp=tp_rank or 0, fork=1))
     return own
 
 
 def rng_state() -> RNGState:
-    """The random state of this process, for ``set_rng_state``; a recompute starts from the forward's."""
+    """Return the random state of this process, for ``set_rng_state``. Recomputation starts from the state of the forward.
+
+    Example:
+        >>> state = rng_state()
+        >>> first = torch.rand(2)
+        >>> set_rng_state(state)
+        >>> torch.equal(torch.rand(2), first)
+        True
+    """
     return RNGState(_device_states(), _TRACKER.get_states(), tuple((name, dict(outer)) for name, outer in _TRACKER._forks))
 
 
 def set_rng_state(state: RNGState) -> None:
-    """Put back what ``rng_state`` gave, open forks included; call it at the same depth of forks or restore before leaving."""
+    """Restore the random state that ``rng_state`` returned, including open forks.
+
+    Call it at the same depth of forks, or restore the present state before leaving the fork.
+
+    Example:
+        >>> set_rng_state(rng_state())
+    """
     _restore(state.devices)
     _TRACKER.set_states(state.tracked)
     _TRACKER._forks = [(name, dict(outer)) for name, outer in state.forks]
 
 
-def _mix(seed: int, **ranks: int | None) -> int:
+def _mix_seed(seed: int, **ranks: int | None) -> int:
     given = {axis: rank for axis, rank in ranks.items() if rank is not None}
     if not given:
         return seed
@@ -182,7 +234,7 @@ def _device_states() -> DeviceStates:
 
 
 def _restore(states: Mapping[str, torch.Tensor], seed: int | None = None) -> None:
-    """Set the generators; a device without a state starts from ``seed``, when one is given."""
+    """Set the generators; a device without a state starts from ``seed``, if given."""
     if "cpu" in states:
         torch.set_rng_state(states["cpu"])
     elif seed is not None:
@@ -195,5 +247,5 @@ def _restore(states: Mapping[str, torch.Tensor], seed: int | None = None) -> Non
 
 
 def _cuda_device() -> int | None:
-    """The current CUDA device; None while CUDA is idle, as asking for its state would create a context."""
+    """Return the current CUDA device; None while CUDA is uninitialised, since asking for its state would create a context."""
     return torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]

@@ -1,6 +1,5 @@
-"""Interfaces that plugins implement: ``Primitive``, ``Dialect``, ``Engine``, and the hook specifications; and
-``Program``.
+"""Interfaces that plugins implement, and ``Program``, the only input of a ``Dialect``.
 
-A ``Program`` is the result of a schedule and the only input of a ``Dialect``. May import ``modules`` and
-``reporting``.
+``Primitive``, ``Dialect``, ``Engine`` and ``Codec`` are abstract classes; ``hookspecs`` has the hooks. This sub-package may
+import ``modules`` and ``reporting``.
 """

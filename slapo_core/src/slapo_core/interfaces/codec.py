@@ -1,4 +1,4 @@
-"""The interface of a codec: how arguments of one type are written in saved schedules."""
+"""Interface of a codec, which writes arguments of one type into saved schedules."""
 
 from __future__ import annotations
 
@@ -10,13 +10,36 @@ if TYPE_CHECKING:
 
 
 class Codec(ABC):
-    """The form of one type of argument in a saved schedule: ``{name: parts}`` as data, an expression as Python.
+    """Representation of one argument type in a saved schedule: ``{name: parts}`` in JSON, an expression in Python.
 
     Attributes:
-        name: Key of the data; starts with ``"$"``, e.g. ``"$match"``.
+        name: Key in JSON. It starts with ``"$"``, e.g. ``"$match"``.
         module: Module that the Python expression needs imported.
-        optional: Keys of ``parts`` that may be missing. The value of such a key must be importable: it is left out where it is
-            not, and read as None where its module is not trusted.
+        optional: Keys of ``parts`` that may be missing. The value of such a key is a function. It is written only if it can be
+            imported, and read as None if its module is not trusted.
+
+    Example:
+        >>> class FractionCodec(Codec):
+        ...     name, module = "$fraction", "fractions"
+        ...
+        ...     @staticmethod
+        ...     def fits(value):
+        ...         return isinstance(value, Fraction)
+        ...
+        ...     @staticmethod
+        ...     def parts(value):
+        ...         return {"of": [value.numerator, value.denominator]}
+        ...
+        ...     @staticmethod
+        ...     def build(parts, schedule):
+        ...         return Fraction(*parts["of"])
+        ...
+        ...     @staticmethod
+        ...     def source(parts):
+        ...         return f"fractions.Fraction(*{parts}['of'])"
+        >>> from fractions import Fraction
+        >>> FractionCodec.build(FractionCodec.parts(Fraction(2, 4)), None)
+        Fraction(1, 2)
     """
 
     name: ClassVar[str]
@@ -26,7 +49,7 @@ class Codec(ABC):
     @staticmethod
     @abstractmethod
     def fits(value: Any) -> bool:
-        """Return whether the codec writes this value."""
+        """Return True if this codec writes the value."""
 
     @staticmethod
     @abstractmethod
@@ -36,7 +59,11 @@ class Codec(ABC):
     @staticmethod
     @abstractmethod
     def build(parts: dict[str, Any], schedule: Schedule) -> Any:
-        """Return the value that consists of these parts, for the schedule that takes the step.
+        """Return the value with these parts.
+
+        Args:
+            parts: What ``parts`` returned, read from the file.
+            schedule: The top schedule of the model that the step is applied to.
 
         Raises:
             ScheduleError: the schedule's model has no such value.
@@ -45,4 +72,8 @@ class Codec(ABC):
     @staticmethod
     @abstractmethod
     def source(parts: str) -> str:
-        """Return a Python expression for the value, given one for its parts; ``sch`` is the top schedule."""
+        """Return a Python expression for the value.
+
+        Args:
+            parts: A Python expression for the parts. The variable ``sch`` is the top schedule.
+        """

@@ -1,4 +1,4 @@
-"""The interface of a dialect: it hands a ``Program`` to an engine somebody else keeps."""
+"""Interface of a dialect, which turns a ``Program`` into the engine of a training framework."""
 
 from __future__ import annotations
 
@@ -11,15 +11,29 @@ from .program import Program
 
 
 class Dialect(ABC):
-    """One training framework.
+    """Adapter to one training framework.
 
     Attributes:
-        name: The ``target`` users write.
-        capabilities: What the framework can do: ``"pipeline"``, ``"data_parallel"``, ``"tensor_parallel"``,
+        name: Value of ``target`` in ``build``, e.g. ``"torch"``.
+        capabilities: Features of the framework: ``"pipeline"``, ``"data_parallel"``, ``"tensor_parallel"``,
             ``"precision:<fp32|bf16|fp16>"``.
-        classes: For ``get_dialect_cls``: classic kind (``"pipeline_stage"``, ``"pipeline_engine"``, ``"runtime_engine"``,
+        classes: For the classic ``get_dialect_cls``: kind (``"pipeline_stage"``, ``"pipeline_engine"``, ``"runtime_engine"``,
             ``"log_parser"``) to class.
-        takes_check: Whether the option ``check`` is its engine's, too: plugins that read it then leave it in the configuration.
+        takes_check: True if the engine reads the option ``check`` itself. Plugins that read it then leave it in the
+            configuration.
+
+    Example:
+        >>> class EagerDialect(Dialect):
+        ...     name = "eager"
+        ...     capabilities = frozenset({"precision:fp32"})
+        ...
+        ...     @classmethod
+        ...     def build(cls, program, **config):
+        ...         return PlainEngine(program.module)
+        >>> program = build_program(create_schedule(nn.Linear(2, 2)))
+        >>> EagerDialect.check(program, precision="bf16")
+        Traceback (most recent call last):
+        slapo_core.reporting.errors.BuildError: target 'eager' cannot do precision:bf16; it can do precision:fp32
     """
 
     name: ClassVar[str] = ""
@@ -29,10 +43,16 @@ class Dialect(ABC):
 
     @classmethod
     def check(cls, program: Program, **config: Any) -> Program | None:
-        """Raise ``BuildError`` for what the framework cannot do; called before anything is built, changes nothing.
+        """Raise ``BuildError`` for a program or options that the framework does not support.
+
+        Called before anything is built. Changes nothing.
+
+        Args:
+            program: The program to build; its weights may be on the meta device.
+            **config: All options of ``Dialect.build``.
 
         Returns:
-            The program with its ``placement``, where the framework does not deal out the stages in turn.
+            The program with its ``placement`` set, or None if stage ``i`` runs on pipeline rank ``i % pp``.
         """
         needs = {
             "pipeline": len(program.stages) > 1,
@@ -48,7 +68,7 @@ class Dialect(ABC):
 
     @classmethod
     def trains_in_place(cls, **config: Any) -> bool:
-        """Return whether replicas that hold the whole model train its parameters in the memory that they have."""
+        """Return True if replicas that hold the whole model train its parameters in their present memory."""
         return False
 
     @classmethod
@@ -64,14 +84,17 @@ class Dialect(ABC):
         clip: float = 0.0,
         **config: Any,
     ) -> Engine:
-        """Make the engine of this rank.
+        """Build the engine of this rank.
 
         Args:
-            program: What to run; its weights are real.
-            optimizer: A factory ``parameters -> torch.optim.Optimizer``; None builds an engine that only evaluates.
-            loss_fn: ``loss_fn(outputs, labels)``, the mean over one micro-batch; None takes the loss from the model's output.
-            microbatches: How many equal parts a batch is cut into along dimension 0.
+            program: The program to run; its weights are real.
+            optimizer: Factory ``parameters -> torch.optim.Optimizer``. None builds an engine that only evaluates.
+            loss_fn: ``loss_fn(outputs, labels)``, the mean over one micro-batch. None takes the loss from the model's output.
+            microbatches: Number of equal parts that a batch is split into along dimension 0.
             precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
-            clip: Largest gradient norm; 0 is off.
-            **config: What this framework alone knows; an unknown key is a ``BuildError``.
+            clip: Maximum gradient norm; 0 turns clipping off.
+            **config: Options of this framework alone.
+
+        Raises:
+            BuildError: an option is unknown.
         """

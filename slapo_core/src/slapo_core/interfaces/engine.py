@@ -1,4 +1,4 @@
-"""The interface of an engine: what ``build`` returns and users train with."""
+"""Interface of an engine: the object that ``build`` returns and users train with."""
 
 from __future__ import annotations
 
@@ -17,8 +17,34 @@ class Engine(Renderable, ABC):
     """A model ready to train on this rank.
 
     Attributes:
-        module: What this rank runs: the scheduled model, or its stage of it.
+        module: The module that this rank runs: the scheduled model, or its stage.
         optimizer: The optimizer of this rank's parameters, or None.
+
+    Example:
+        >>> class SumEngine(Engine):
+        ...     def __init__(self, module):
+        ...         self.module, self.optimizer = module, torch.optim.SGD(module.parameters(), lr=0.1)
+        ...
+        ...     def train_batch(self, batch):
+        ...         loss = self.module(batch).sum()
+        ...         loss.backward()
+        ...         self.optimizer.step()
+        ...         self.optimizer.zero_grad()
+        ...         return loss.detach()
+        ...
+        ...     def eval_batch(self, batch):
+        ...         with torch.no_grad():
+        ...             return self.module(batch).sum()
+        ...
+        ...     def save(self, path):
+        ...         torch.save(self.module.state_dict(), path)
+        ...
+        ...     def load(self, path):
+        ...         self.module.load_state_dict(torch.load(path))
+        >>> engine = SumEngine(nn.Linear(4, 2))
+        >>> engine.train_batch(torch.ones(8, 4)).shape
+        torch.Size([])
+        >>> model, optimizer = engine
     """
 
     module: nn.Module
@@ -26,14 +52,16 @@ class Engine(Renderable, ABC):
 
     @abstractmethod
     def train_batch(self, /, *args: Any, **batch: Any) -> torch.Tensor:
-        """Forward, backward and one optimizer step on this data-parallel rank's batch.
+        """Run forward, backward and one optimizer step on the batch of this data-parallel rank.
+
+        All ranks of one pipeline and of one tensor-parallel group receive the same batch.
 
         Args:
-            *args: What the model's forward takes by position; tensors have the batch in dimension 0. Behind it come the labels
-                for the loss function, if these are not given by keyword. One tuple, list or dict is a batch as a
-                ``DataLoader`` gives it, which has the arguments.
-            **batch: What it takes by keyword, likewise, and ``labels`` for the loss function, or under a name of which the
-                forward takes none. All ranks of one pipeline and of one tensor-parallel group get the same batch.
+            *args: Positional arguments of the model's forward; dimension 0 of tensors is the batch. The labels for the loss
+                function follow them, unless given by keyword. A single tuple, list or dict is a batch of a ``DataLoader`` and
+                holds the arguments.
+            **batch: Keyword arguments of the forward. Labels for the loss function are ``labels``, or have a name that the
+                forward does not take.
 
         Returns:
             The mean loss over micro-batches and data-parallel ranks: a detached 0-dim tensor, equal on every rank.
@@ -41,25 +69,25 @@ class Engine(Renderable, ABC):
 
     @abstractmethod
     def eval_batch(self, /, *args: Any, **batch: Any) -> torch.Tensor:
-        """The loss of a batch in evaluation mode, without gradients; the same on every rank."""
+        """Return the loss of a batch in evaluation mode, without gradients: a 0-dim tensor, equal on every rank."""
 
     @abstractmethod
     def save(self, path: str | PathLike[str]) -> Any:
-        """Write model and optimizer under original parameter names; collective."""
+        """Write model and optimizer state under the original parameter names. Collective."""
 
     @abstractmethod
     def load(self, path: str | PathLike[str]) -> Any:
-        """Read what ``save`` wrote; collective."""
+        """Read the files that ``save`` wrote. Collective."""
 
     def close(self) -> None:
-        """Give back what the engine holds beside its module, such as process groups; collective. It trains no more."""
+        """Release resources other than the module, such as process groups. The engine trains no more. Collective."""
 
     def __iter__(self) -> Iterator[Any]:
         """Unpack as ``model, optimizer = engine``."""
         return iter((self.module, self.optimizer))
 
     def __getitem__(self, index: int) -> Any:
-        """``engine[0]`` is the module, ``engine[1]`` the optimizer."""
+        """Return the module for index 0, the optimizer for index 1."""
         return (self.module, self.optimizer)[index]
 
     def __len__(self) -> int:
@@ -67,7 +95,13 @@ class Engine(Renderable, ABC):
 
 
 class PlainEngine(Engine):
-    """``target=None``: the scheduled module as it is; the user trains it."""
+    """Engine of ``target=None``: the scheduled module as it is, for the user to train.
+
+    Example:
+        >>> model, optimizer = build(create_schedule(nn.Linear(2, 2)))
+        >>> type(model).__name__, optimizer
+        ('Linear', None)
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

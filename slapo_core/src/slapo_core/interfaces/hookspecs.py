@@ -1,4 +1,4 @@
-"""The hooks a plugin may implement. ``NAME`` is the pluggy project name and the entry-point group."""
+"""Hooks that a plugin may implement."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
     from .program import Program
 
 NAME = "slapo"
+"""Name of the pluggy project, and of the entry-point group."""
 hookspec = pluggy.HookspecMarker(NAME)
 hookimpl = pluggy.HookimplMarker(NAME)
 
 
 @hookspec
 def slapo_primitives() -> Mapping[str, type[Primitive] | str]:  # type: ignore[empty-body]
-    """Primitives by name: the class, or ``"module:Class"``, imported when first used.
+    """Return primitives by name: a class, or ``"module:Class"``, which is imported at first use.
 
     Example:
         >>> @hookimpl
@@ -37,7 +38,7 @@ def slapo_primitives() -> Mapping[str, type[Primitive] | str]:  # type: ignore[e
 
 @hookspec
 def slapo_dialects() -> Mapping[str, type[Dialect] | str]:  # type: ignore[empty-body]
-    """Dialects by target name: the class, or ``"module:Class"``, imported when first used.
+    """Return dialects by target name: a class, or ``"module:Class"``, which is imported at first use.
 
     Example:
         >>> @hookimpl
@@ -48,7 +49,7 @@ def slapo_dialects() -> Mapping[str, type[Dialect] | str]:  # type: ignore[empty
 
 @hookspec
 def slapo_models() -> Mapping[str, Any]:  # type: ignore[empty-body]
-    """Ready schedules by Transformers ``model_type``: a function ``schedule(sch, **options)`` or ``"module:function"``.
+    """Return model schedules by Transformers ``model_type``: ``schedule(sch, **options)``, or ``"module:function"``.
 
     Example:
         >>> @hookimpl
@@ -59,7 +60,8 @@ def slapo_models() -> Mapping[str, Any]:  # type: ignore[empty-body]
 
 @hookspec
 def slapo_queries() -> Mapping[str, Callable[..., Any] | str]:  # type: ignore[empty-body]
-    """Queries by name: functions of a schedule, called as ``sch.NAME(...)``, that change nothing and are not recorded.
+    """Return queries by name: functions of a schedule, called as ``sch.NAME(...)``. A query changes nothing and is not
+    recorded.
 
     Example:
         >>> @hookimpl
@@ -70,7 +72,7 @@ def slapo_queries() -> Mapping[str, Callable[..., Any] | str]:  # type: ignore[e
 
 @hookspec
 def slapo_codecs() -> Mapping[str, type[Codec] | str]:  # type: ignore[empty-body]
-    """Codecs by key: how arguments of a type are written in saved schedules; see ``Codec``.
+    """Return codecs by key. A ``Codec`` writes arguments of one type into saved schedules.
 
     Example:
         >>> @hookimpl
@@ -81,9 +83,10 @@ def slapo_codecs() -> Mapping[str, type[Codec] | str]:  # type: ignore[empty-bod
 
 @hookspec
 def slapo_subgraph_primitives() -> Mapping[str, type[Primitive] | str]:  # type: ignore[empty-body]
-    """What a primitive does with a subgraph of a traced module, by the primitive's name, where it has an argument for one.
+    """Return implementations of primitives on subgraphs of a traced module, by the name of the primitive.
 
-    ``replace(new, subgraph)`` calls the class that is registered as ``"replace"``.
+    ``replace(new, subgraph)`` calls ``check`` and ``apply`` of the class under ``"replace"``, and passes the result of
+    ``check`` to ``apply`` as ``checked``.
 
     Example:
         >>> @hookimpl
@@ -94,7 +97,7 @@ def slapo_subgraph_primitives() -> Mapping[str, type[Primitive] | str]:  # type:
 
 @hookspec
 def slapo_after_create(schedule: Schedule) -> None:
-    """Called with a new schedule, before anything of its model has changed. An observer: it must change nothing.
+    """Observe a new schedule before its first step. Must change nothing.
 
     Example:
         >>> @hookimpl
@@ -105,7 +108,7 @@ def slapo_after_create(schedule: Schedule) -> None:
 
 @hookspec
 def slapo_before_apply(schedule: Schedule, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Called before a primitive is checked; raise ``ScheduleError`` to refuse the step.
+    """Observe a step before its check. Raise ``ScheduleError`` to refuse it.
 
     Example:
         >>> @hookimpl
@@ -117,7 +120,7 @@ def slapo_before_apply(schedule: Schedule, name: str, args: tuple[Any, ...], kwa
 
 @hookspec
 def slapo_after_apply(schedule: Schedule, step: Step) -> None:
-    """Called after a step has been recorded. An observer: it must change nothing.
+    """Observe a step that has been applied. Must change nothing.
 
     Example:
         >>> @hookimpl
@@ -128,7 +131,7 @@ def slapo_after_apply(schedule: Schedule, step: Step) -> None:
 
 @hookspec(firstresult=True)
 def slapo_partition(schedule: Schedule) -> Program | None:
-    """The schedule's program in stages, or None when this plugin has nothing to partition; the first program wins.
+    """Return the program of a schedule in stages, or None if this plugin has nothing to partition. The first program wins.
 
     Example:
         >>> @hookimpl
@@ -139,25 +142,30 @@ def slapo_partition(schedule: Schedule) -> Program | None:
 
 @hookspec(firstresult=True)
 def slapo_default_mesh(schedule: Schedule, target: str, group: ProcessGroup | None) -> DeviceMesh | None:
-    """The mesh for an engine of a schedule on all ranks that was given none; collective. None: the engine gets no mesh.
+    """Return a mesh of all ranks for the engine of a schedule without a mesh, or None for no mesh. Collective.
 
-    ``group`` is the process group that ``create_schedule`` was given, or None.
+    ``group`` is the process group that ``create_schedule`` received, or None.
 
     Example:
         >>> @hookimpl
-        ... def slapo_default_mesh(schedule):
+        ... def slapo_default_mesh(schedule, target):
+        ...     if target != "quant":
+        ...         return None
         ...     return init_device_mesh("cpu", (1, schedule.world_size, 1), mesh_dim_names=("pp", "dp", "tp"))
     """
 
 
 @hookspec
 def slapo_before_build(schedule: Schedule, target: str | None, config: dict[str, Any]) -> Callable[..., Any] | None:
-    """Called before a program is made; raise ``BuildError`` to refuse.
+    """Observe a schedule before its program is made. Raise ``BuildError`` to refuse.
 
-    A function that it returns is called with the program, the list of modules that this rank runs of it, and a device, as
-    soon as nothing refuses any more. It may give values to meta parameters, before the rest is initialised, and sends nothing.
-    Where it has a method ``agreed``, ranks compare the lines that this gives first, and fail if they differ. What it returns,
-    if anything, is called as ``__exit__`` of a context would be when the engine is there or could not be built.
+    The hook may return a function that gives values to meta parameters. It is called as ``fill(program, modules, device)``
+    after all checks, before the other meta parameters are initialised. ``modules`` are the parts of the program that this rank
+    runs. The function must not communicate.
+
+    If the function has a method ``agreed``, ranks first compare the lines that the method returns, and fail if these differ. If
+    the function returns a callable, that is called like ``__exit__`` of a context manager when the engine exists or the build
+    failed.
 
     Example:
         >>> @hookimpl
@@ -168,7 +176,7 @@ def slapo_before_build(schedule: Schedule, target: str | None, config: dict[str,
 
 @hookspec
 def slapo_after_build(engine: Engine) -> None:
-    """Called with the engine that ``build`` is about to return.
+    """Observe the engine that ``build`` is about to return.
 
     Example:
         >>> @hookimpl
@@ -179,9 +187,10 @@ def slapo_after_build(engine: Engine) -> None:
 
 @hookspec(firstresult=True)
 def slapo_render(subject: Any, html: bool) -> str | None:
-    """Text of a schedule, program or engine for ``print``, or HTML for a notebook; the first that is not None is shown.
+    """Return the text of a schedule, program or engine for ``print``, or HTML for a notebook. The first that is not None is
+    shown.
 
-    It must change nothing and communicate with no rank, as other ranks may not print.
+    Must change nothing, and must not communicate, since other ranks may not print.
 
     Example:
         >>> @hookimpl
@@ -205,7 +214,7 @@ def slapo_commands(app: Any) -> None:
 
 @hookspec
 def slapo_add_hookspecs(manager: pluggy.PluginManager) -> None:
-    """Bring hook specs of your own with ``manager.add_hookspecs``; called before any plugin's hooks are validated.
+    """Add hook specifications with ``manager.add_hookspecs``. Called before the hooks of any plugin are validated.
 
     Example:
         >>> class QuantHooks:

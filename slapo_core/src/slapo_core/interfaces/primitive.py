@@ -1,7 +1,8 @@
-"""The interface of a primitive: one word of the schedule language."""
+"""Interface of a primitive: one verb of the schedule language."""
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -12,17 +13,42 @@ if TYPE_CHECKING:
 class Primitive(ABC):
     """One way to change how a module runs.
 
-    Subclasses are never instantiated; ``check`` and ``apply`` are static methods whose first argument is the
-    schedule the user called, the others the user's own. The docstring is what ``help(sch.<name>)`` shows.
+    Subclasses are never instantiated. ``check`` and ``apply`` are static methods that take the schedule and the user's
+    arguments. ``help(sch.<name>)`` shows the class docstring.
 
     Attributes:
         name: The word users type: ``sch.<name>(...)``. The classic static method ``name()`` is accepted too.
         requires: Primitives that must have been applied to this module before.
-        conflicts: Primitives that must not have been applied to this module, one that contains it or one inside it.
-        scope: What ``apply`` changes directly, and so what is remembered to undo it: ``"subtree"``, this module with all
-            inside it, or ``"module"``, this module alone, which is much cheaper on a large one. Anything else it changes
+        conflicts: Primitives that must not have been applied to this module, to one that contains it, or to one inside it.
+        scope: The modules that ``apply`` changes directly, which a rollback restores: ``"subtree"``, this module with all
+            inside it, or ``"module"``, this module alone. ``"module"`` is much cheaper on a large model. Change anything else
             through ``Schedule.replace_module``, ``set_parameter`` and ``touch``.
-        over_group: True where the step communicates over the schedule's group when the model runs, as ``sync`` does.
+        over_group: True if the step communicates over the schedule's group when the model runs, as ``sync`` does.
+
+    Example:
+        >>> @register_primitive()
+        ... class FreezePrimitive(Primitive):
+        ...     "Freeze the parameters of a module."
+        ...
+        ...     name = "freeze"
+        ...
+        ...     @staticmethod
+        ...     def check(schedule):
+        ...         found = list(schedule.mod.parameters())
+        ...         if not found:
+        ...             raise ScheduleError("has no parameters", path=schedule.path, primitive="freeze")
+        ...         return found
+        ...
+        ...     @staticmethod
+        ...     def apply(schedule, *, checked):
+        ...         for parameter in checked:
+        ...             parameter.requires_grad_(False)
+        >>> sch = create_schedule(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+        >>> sch["0"].freeze().mod.weight.requires_grad
+        False
+        >>> sch["1"].freeze()
+        Traceback (most recent call last):
+        slapo_core.reporting.errors.ScheduleError: freeze('1'): has no parameters
     """
 
     name: ClassVar[Any] = ""
@@ -35,15 +61,42 @@ class Primitive(ABC):
     def check(schedule: Schedule, /, *args: Any, **kwargs: Any) -> Any:
         """Raise ``ScheduleError`` if the step is illegal. Must change nothing.
 
-        What it returns, the step worked out say, ``apply`` finds as ``schedule.checked``.
+        Returns:
+            A value for ``apply``, such as the planned step. ``apply`` receives it as the keyword-only argument ``checked`` if
+            it has that parameter and ``check`` does not.
         """
 
     @staticmethod
     @abstractmethod
     def apply(schedule: Schedule, /, *args: Any, **kwargs: Any) -> Any:
-        """Change the module. ``None`` lets calls chain; any other value is what the user's call returns."""
+        """Change the module.
+
+        Returns:
+            None to return the schedule to the user, so that calls chain; any other value is returned as it is.
+        """
 
     @staticmethod
     def init_metadata() -> Any:
-        """The value ``schedule.metadata.primitives[name]`` starts with, once per module."""
+        """Return the initial value of ``schedule.metadata.primitives[name]``; called once per module."""
         return None
+
+
+def takes_checked(primitive: type[Primitive]) -> bool:
+    """Return True if ``apply`` receives the result of ``check``: ``checked`` is keyword-only, and no parameter of ``check``."""
+    checked = inspect.signature(primitive.apply).parameters.get("checked")
+    is_keyword_only = checked is not None and checked.kind is checked.KEYWORD_ONLY
+    return is_keyword_only and "checked" not in inspect.signature(primitive.check).parameters
+
+
+def call_signature(primitive: type[Primitive]) -> inspect.Signature:
+    """Return the signature that users see: that of ``apply``, without ``checked``.
+
+    Its first parameter is the schedule.
+
+    Example:
+        >>> str(call_signature(Registry().primitive("replace")))
+        "(schedule: 'Schedule', new: 'Any', subgraph: 'Any' = None, name: 'str | None' = None) -> 'None'"
+    """
+    signature = inspect.signature(primitive.apply)
+    shown = [each for name, each in signature.parameters.items() if name != "checked" or not takes_checked(primitive)]
+    return signature.replace(parameters=shown)

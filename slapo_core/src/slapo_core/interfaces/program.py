@@ -1,4 +1,4 @@
-"""Result of a schedule: the only thing a dialect sees."""
+"""Result of a schedule: the input of a dialect."""
 
 from __future__ import annotations
 
@@ -20,10 +20,14 @@ class Boundary:
     """One value that crosses into a stage from the stage before it.
 
     Args:
-        name: Its name in the flat graph; the same in every stage it passes through.
+        name: Name in the flat graph; the same in every stage that the value passes through.
         shape: Shape for one micro-batch.
         dtype: Its dtype.
-        requires_grad: Whether a gradient flows back over this boundary.
+        requires_grad: True if a gradient flows back over this boundary.
+
+    Example:
+        >>> Boundary("hidden", (4, 128, 768), torch.bfloat16, requires_grad=True).shape[0]
+        4
     """
 
     name: str
@@ -36,16 +40,21 @@ class Boundary:
 class Stage:
     """One pipeline stage.
 
-    ``module(*received, **batch)`` takes the values named by ``inputs`` in order, and by keyword those ``batch_inputs`` it
-    reads from the batch, the tensors of ``*args`` as a tuple under its name; it returns a tuple of tensors, the next stage's
-    ``inputs`` in order; the last stage returns what the model returns.
+    ``module(*received, **batch)`` takes the values of ``inputs`` in order, and by keyword the arguments of ``batch_inputs``;
+    those of ``*args`` are one tuple, under its name. It returns a tuple of tensors: the next stage's ``inputs`` in order. The
+    last stage returns the output of the model.
 
     Args:
         index: Position in the pipeline.
-        module: Its parameters keep their names in the whole model.
+        module: The part of the model; its parameters keep their names in the whole model.
         inputs: Values received from the stage before; empty in the first.
-        batch_inputs: Names of the model's arguments this stage reads from the batch.
+        batch_inputs: Names of the model's arguments that this stage reads from the batch.
         paths: Modules of the whole model that this stage runs, for reports.
+
+    Example:
+        >>> stage = Stage(0, nn.Linear(4, 2), batch_inputs=("input",))
+        >>> stage.module(input=torch.ones(3, 4)).shape
+        torch.Size([3, 2])
     """
 
     index: int
@@ -57,11 +66,15 @@ class Stage:
 
 @dataclass(frozen=True)
 class TieGroup:
-    """One parameter that several stages use.
+    """One tied parameter that several stages use.
 
     Args:
         names: Its current names in the whole model.
         stages: Indices of the stages that use it, ascending, at least two.
+
+    Example:
+        >>> TieGroup(("wte.weight", "lm_head.weight"), stages=(0, 3)).stages
+        (0, 3)
     """
 
     names: tuple[str, ...]
@@ -70,18 +83,23 @@ class TieGroup:
 
 @dataclass(frozen=True, repr=False)
 class Program(Renderable):
-    """A scheduled model, cut into one or more stages.
+    """A scheduled model, split into one or more stages.
 
     Args:
         module: The whole scheduled model.
         stages: At least one.
         mesh: Device mesh with axes out of ``pp``, ``dp``, ``tp``, ranks row-major in this order; None in one process.
-        shard_specs: Current parameter name to how it is sharded; whole parameters are not listed.
+        shard_specs: Current parameter name to its shard specification; unsharded parameters are not listed.
         original_names: Current parameter name to its names in the unmodified model.
-        ties: Parameters that several stages use.
-        replan: ``replan(training, example_inputs)`` gives the same program for other input shapes or the other mode,
-            on the same parameters, and remembers it; None where the modules themselves handle both.
-        placement: The pipeline rank of each stage, where they are not dealt out in turn; see ``rank_of``.
+        ties: Tied parameters that several stages use.
+        replan: ``replan(training, example_inputs)`` returns the same program for other input shapes or the other mode, on the
+            same parameters, and caches it. None if the modules handle both.
+        placement: Pipeline rank of each stage; empty if stage ``i`` runs on rank ``i % pp``.
+
+    Example:
+        >>> program = build_program(create_schedule(nn.Linear(4, 2)))
+        >>> program(torch.ones(3, 4)).shape, program.axis_size("tp"), program.rank_of(0)
+        (torch.Size([3, 2]), 1, 0)
     """
 
     module: nn.Module
@@ -97,27 +115,26 @@ class Program(Renderable):
         return f"Program({type(self.module).__name__}: {len(self.stages)} stage{'s' * (len(self.stages) > 1)})"
 
     def rank_of(self, stage: int) -> int:
-        """The rank along the axis ``pp`` that runs a stage; several stages may be on one."""
+        """Return the rank along the axis ``pp`` that runs a stage. One rank may run several stages."""
         return self.placement[stage] if self.placement else stage % self.axis_size("pp")
 
     def axis_size(self, axis: str) -> int:
-        """Number of ranks along a mesh axis; 1 where the mesh has no such axis."""
-        if self.mesh is None or axis not in (self.mesh.mesh_dim_names or ()):
-            return 1
-        return self.mesh.get_group(axis).size()
+        """Return the number of ranks along a mesh axis; 1 if the mesh has no such axis."""
+        return self.mesh.get_group(axis).size() if self.mesh is not None and self._has_axis(axis) else 1
 
     def axis_rank(self, axis: str) -> int:
-        """This rank's coordinate along a mesh axis; 0 where the mesh has no such axis."""
-        if self.mesh is None or axis not in (self.mesh.mesh_dim_names or ()):
-            return 0
-        return self.mesh.get_local_rank(axis)
+        """Return this rank's coordinate along a mesh axis; 0 if the mesh has no such axis."""
+        return self.mesh.get_local_rank(axis) if self.mesh is not None and self._has_axis(axis) else 0
+
+    def _has_axis(self, axis: str) -> bool:
+        return self.mesh is not None and axis in (self.mesh.mesh_dim_names or ())
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Run all stages in turn in this process, for one micro-batch: the reference for every engine.
+        """Run all stages in turn in this process for one micro-batch: the reference for every engine.
 
         Args:
-            *args: What the model's forward takes by position.
-            **kwargs: What it takes by keyword.
+            *args: Positional arguments of the model's forward.
+            **kwargs: Its keyword arguments.
         """
         if len(self.stages) == 1 and self.replan is None:
             return self.stages[0].module(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Base of what plugins show in ``print`` and in notebooks."""
+"""Base class of objects that plugins render for ``print`` and notebooks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 
 class Renderable:
-    """An object that ``print`` and notebooks show as a plugin's ``slapo_render`` gives it, and else by its ``repr``."""
+    """Object that a plugin's ``slapo_render`` shows in ``print`` and in notebooks; its ``repr`` if no plugin does."""
 
     __slots__ = ()
     _default_registry: ClassVar[Callable[[], Any]]  # set by the registry's module, which imports this one
@@ -16,6 +16,6 @@ class Renderable:
         return self._repr_html_(html=False) or repr(self)
 
     def _repr_html_(self, html: bool = True) -> str | None:
-        """Ask the plugins of the object's own registry, if it has one, or those that are installed."""
+        """Return the result of the plugins of the object's own registry, if it has one, else of the installed ones."""
         registry: Any = getattr(self, "registry", None) or type(self)._default_registry()
         return registry.hook.slapo_render(subject=self, html=html)  # type: ignore[no-any-return]

@@ -1,6 +1,5 @@
-"""Facts about the live module tree: paths, the places that hold a module or parameter, facts of a parameter, forward
-arguments.
+"""Facts about the live module tree: paths, holders of a module or parameter, parameter facts, forward arguments.
 
-Functions here take an ``nn.Module`` or a parameter and return what is known of it. They keep no state of their own
-but for attributes on modules and parameters. May import ``reporting``.
+Functions here take an ``nn.Module`` or a parameter and return facts about it. They keep no state except attributes on modules
+and parameters. This sub-package may import ``reporting``.
 """

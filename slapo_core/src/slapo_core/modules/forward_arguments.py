@@ -1,4 +1,4 @@
-"""The one reading of example inputs and batches: as positional and keyword arguments, and by name."""
+"""Interpretation of example inputs and batches: as positional and keyword arguments, and by name."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ def split_inputs(example_inputs: Any, model: nn.Module | None = None) -> tuple[t
     """Return the positional and keyword arguments of one call.
 
     Args:
-        example_inputs: A mapping of keyword arguments; a tuple or list of positional ones; ``(args, kwargs)``, a tuple or list
-            and a mapping with names; or the only argument.
-        model: What is called. Arguments that its forward takes by position alone may then be named in a mapping.
+        example_inputs: A mapping of keyword arguments; a tuple or list of positional ones; ``(args, kwargs)`` of a tuple or
+            list and a mapping with names; or the only argument.
+        model: The module to call. A mapping may then name arguments that its forward takes by position only.
+
+    Example:
+        >>> split_inputs({"input": 1}), split_inputs((1, 2)), split_inputs(((1,), {"mask": 2}))
+        (((), {'input': 1}), ((1, 2), {}), ((1,), {'mask': 2}))
     """
     if isinstance(example_inputs, Mapping):
         args: Sequence[Any] = ()
@@ -32,15 +36,21 @@ def split_inputs(example_inputs: Any, model: nn.Module | None = None) -> tuple[t
 
 
 def named_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by name; those of ``*args`` as a tuple under its name, those of ``**kwargs`` by their own.
+    """Return the arguments of a call by name.
+
+    Those of ``*args`` are a tuple under its name, those of ``**kwargs`` have their own names.
 
     Args:
-        model: What is called.
+        model: The module to call.
         args: Positional arguments.
-        kwargs: Keyword arguments, also such as the forward does not take: labels for a loss function.
+        kwargs: Keyword arguments; may include some that the forward does not take, such as labels for a loss function.
 
     Raises:
-        BuildError: more positional arguments than the forward takes, or one that is given by keyword too.
+        BuildError: more positional arguments than the forward takes, or one that is also given by keyword.
+
+    Example:
+        >>> named_inputs(nn.ReLU(), (1,), {"labels": 2})
+        {'input': 1, 'labels': 2}
     """
     if not args:
         return dict(kwargs)
@@ -49,17 +59,28 @@ def named_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
         named = signature.bind_partial(*args).arguments
     except TypeError as err:
         takes = ", ".join(name for name, each in signature.parameters.items() if each.kind in _POSITIONAL) or "none"
-        raise BuildError(
-            f"{len(args)} positional arguments are given, but the forward of {type(model).__name__} takes {takes} by position; "
-            "give the others by keyword, and leave out labels that it does not take"
-        ) from err
+        problem = (
+            f"{len(args)} positional arguments are given, but the forward of {type(model).__name__} takes {takes} by position"
+        )
+        raise BuildError(f"{problem}; give the others by keyword, and leave out labels that it does not take") from err
     if twice := [name for name in named if name in kwargs]:
         raise BuildError(f"{twice[0]!r} is given by position and by keyword; give it once")
     return {**named, **kwargs}
 
 
 def call_arguments(model: nn.Module, named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the call of ``model`` with these arguments: by keyword, but for what its forward takes by position alone."""
+    """Return the positional and keyword arguments of a call of ``model``.
+
+    Arguments are passed by keyword, except those that the forward takes by position only.
+
+    Args:
+        model: The module to call.
+        named: Arguments by name, as ``named_inputs`` returns them.
+
+    Example:
+        >>> call_arguments(nn.ReLU(), {"input": 1})
+        ((), {'input': 1})
+    """
     args: list[Any] = []
     parameters = forward_signature(model).parameters
     several = next((name for name, each in parameters.items() if each.kind is each.VAR_POSITIONAL and named.get(name)), None)
@@ -76,7 +97,13 @@ def call_arguments(model: nn.Module, named: Mapping[str, Any]) -> tuple[tuple[An
 
 
 def forward_signature(model: nn.Module) -> inspect.Signature:
-    """Return the signature of a module's own forward, below wrappers; of a traced one that of the forward that was traced."""
+    """Return the signature of a module's own forward, below wrappers; for a traced module that of the forward that was
+    traced.
+
+    Example:
+        >>> list(forward_signature(nn.ReLU()).parameters)
+        ['input']
+    """
     return inspect.signature(model.forward)
 
 

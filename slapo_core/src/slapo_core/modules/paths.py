@@ -10,12 +10,22 @@ from torch import nn
 
 
 def join(prefix: str, name: str) -> str:
-    """``join("a", "b.c") == "a.b.c"``; either may be empty."""
+    """Join two dotted paths; either may be empty.
+
+    Example:
+        >>> paths.join("h.0", "attn"), paths.join("", "attn")
+        ('h.0.attn', 'attn')
+    """
     return f"{prefix}.{name}" if prefix and name else prefix or name
 
 
 def find(root: nn.Module, path: str) -> nn.Module | None:
-    """The module at ``path``, or None."""
+    """Return the module at ``path``, or None.
+
+    Example:
+        >>> paths.find(nn.Sequential(nn.ReLU()), "0"), paths.find(nn.ReLU(), "0")
+        (ReLU(), None)
+    """
     module: nn.Module | None = root
     for name in path.split(".") if path else ():
         module = module._modules.get(name) if module is not None else None
@@ -23,9 +33,16 @@ def find(root: nn.Module, path: str) -> nn.Module | None:
 
 
 def resolve_aliases(root: nn.Module, path: str) -> str:
-    """Return the path that ``path`` stands for, where modules on the way know submodules by other names.
+    """Return the path that ``path`` stands for, where modules on the way have aliases for submodules.
 
-    A module says so by a method ``_slapo_submodule_path(name)``, which returns a path below it.
+    A module defines aliases in a method ``_slapo_submodule_path(name)``, which returns a path below the module.
+
+    Example:
+        >>> class Wrapper(nn.Sequential):
+        ...     def _slapo_submodule_path(self, name):
+        ...         return {"inner": "0"}.get(name, name)
+        >>> paths.resolve_aliases(Wrapper(nn.ReLU()), "inner")
+        '0'
     """
     names: list[str] = []
     for name in path.split("."):
@@ -36,18 +53,37 @@ def resolve_aliases(root: nn.Module, path: str) -> str:
 
 
 def split(path: str) -> tuple[str, str]:
-    """``split("a.b.c") == ("a.b", "c")``."""
+    """Split a path into the parent's path and the last name.
+
+    Example:
+        >>> paths.split("h.0.attn"), paths.split("h")
+        (('h.0', 'attn'), ('', 'h'))
+    """
     parent, _, name = path.rpartition(".")
     return parent, name
 
 
 def select(root: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
-    """Modules whose path matches a glob: ``*``, ``?`` and ``[..]`` within one name, ``**`` over any number of names."""
+    """Yield the modules whose path matches a glob: ``*``, ``?`` and ``[..]`` within one name, ``**`` over any number of
+    names.
+
+    Example:
+        >>> [path for path, _ in paths.select(nn.Sequential(nn.ReLU(), nn.Linear(1, 1)), "[01]")]
+        ['0', '1']
+    """
     yield from _select(root, "", tuple(pattern.split(".")))
 
 
 def nearby(root: nn.Module, path: str) -> list[str]:
-    """At most a dozen modules: those whose path ends so, else those below the last one on the way that holds any."""
+    """Return at most twelve paths close to one that does not exist, for an error message.
+
+    These are the modules whose path ends in ``path``; else those below the deepest existing module on the way that has any.
+
+    Example:
+        >>> model = nn.ModuleDict({"encoder": nn.ModuleDict({"attn": nn.ReLU(), "mlp": nn.ReLU()})})
+        >>> paths.nearby(model, "attn"), paths.nearby(model, "encoder.norm")
+        (['encoder.attn'], ['encoder.attn', 'encoder.mlp'])
+    """
     if same := [name for name, _ in root.named_modules() if name.endswith(f".{path}")]:
         return same[:12]
     head = split(path)[0]
@@ -73,12 +109,16 @@ def _select(module: nn.Module, path: str, parts: tuple[str, ...]) -> Iterator[tu
 
 
 def is_module_list(module: nn.Module, name: str = "", parent: Any = None) -> bool:
-    """Return whether the module is a list of modules, also after tracing made a plain container of it.
+    """Return True if the module is a list of modules, or a plain container that tracing made of one.
 
     Args:
         module: The module.
-        name: Not needed; kept for callers of the established signature.
-        parent: Not needed either.
+        name: Unused; part of the established signature.
+        parent: Unused; part of the established signature.
+
+    Example:
+        >>> is_module_list(nn.ModuleList([nn.ReLU()])), is_module_list(nn.Sequential(nn.ReLU()))
+        (True, False)
     """
     names = list(module._modules)
     return isinstance(module, nn.ModuleList) or (type(module) is nn.Module and bool(names) and all(map(str.isdigit, names)))

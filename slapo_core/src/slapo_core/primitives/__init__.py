@@ -1,1 +1,1 @@
-"""The primitives of core, one per file."""
+"""Primitives of core, one per file."""

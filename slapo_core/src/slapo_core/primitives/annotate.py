@@ -1,4 +1,4 @@
-"""``annotate``: put a mark on a parameter that later steps and engines can read."""
+"""``annotate``: set an attribute on a parameter, for later steps and engines to read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class AnnotatePrimitive(Primitive):
-    """Set an attribute on a parameter or buffer; it stays when the tensor is sharded, replaced or moved.
+    """Set an attribute on a parameter or buffer; it carries over when the tensor is sharded, replaced or moved.
 
     Rewrite:
         p  -->  p with p.<key> == value
@@ -31,7 +31,7 @@ class AnnotatePrimitive(Primitive):
 
     @staticmethod
     def check(schedule: Schedule, name: str, key: str, value: Any) -> None:
-        """Refuse unknown parameters and attributes of tensors themselves."""
+        """Refuse unknown parameters and attributes that tensors have themselves."""
         tensor = _tensor(schedule, name)
         if not key.isidentifier() or key.startswith("_") or hasattr(type(tensor), key):
             raise ScheduleError(f"{key!r} is no free attribute name; choose another", path=schedule.path, primitive="annotate")
@@ -46,8 +46,6 @@ class AnnotatePrimitive(Primitive):
 def _tensor(schedule: Schedule, name: str) -> Any:
     tables = {**schedule.mod._buffers, **schedule.mod._parameters}
     if tables.get(name) is None:
-        known = ", ".join(key for key, value in tables.items() if value is not None)
-        raise ScheduleError(
-            f"no parameter or buffer {name!r}; it has: {known or 'none'}", path=schedule.path, primitive="annotate"
-        )
+        known = ", ".join(key for key, value in tables.items() if value is not None) or "none"
+        raise ScheduleError(f"no parameter or buffer {name!r}; it has: {known}", path=schedule.path, primitive="annotate")
     return tables[name]

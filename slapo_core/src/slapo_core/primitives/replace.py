@@ -1,4 +1,4 @@
-"""``replace``: another module in the place of a module, or of a matched subgraph of a traced one."""
+"""``replace``: put another module in the place of a module, or of a matched subgraph of a traced one."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ if TYPE_CHECKING:
 
 
 class ReplacePrimitive(Primitive):
-    """Put a module in the place of this one, or of a subgraph that ``find`` matched in this traced module.
+    """Replace this module, or a subgraph that ``find`` matched in this traced module.
 
     Rewrite:
         sch["act"].replace(new):          parent(act=old)   -->  parent(act=new)
         sch.replace(new, match):          y = a(b(x))       -->  y = new(x)
         sch.replace(new, pattern):        every y = a(b(x)) -->  y = new(x)
 
-    A replaced module's hooks, training mode and ``requires_grad`` carry over, each parameter of ``new`` with the name and
-    shape of an old one takes its original name and the attributes in ``param_tags``, unless the old one lives on inside of
-    ``new``, and a module that several places share is replaced at all of them. Replacing one holder of a tied parameter ends
-    the tie there.
+    The new module takes over hooks, training mode and ``requires_grad``. Each parameter of ``new`` with the name and shape of
+    an old one takes over its original name and the attributes in ``param_tags``, unless ``new`` contains the old parameter. A
+    shared module is replaced at all its places. Replacing one holder of a tied parameter ends the tie there.
 
-    ``new`` runs where the subgraph's last operation was. If it draws random numbers, dropouts between the subgraph's
-    operations draw before it: their masks are other ones than the unmodified model's for the same seed, and as random.
+    ``new`` runs at the place of the subgraph's last operation. If it draws random numbers, dropouts between the subgraph's
+    operations draw before it. Their masks then differ from the unmodified model's for the same seed, with the same
+    distribution.
 
     Args:
         new: The module; for a subgraph also a function of the subgraph's inputs.
-        subgraph: One match, or a list of matches, of ``sch.find``; or what ``sch.find`` takes, for all that it finds. Several
-            matches share ``new``, which must then hold no parameters and no buffers.
-        name: Name of the new submodule in the traced module; default: made from its class. ``sch["FusedQKV_0"]`` finds the
-            first of this class or name there, ``sch["FusedQKV_1"]`` the second.
+        subgraph: One match or a list of matches of ``sch.find``; or an argument of ``sch.find``, for all its matches. Several
+            matches share ``new``, which must then have no parameters and no buffers.
+        name: Name of the new submodule in the traced module; default: made from its class. ``sch["FusedQKV_0"]`` is the first
+            of this class or name there, ``sch["FusedQKV_1"]`` the second.
 
     Raises:
-        ScheduleError: not a module; the subgraph is gone, has a value used outside it, or does not fit.
+        ScheduleError: not a module; the subgraph no longer exists, has a value used outside it, or does not fit.
     """
 
     name = "replace"
@@ -47,23 +47,23 @@ class ReplacePrimitive(Primitive):
 
     @staticmethod
     def check(schedule: Schedule, new: Any, subgraph: Any = None, name: str | None = None) -> Any:
-        """Refuse what cannot stand in this place; find the subgraphs."""
+        """Refuse a module that does not fit; return the matched subgraphs."""
         if subgraph is None:
             check_module(schedule, new, "replace")
             return None
-        return _on_subgraphs(schedule).check(schedule, new, subgraph, name)
+        return _subgraph_primitive(schedule).check(schedule, new, subgraph, name)
 
     @staticmethod
-    def apply(schedule: Schedule, new: Any, subgraph: Any = None, name: str | None = None) -> None:
-        """Swap."""
+    def apply(schedule: Schedule, new: Any, subgraph: Any = None, name: str | None = None, *, checked: Any) -> None:
+        """Replace the module or the subgraphs."""
         if subgraph is None:
-            swap(schedule, new)
+            swap_module(schedule, new)
             return
-        _on_subgraphs(schedule).apply(schedule, new, subgraph, name)
+        _subgraph_primitive(schedule).apply(schedule, new, subgraph, name, checked=checked)
 
 
-def _on_subgraphs(schedule: Schedule) -> type[Primitive]:
-    """Return what replaces subgraphs, which the package that traces provides."""
+def _subgraph_primitive(schedule: Schedule) -> type[Primitive]:
+    """Return the implementation of ``replace`` on subgraphs, which the package for tracing provides."""
     try:
         return cast("type[Primitive]", schedule.registry.get("subgraph primitive", "replace"))
     except UnknownNameError as err:
@@ -72,15 +72,15 @@ def _on_subgraphs(schedule: Schedule) -> type[Primitive]:
 
 
 def check_module(schedule: Schedule, new: Any, primitive: str) -> None:
-    """Refuse what is no module, is the module itself, or is already somewhere else in the model."""
+    """Refuse an object that is not a module, and a module that contains the whole model."""
     if not isinstance(new, nn.Module):
         raise ScheduleError(f"{new!r} is no module; give an nn.Module", path=schedule.path, primitive=primitive)
     if any(module is schedule.root_module for module in new.modules()) and schedule.path:
         raise ScheduleError("the new module contains the whole model", path=schedule.path, primitive=primitive)
 
 
-def swap(schedule: Schedule, new: nn.Module) -> None:
-    """Put ``new`` in the schedule's place and carry over what belongs to the place."""
+def swap_module(schedule: Schedule, new: nn.Module) -> None:
+    """Put ``new`` in the schedule's place, and carry over hooks, training mode and parameter facts."""
     old = schedule.mod
     if new is old:
         return
@@ -97,7 +97,7 @@ def swap(schedule: Schedule, new: nn.Module) -> None:
 
 
 def _carry_parameters(schedule: Schedule, old: nn.Module, new: nn.Module) -> None:
-    """The parameters of ``new`` take over from those they replaced, but not from one that lives on inside of ``new``."""
+    """Carry facts over to the parameters of ``new``, except from old parameters that ``new`` contains."""
     former = dict(old.named_parameters(remove_duplicate=False))
     tags = {tag for known in schedule._root.metadata.values() for tag in known.param_tags}
     kept = {id(parameter) for parameter in new.parameters()}
@@ -114,7 +114,7 @@ def _carry_parameters(schedule: Schedule, old: nn.Module, new: nn.Module) -> Non
 
 
 def _carry_names(schedule: Schedule, was: nn.Parameter, parameter: nn.Parameter) -> None:
-    """All names; where a tie ends, as the old parameter lives on elsewhere, those of the places it lost."""
+    """Carry all names over; where a tie ends, since the old parameter is held elsewhere, only those of the replaced places."""
     parameter_facts(parameter).names = names = parameter_facts(was).names
     if schedule.places_of(was):
         held = dict(schedule.root_module.named_parameters(remove_duplicate=False))

@@ -13,23 +13,24 @@ from torch import nn
 from ..interfaces.primitive import Primitive
 from ..modules import paths
 from ..reporting.errors import ScheduleError
-from .replace import check_module, swap
+from .replace import check_module, swap_module
 
 if TYPE_CHECKING:
     from ..schedules.schedule import Schedule
 
 
 class ReplaceAllPrimitive(Primitive):
-    """Replace every module below this one that ``target`` names; one inside another that is replaced stays as it is.
+    """Replace every module below this one that ``target`` matches. Modules inside a replaced one are not replaced
+    themselves.
 
     Rewrite:
         every old matching target  -->  make(old)
 
     Args:
-        target: A module class (subclasses do not count) or a glob of paths, ``**`` crosses dots.
-        make: Called with each old module, returns the new one; a function of two arguments with the path below this module
-            and the old module. Give an importable function or class to save the schedule.
-        **kwargs: For ``make``.
+        target: A module class (subclasses do not match) or a glob of paths, in which ``**`` matches dots.
+        make: Function of the old module that returns the new one, or of the path below this module and the old module. Pass an
+            importable function or class to save the schedule.
+        **kwargs: Keyword arguments of ``make``.
 
     Raises:
         ScheduleError: nothing matches, or ``make`` does not return a module.
@@ -39,31 +40,37 @@ class ReplaceAllPrimitive(Primitive):
     scope = "module"
 
     @staticmethod
-    def check(schedule: Schedule, target: type[nn.Module] | str, make: Callable[..., nn.Module], **kwargs: Any) -> int:
-        """Refuse a target that matches nothing; the number of arguments of ``make``."""
+    def check(schedule: Schedule, target: type[nn.Module] | str, make: Callable[..., nn.Module], **kwargs: Any) -> None:
+        """Refuse a target without matches, and a ``make`` that cannot be called."""
         if not callable(make):
             raise ScheduleError(f"{make!r} cannot be called to make a module", path=schedule.path, primitive="replace_all")
-        if not _targets(schedule, target):
+        if not _find_targets(schedule, target):
             raise ScheduleError(f"nothing below matches {target!r}", path=schedule.path, primitive="replace_all")
-        for count in (1, 2):
-            with suppress(TypeError):
-                inspect.signature(make).bind(*range(count), **kwargs)
-                return count
-        wanted = f"is called with (module) or (path, module), and with {', '.join(kwargs) or 'nothing'} by name"
-        raise ScheduleError(f"{make!r} {wanted}; give a function of these", path=schedule.path, primitive="replace_all")
+        _positional_count(schedule, make, kwargs)
 
     @staticmethod
     def apply(schedule: Schedule, target: type[nn.Module] | str, make: Callable[..., nn.Module], **kwargs: Any) -> None:
-        """Make and swap each; several places of one module get one new module."""
-        for path, handle in _targets(schedule, target).items():
+        """Make and put in each new module; a module with several places is made once."""
+        count = _positional_count(schedule, make, kwargs)
+        for path, handle in _find_targets(schedule, target).items():
             for module in handle.mod.modules():
                 schedule.touch(module)  # make may change the old module instead of making a new one
-            new = make(*(path, handle.mod)[-schedule.checked :], **kwargs)
+            new = make(*(path, handle.mod)[-count:], **kwargs)
             check_module(handle, new, "replace_all")
-            swap(handle, new)
+            swap_module(handle, new)
 
 
-def _targets(schedule: Schedule, target: type[nn.Module] | str) -> dict[str, Schedule]:
+def _positional_count(schedule: Schedule, make: Callable[..., nn.Module], kwargs: dict[str, Any]) -> int:
+    """Return how many positional arguments ``make`` takes beside ``kwargs``: 1, the module, or 2, path and module."""
+    for count in (1, 2):
+        with suppress(TypeError):
+            inspect.signature(make).bind(*range(count), **kwargs)
+            return count
+    wanted = f"is called with (module) or (path, module), and with {', '.join(kwargs) or 'nothing'} by name"
+    raise ScheduleError(f"{make!r} {wanted}; give a function of these", path=schedule.path, primitive="replace_all")
+
+
+def _find_targets(schedule: Schedule, target: type[nn.Module] | str) -> dict[str, Schedule]:
     outermost: dict[str, Schedule] = {}
     seen: set[int] = set()
     for name, module in paths.select(schedule.mod, target) if isinstance(target, str) else schedule.mod.named_modules():

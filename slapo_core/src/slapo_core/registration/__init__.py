@@ -1,5 +1,5 @@
 """Discovery of plugins, and the registry of the primitives, dialects and models that they provide.
 
-Entry points of the group ``slapo`` enter; a ``Registry`` leaves, which imports each class when it is first used. A
-plugin that fails is recorded and the others work. May import ``interfaces`` and ``reporting``.
+A ``Registry`` reads the entry points of the group ``slapo`` and imports each class at its first use. A plugin that fails is
+recorded; the others work. This sub-package may import ``interfaces`` and ``reporting``.
 """

@@ -1,4 +1,4 @@
-"""One name that a plugin provides, and the class or function behind it."""
+"""Entry of the registry: one name that a plugin provides, and its class or function."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..interfaces.dialect import Dialect
 from ..interfaces.primitive import Primitive
 from ..reporting.errors import PluginError
 from ..reporting.failure_reason import failure_reason
-from .plugins import PluginRecord
+from .plugin_record import PluginRecord
 
 HOOKS = {
     "primitive": "slapo_primitives",
@@ -26,10 +26,10 @@ HOOKS = {
 }
 """Kind of name to the hook that registers it."""
 
-CALLED_ON_SCHEDULES = ("primitive", "query")
-"""Kinds whose names are called as ``sch.NAME(...)``; one name is of one kind."""
+METHOD_KINDS = ("primitive", "query")
+"""Kinds whose names are called as ``sch.NAME(...)``. A name belongs to one kind only."""
 
-_BASES: dict[str, type] = {"primitive": Primitive, "dialect": Dialect, "codec": Codec, "subgraph primitive": Primitive}
+_BASE_CLASSES: dict[str, type] = {"primitive": Primitive, "dialect": Dialect, "codec": Codec, "subgraph primitive": Primitive}
 
 HOMES = {
     "slapo-deepspeed": ("deepspeed",),
@@ -43,18 +43,23 @@ HOMES = {
     "slapo-tracing": ("find", "find_node", "find_subgraph", "trace", "trace_until"),
     "slapo-training": ("full_state",),
 }
-"""Distribution to the primitives, queries and dialects that it provides, for the error where it is not installed."""
+"""Distribution to the primitives, queries and dialects that it provides, for the error if it is not installed."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One name a plugin provides.
+    """One name that a plugin provides.
 
     Args:
         kind: A key of ``HOOKS``, e.g. ``"primitive"``.
-        name: What users write.
-        target: The class or function, or ``"module:name"`` of it.
-        record: The plugin; None for what ``register_primitive`` added in this process.
+        name: The name users write.
+        target: The class or function, or its import path ``"module:name"``.
+        record: The plugin; None for a class that ``register_primitive`` added in this process.
+
+    Example:
+        >>> entry = Entry("query", "prod", "math:prod")
+        >>> entry.provider, entry.load()([2, 3])
+        ('math', 6)
     """
 
     kind: str
@@ -64,16 +69,16 @@ class Entry:
 
     @property
     def provider(self) -> str:
-        """Distribution and version, or the module of what was registered in this process."""
+        """Distribution and version; the module if the class was registered in this process."""
         if self.record:
             return self.record.provider
         return self.target.partition(":")[0] if isinstance(self.target, str) else str(self.target.__module__)
 
     def load(self) -> Any:
-        """The class or function itself, imported if need be.
+        """Return the class or function, imported if needed.
 
         Raises:
-            PluginError: it cannot be imported, or is not what it should be.
+            PluginError: it cannot be imported, or does not fit its kind.
         """
         try:
             target = pkgutil.resolve_name(self.target) if isinstance(self.target, str) else self.target
@@ -84,14 +89,17 @@ class Entry:
         return target
 
     def check(self, reserved: Iterable[str]) -> None:
-        """Refuse what can be seen to be wrong without importing anything.
+        """Refuse an entry whose name or target is invalid. Imports nothing.
 
         Args:
             reserved: Attributes of ``Schedule``, which a primitive or query of the same name would hide.
+
+        Raises:
+            PluginError: the name or the target is invalid.
         """
         if not isinstance(self.name, str) or not self.name:
             raise self._error("its name is not a word")
-        if self.kind in CALLED_ON_SCHEDULES:
+        if self.kind in METHOD_KINDS:
             if not self.name.isidentifier() or keyword.iskeyword(self.name) or self.name.startswith("_"):
                 raise self._error("its name cannot be called as sch.<name>(...)")
             if self.name in reserved:
@@ -109,7 +117,7 @@ class Entry:
         return PluginError(f"{problem}; uninstall one or disable it with SLAPO_DISABLE_PLUGINS", owner=owners)
 
     def _problem(self, target: Any) -> str | None:
-        base = _BASES.get(self.kind)
+        base = _BASE_CLASSES.get(self.kind)
         if base is None:
             return None if callable(target) else f"{target!r} is not a function"
         if not (isinstance(target, type) and issubclass(target, base)):
@@ -125,10 +133,10 @@ class Entry:
 
 
 def entries_from(kind: str, provided: object, record: PluginRecord) -> list[Entry]:
-    """Read what a registration hook returned.
+    """Return the entries in the result of a registration hook.
 
     Raises:
-        PluginError: it is not a mapping.
+        PluginError: the result is not a mapping.
     """
     if not isinstance(provided, Mapping):
         raise PluginError(f"{HOOKS[kind]}() returned {provided!r}, not a mapping of names", owner=str(record))
@@ -136,7 +144,7 @@ def entries_from(kind: str, provided: object, record: PluginRecord) -> list[Entr
 
 
 def class_name(target: type) -> str:
-    """The name a primitive or dialect class gives itself, by attribute or by the classic static method."""
+    """Return the ``name`` of a primitive or dialect class: an attribute, or the classic static method."""
     name = getattr(target, "name", "")
     return str(name() if callable(name) else name)
 

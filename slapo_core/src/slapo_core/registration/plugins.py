@@ -1,8 +1,8 @@
-"""Finds and loads plugins: entry points of the group ``slapo``. One that fails is recorded and the rest work.
+"""Discovery and loading of plugins: entry points of the group ``slapo``. One that fails is recorded; the others work.
 
 Environment:
-    SLAPO_DISABLE_PLUGINS: Entry-point names, separated by commas, that are not to be imported.
-    SLAPO_STRICT_PLUGINS: ``1`` turns a plugin that fails into an error.
+    SLAPO_DISABLE_PLUGINS: Entry-point names, separated by commas, that are not imported.
+    SLAPO_STRICT_PLUGINS: ``1`` raises an error for a plugin that fails.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import os
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
 
 import pluggy
 
@@ -23,64 +21,13 @@ from ..interfaces.hookspecs import NAME
 from ..reporting.errors import PluginError, SlapoError, UnknownNameError
 from ..reporting.failure_reason import failure_reason
 from ..reporting.logger import get_logger
+from .plugin_record import PluginRecord
 
 _ADD_HOOKSPECS = "slapo_add_hookspecs"
 
 
-@dataclass
-class PluginRecord:
-    """One plugin and what became of it.
-
-    Args:
-        name: Entry-point name.
-        entry_point: Where it comes from; None for an object that was given to the registry.
-        plugin: The module or object with the hook implementations; None until it is imported.
-        disabled: Whether ``SLAPO_DISABLE_PLUGINS`` names it.
-        loaded: Whether its hooks are called.
-        problems: Why it did not load, or what it provides in vain.
-    """
-
-    name: str
-    entry_point: importlib.metadata.EntryPoint | None = None
-    plugin: object | None = None
-    disabled: bool = False
-    loaded: bool = False
-    problems: list[str] = field(default_factory=list)
-
-    @cached_property
-    def distribution(self) -> str:
-        """Name of the distribution; of the plugin itself when it is not installed. Reads metadata, so only when asked."""
-        return self._metadata("Name") or self.name
-
-    @cached_property
-    def version(self) -> str:
-        """Version of the distribution; empty when there is none."""
-        return self._metadata("Version")
-
-    @cached_property
-    def provider(self) -> str:
-        """Distribution and version, e.g. ``"slapo-core 0.1.0"``."""
-        return f"{self.distribution} {self.version}".strip()
-
-    @property
-    def failure(self) -> str | None:
-        """One sentence on why its hooks are not called; None when they are."""
-        failed = f"{self} did not load: {'; '.join(self.problems)}"
-        return f"{self} is disabled by SLAPO_DISABLE_PLUGINS" if self.disabled else None if self.loaded else failed
-
-    def __str__(self) -> str:
-        return f"plugin {self.name!r} ({self.provider})"
-
-    def _metadata(self, key: str) -> str:
-        dist = self.entry_point.dist if self.entry_point else None
-        try:
-            return str(dist.metadata[key] or "") if dist else ""
-        except Exception:  # metadata that cannot be read must not hide what is wrong with the plugin
-            return ""
-
-
 def discover() -> list[PluginRecord]:
-    """The installed plugins, sorted by name, none of them imported yet."""
+    """Return the installed plugins, sorted by name. Imports none."""
     try:
         found = [PluginRecord(point.name, point) for point in importlib.metadata.entry_points(group=NAME)]
     except Exception:  # one malformed entry_points.txt anywhere on the path stops the fast scan
@@ -111,19 +58,19 @@ class Plugins:
     """The plugins of one registry, and the pluggy manager that calls their hooks.
 
     Args:
-        given: Plugin objects to use with core instead of what is installed. Of these, one that fails is an error.
+        given: Plugin objects to use with core instead of the installed ones. A failure of one of these is raised.
     """
 
     def __init__(self, given: Iterable[object] | None = None) -> None:
         self.strict = given is not None or os.environ.get("SLAPO_STRICT_PLUGINS", "0") not in ("", "0")
         self.manager = pluggy.PluginManager(NAME)
         self.manager.add_hookspecs(hookspecs)
-        self.manager.add_hookcall_monitoring(lambda *call: None, self._name_owner)
+        self.manager.add_hookcall_monitoring(lambda *call: None, self._add_owner)
         self.records = discover()
         if given is not None:
             own = [PluginRecord(f"{getattr(it, '__name__', type(it).__name__)}#{at}", plugin=it) for at, it in enumerate(given)]
             self.records = [record for record in self.records if record.name == "core"] + own
-        # one step after the other, as any plugin may specify the hooks of another
+        # each step for all plugins before the next, since a plugin may specify the hooks of another
         for step in (self._refuse_equal_names, self._import, self._add_hookspecs, self._register, self._refuse_unknown_hooks):
             for record in self._pending():
                 with self.guard(record):
@@ -133,31 +80,31 @@ class Plugins:
 
     @contextmanager
     def guard(self, record: PluginRecord) -> Iterator[None]:
-        """Whatever goes wrong inside is this plugin's failure and nobody else's."""
+        """Record an error of the block as a failure of this plugin."""
         try:
             yield
         except (Exception, SystemExit) as error:
-            self._refuse(record, error)
+            self._disable(record, error)
 
-    def failed(self, hook: str, plugin: object, error: BaseException) -> tuple[PluginRecord, PluginError]:
-        """Whose hook broke down, and the error that says so."""
+    def hook_error(self, hook: str, plugin: object, error: BaseException) -> tuple[PluginRecord, PluginError]:
+        """Return the plugin whose hook raised ``error``, and the error that names it."""
         record = next(record for record in self.records if record.plugin is plugin)
         return record, PluginError(f"{hook} of {record} failed: {failure_reason(error)}", owner=str(record))
 
-    def _name_owner(self, outcome: pluggy.Result[object], hook: str, impls: Sequence[pluggy.HookImpl], _: object) -> None:
-        """An error of ours speaks for itself; any other one that a hook raises is told of with its plugin."""
+    def _add_owner(self, outcome: pluggy.Result[object], hook: str, impls: Sequence[pluggy.HookImpl], _: object) -> None:
+        """Wrap an error that a hook raises in one that names its plugin. A ``SlapoError`` is left as it is."""
         if isinstance(error := outcome.exception, Exception) and not isinstance(error, SlapoError):
             codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
             for impl in impls:
                 if getattr(impl.function, "__code__", None) in codes:
-                    problem = self.failed(hook, impl.plugin, error)[1]
+                    problem = self.hook_error(hook, impl.plugin, error)[1]
                     problem.__cause__ = error
                     outcome.force_exception(problem)
 
     def _pending(self) -> list[PluginRecord]:
         return [record for record in self.records if not record.disabled and not record.problems]
 
-    def _refuse(self, record: PluginRecord, error: BaseException) -> None:
+    def _disable(self, record: PluginRecord, error: BaseException) -> None:
         record.problems.append(failure_reason(error))
         record.loaded = False
         if record.plugin is not None and self.manager.is_registered(record.plugin):
@@ -180,7 +127,7 @@ class Plugins:
             getattr(record.plugin, _ADD_HOOKSPECS)(self.manager)
 
     def _register(self, record: PluginRecord) -> None:
-        for name in self._specified():
+        for name in self._hook_names():
             method = getattr(record.plugin, name, None)
             if method is not None and inspect.isroutine(method) and not self._implements(record.plugin, name):
                 raise PluginError(f"{name} is not marked with @hookimpl", owner=str(record))
@@ -189,12 +136,12 @@ class Plugins:
     def _implements(self, plugin: object, name: str) -> bool:
         return hasattr(plugin, name) and self.manager.parse_hookimpl_opts(plugin, name) is not None
 
-    def _specified(self) -> list[str]:
+    def _hook_names(self) -> list[str]:
         return [name for name, caller in vars(self.manager.hook).items() if caller.has_spec()]
 
     def _refuse_unknown_hooks(self, record: PluginRecord) -> None:
-        """Pluggy accepts an implementation of a hook nobody specified, and that is what a misspelt one looks like."""
+        """Refuse an implementation of a hook without specification, such as a misspelt one; pluggy accepts it."""
         for name, caller in vars(self.manager.hook).items():
             own = [impl for impl in caller.get_hookimpls() if impl.plugin is record.plugin and not impl.optionalhook]
             if own and not caller.has_spec():
-                raise UnknownNameError.of("hook", name, self._specified())
+                raise UnknownNameError.of("hook", name, self._hook_names())

@@ -1,4 +1,4 @@
-"""Names to primitives, dialects and models, and who provides them."""
+"""Registry of the names that plugins provide: primitives, dialects, models, queries and codecs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, ClassVar, Literal, TypeVar, cast, overload
 
 import pluggy
@@ -17,17 +18,31 @@ from ..interfaces.primitive import Primitive
 from ..interfaces.renderable import Renderable
 from ..reporting.errors import PluginError, UnknownNameError
 from ..reporting.failure_reason import failure_reason
-from .entries import CALLED_ON_SCHEDULES, HOMES, HOOKS, Entry, class_name, entries_from
-from .plugins import PluginRecord, Plugins
+from .entries import HOMES, HOOKS, METHOD_KINDS, Entry, class_name, entries_from
+from .plugin_record import PluginRecord
+from .plugins import Plugins
 
 PrimitiveClass = TypeVar("PrimitiveClass", bound=type[Primitive])
 
 
 class Registry:
-    """Everything the plugins provide, by name.
+    """Classes and functions that the plugins provide, by kind and name.
 
     Args:
         plugins: Plugin objects to use with core instead of the installed plugins.
+
+    Example:
+        >>> class CountPlugin:
+        ...     @hookimpl
+        ...     def slapo_queries(self):
+        ...         return {"count_modules": lambda schedule: len(list(schedule.mod.modules()))}
+        >>> registry = Registry([CountPlugin()])
+        >>> create_schedule(nn.Sequential(nn.ReLU()), plugins=registry).count_modules()
+        2
+        >>> registry.primitive("resplace")
+        Traceback (most recent call last):
+        slapo_core.reporting.errors.UnknownNameError: no primitive 'resplace'; did you mean 'replace'?; available: annotate,
+            replace, replace_all
     """
 
     KINDS: ClassVar[Mapping[str, str]] = HOOKS
@@ -39,62 +54,58 @@ class Registry:
         self._loaded: dict[tuple[str, str], Any] = {}
         self._collect()
         for (kind, name), entries in self._entries.items():
-            rivals = [
-                entry
-                for of in CALLED_ON_SCHEDULES
-                if kind in CALLED_ON_SCHEDULES
-                for entry in self._entries.get((of, name), ())
-            ]
+            rivals = [entry for of in METHOD_KINDS if kind in METHOD_KINDS for entry in self._entries.get((of, name), ())]
             if len(rivals or entries) > 1:
-                self._note(entries, Entry.conflict(rivals or entries))
+                self._add_problem(entries, Entry.conflict(rivals or entries))
 
     @property
     def hook(self) -> pluggy.HookRelay:
-        """Calls the hooks of all loaded plugins."""
+        """Caller of the hooks of all loaded plugins."""
         return self._plugins.manager.hook
 
     @property
     def records(self) -> list[PluginRecord]:
-        """All plugins found, sorted by name, also those that are disabled or did not load."""
+        """All plugins found, sorted by name, including those that are disabled or failed to load."""
         return self._plugins.records
 
     def entries(self, kind: str) -> list[Entry]:
-        """The usable entries of a kind, sorted by name; imports nothing."""
+        """Return the usable entries of a kind, sorted by name. Imports nothing."""
         found = [entries[0] for (of, _), entries in self._entries.items() if of == kind and len(entries) == 1]
         return sorted(found, key=lambda entry: entry.name)
 
     def get(self, kind: str, name: str) -> Any:
-        """The class or function behind a name, imported when first asked for.
+        """Return the class or function of a name, imported at its first use.
 
         Raises:
             UnknownNameError: no plugin provides the name.
-            PluginError: it cannot be imported, is not what it should be, or two plugins provide it.
+            PluginError: it cannot be imported, does not fit its kind, or two plugins provide it.
         """
-        found = self._loaded.get((kind, name))
-        if found is None:
-            found = self._loaded[kind, name] = self._entry(kind, name).load()
-        return found
+        if (kind, name) not in self._loaded:
+            self._loaded[kind, name] = self._entry(kind, name).load()
+        return self._loaded[kind, name]
 
-    def importable(self, kind: str) -> dict[str, Any]:
-        """All of a kind that can be imported, by name; one that cannot is noted among its plugin's problems."""
+    def load_all(self, kind: str) -> dict[str, Any]:
+        """Return the classes or functions of a kind by name. One that cannot be imported is recorded as a problem of its
+        plugin.
+        """
         found = {}
         for entry in self.entries(kind):
             try:
                 found[entry.name] = self.get(kind, entry.name)
             except PluginError as error:
-                self._note([entry], error)
+                self._add_problem([entry], error)
         return found
 
     def provider(self, kind: str, name: str) -> str:
-        """Distribution and version that provide a name, e.g. ``"slapo-core 0.1.0"``."""
+        """Return the distribution and version that provide a name, e.g. ``"slapo-core 0.1.0"``."""
         return self._entry(kind, name).provider
 
     def primitive(self, name: str) -> type[Primitive]:
-        """The primitive users call ``name``."""
+        """Return the primitive of this name."""
         return cast("type[Primitive]", self.get("primitive", name))
 
     def has(self, kind: str, name: str) -> bool:
-        """Return whether a plugin provides the name; imports nothing."""
+        """Return True if a plugin provides the name. Imports nothing."""
         return (kind, name) in self._entries
 
     def names(self, kind: str) -> list[str]:
@@ -103,28 +114,33 @@ class Registry:
 
     @cached_property
     def codecs(self) -> tuple[type[Codec], ...]:
-        """The codecs of arguments in saved schedules."""
-        return tuple(self.importable("codec").values())
+        """The codecs for arguments in saved schedules."""
+        return tuple(self.load_all("codec").values())
 
     def add_primitive(self, primitive: type[Primitive]) -> None:
-        """Register a class in this process; defining it once more, as notebooks do, replaces it."""
+        """Register a class in this process. A second definition replaces the first, as happens in notebooks.
+
+        Raises:
+            PluginError: another class provides the name, or the name is reserved.
+        """
         entry = Entry("primitive", class_name(primitive), primitive)
         entry.check(_RESERVED)
         for other in self._entries.get((entry.kind, entry.name), ()):
-            if other.record or _import_path(other.target) != _import_path(primitive):
+            # compared by name: a notebook defines the class anew
+            if other.record or _qualified_name(other.target) != _qualified_name(primitive):
                 raise Entry.conflict([other, entry])
         self._entries[entry.kind, entry.name] = [entry]
         self._loaded[entry.kind, entry.name] = primitive
 
-    def provided(self, hook: str, kind: str) -> dict[str, list[Entry]]:
-        """Return what plugins give for a registration hook of another plugin: each name with the entries that provide it.
+    def entries_of_hook(self, hook: str, kind: str) -> dict[str, list[Entry]]:
+        """Return the entries that plugins provide through a registration hook that another plugin specifies, by name.
 
         Args:
-            hook: Name of the hook; each plugin returns a mapping from names to targets.
-            kind: What errors call one of them, e.g. ``"compiler"``.
+            hook: Name of the hook, which returns a mapping from names to targets.
+            kind: Word for one entry in error messages, e.g. ``"compiler"``.
 
         Raises:
-            PluginError: a plugin's hook fails, or returns something else.
+            PluginError: the hook of a plugin fails, or does not return a mapping.
         """
         found: dict[str, list[Entry]] = {}
         records = {id(record.plugin): record for record in self.records}
@@ -141,28 +157,30 @@ class Registry:
         return found
 
     def hooks_of(self, record: PluginRecord) -> list[str]:
-        """The names of the hooks a plugin implements, sorted."""
-        callers = self._plugins.manager.get_hookcallers(record.plugin) if record.loaded else None
+        """Return the names of the hooks that a plugin implements, sorted."""
+        callers = record.loaded and self._plugins.manager.get_hookcallers(record.plugin)
         return sorted(caller.name for caller in callers or ())
 
     def notify(self, hook: str, **arguments: object) -> None:
-        """Call an event hook; where no plugin implements it this costs next to nothing."""
+        """Call an event hook. Almost free if no plugin implements it."""
         if (caller := getattr(self.hook, hook)).get_hookimpls():
             caller(**arguments)
 
     def call_each(self, hook: str, **arguments: object) -> None:
-        """Call an event hook one plugin at a time; what one raises is noted among its problems and the others go on."""
+        """Call an event hook plugin by plugin. An error is recorded as a problem of its plugin, and the others are still
+        called.
+        """
         for impl in reversed(getattr(self.hook, hook).get_hookimpls()):
             try:
                 impl.function(*(arguments[name] for name in impl.argnames))
             except (Exception, SystemExit) as error:
-                record, problem = self._plugins.failed(hook, impl.plugin, error)
+                record, problem = self._plugins.hook_error(hook, impl.plugin, error)
                 if self._plugins.strict:
                     raise problem from error
                 record.problems.append(str(problem))
 
     def _collect(self) -> None:
-        """Call the registration hooks one plugin at a time, so that one that raises takes nothing else with it."""
+        """Call the registration hooks plugin by plugin, so that the failure of one leaves the others usable."""
         calls: dict[int, list[tuple[str, Callable[[], object]]]] = defaultdict(list)
         for kind, hook in HOOKS.items():
             for impl in getattr(self.hook, hook).get_hookimpls():
@@ -186,7 +204,7 @@ class Registry:
             raise Entry.conflict(entries)
         return entries[0]
 
-    def _note(self, entries: Iterable[Entry], error: PluginError) -> None:
+    def _add_problem(self, entries: Iterable[Entry], error: PluginError) -> None:
         if self._plugins.strict:
             raise error
         for entry in entries:
@@ -194,22 +212,19 @@ class Registry:
                 entry.record.problems.append(str(error))
 
 
-def _import_path(target: type) -> str:
-    return f"{target.__module__}.{target.__qualname__}"
-
-
+_qualified_name = attrgetter("__module__", "__qualname__")
 _RESERVED: set[str] = set()
 _Class = TypeVar("_Class", bound=type)
 
 
 def reserve_names(cls: _Class) -> _Class:
-    """Class decorator: no primitive or query may have the name of a public attribute of this class."""
+    """Class decorator: refuse primitives and queries with the name of a public attribute of this class."""
     _RESERVED.update(name for name in dir(cls) if not name.startswith("_"))
     return cls
 
 
-class _Default:
-    """The registry of this process, made when first asked for."""
+class _DefaultRegistry:
+    """The registry of this process, made on demand."""
 
     lock = threading.RLock()
     registry: Registry | None = None
@@ -217,18 +232,29 @@ class _Default:
 
 
 def default_registry() -> Registry:
-    """The registry of the installed plugins, loaded once per process."""
-    with _Default.lock:
-        if _Default.registry is None:
-            if _Default.loading:
+    """Return the registry of the installed plugins, loaded once per process.
+
+    Raises:
+        PluginError: called while the plugins are being imported.
+
+    Example:
+        >>> default_registry().has("primitive", "replace")
+        True
+    """
+    with _DefaultRegistry.lock:
+        if _DefaultRegistry.registry is None:
+            if _DefaultRegistry.loading:
                 raise PluginError("the registry is asked for while plugins are being imported; do that in a hook", owner="")
-            _Default.loading = True
+            # Loading creates many objects that all stay; a collection meanwhile scans all of torch's and doubles the time.
+            _DefaultRegistry.loading, is_collecting = True, gc.isenabled()
+            gc.disable()
             try:
-                with _no_collection():
-                    _Default.registry = Registry()
+                _DefaultRegistry.registry = Registry()
             finally:
-                _Default.loading = False
-        return _Default.registry
+                _DefaultRegistry.loading = False
+                if is_collecting:
+                    gc.enable()
+        return _DefaultRegistry.registry
 
 
 Renderable._default_registry = staticmethod(default_registry)
@@ -236,28 +262,34 @@ Renderable._default_registry = staticmethod(default_registry)
 
 @contextmanager
 def use_registry(registry: Registry) -> Iterator[Registry]:
-    """Let ``registry`` be the default one of this process in the block."""
-    before, _Default.registry = _Default.registry, registry
+    """Make ``registry`` the default registry of this process in a ``with`` block.
+
+    Example:
+        >>> with use_registry(Registry([])):
+        ...     list_primitives()
+        ['annotate', 'replace', 'replace_all']
+    """
+    before, _DefaultRegistry.registry = _DefaultRegistry.registry, registry
     try:
         yield registry
     finally:
-        _Default.registry = before
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Loading makes many objects that all stay; a collection in the middle walks all of torch's and costs twice the loading."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+        _DefaultRegistry.registry = before
 
 
 def register_primitive() -> Callable[[PrimitiveClass], PrimitiveClass]:
-    """A class decorator that registers a primitive in this process, for notebooks and tests; plugins use the hook."""
+    """Return a class decorator that registers a primitive in this process, for notebooks and tests. Plugins use the hook.
+
+    Example:
+        >>> @register_primitive()
+        ... class NoOpPrimitive(Primitive):
+        ...     name = "no_op"
+        ...
+        ...     @staticmethod
+        ...     def apply(schedule):
+        ...         pass
+        >>> create_schedule(nn.ReLU()).no_op()
+        Schedule('': ReLU)
+    """
 
     def register(primitive: PrimitiveClass) -> PrimitiveClass:
         default_registry().add_primitive(primitive)
@@ -271,13 +303,19 @@ def list_primitives(name_only: Literal[True] = True) -> list[str]: ...
 @overload
 def list_primitives(name_only: Literal[False]) -> dict[str, type[Primitive]]: ...
 def list_primitives(name_only: bool = True) -> list[str] | dict[str, type[Primitive]]:
-    """All installed primitives.
+    """Return all installed primitives.
 
     Args:
-        name_only: Give the sorted names alone, which imports no plugin's heavy code.
+        name_only: Return only the names, which imports no plugin's heavy code.
 
     Returns:
-        The names, or names to classes.
+        The names, sorted, or a dict from names to classes.
+
+    Example:
+        >>> "replace" in list_primitives()
+        True
+        >>> list_primitives(name_only=False)["annotate"].__name__
+        'AnnotatePrimitive'
     """
     registry = default_registry()
-    return registry.names("primitive") if name_only else registry.importable("primitive")
+    return registry.names("primitive") if name_only else registry.load_all("primitive")

@@ -1,4 +1,1 @@
-"""Errors, the logger, and one-line reasons for failures of plugins.
-
-Every other package of Slapo may import this one; it imports torch and pluggy alone.
-"""
+"""Errors, the logger, and one-line failure reasons. Every other package of Slapo may import this one."""

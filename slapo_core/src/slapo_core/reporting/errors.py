@@ -1,4 +1,4 @@
-"""Every error a user can meet. ``assert`` is for our own bugs only."""
+"""Errors for users. ``assert`` is for internal bugs only."""
 
 from __future__ import annotations
 
@@ -7,16 +7,28 @@ from collections.abc import Iterable
 
 
 class SlapoError(Exception):
-    """Base of all errors raised on purpose."""
+    """Base class of all errors that Slapo raises on purpose.
+
+    Example:
+        >>> try:
+        ...     create_schedule(nn.ReLU()).annotate("weight", "group", 1)
+        ... except SlapoError as error:
+        ...     print(error)
+        annotate(''): no parameter or buffer 'weight'; it has: none
+    """
 
 
 class ScheduleError(SlapoError):
-    """An illegal step of a schedule; nothing was changed.
+    """An illegal step of a schedule. The model was not changed.
 
     Args:
-        message: One lower-case sentence, what is wrong with the value and what would work.
-        path: Dotted path of the module the step was for; ``""`` is the top module.
-        primitive: Name of the primitive, put in front of the message when given.
+        message: One lower-case sentence: what is wrong, with the value, and what would work.
+        path: Dotted path of the module that the step was for; ``""`` is the top module.
+        primitive: Name of the primitive; prefixes the message if given.
+
+    Example:
+        >>> print(ScheduleError("dim 0 has size 3, not divisible by 2 ranks", path="fc", primitive="shard"))
+        shard('fc'): dim 0 has size 3, not divisible by 2 ranks
     """
 
     def __init__(self, message: str, *, path: str = "", primitive: str | None = None) -> None:
@@ -26,7 +38,17 @@ class ScheduleError(SlapoError):
 
 
 class PluginError(SlapoError):
-    """A plugin that cannot be used; ``owner`` names it with its distribution and version."""
+    """A plugin that cannot be used.
+
+    Args:
+        message: One lower-case sentence that names the plugin.
+        owner: The plugin, with its distribution and version.
+
+    Example:
+        >>> raise PluginError("plugin 'quant' (slapo-quant 0.1) did not load", owner="plugin 'quant' (slapo-quant 0.1)")
+        Traceback (most recent call last):
+        slapo_core.reporting.errors.PluginError: plugin 'quant' (slapo-quant 0.1) did not load
+    """
 
     def __init__(self, message: str, *, owner: str) -> None:
         self.owner = owner
@@ -34,11 +56,24 @@ class PluginError(SlapoError):
 
 
 class UnknownNameError(SlapoError, LookupError):
-    """A primitive, dialect, path or option nobody provides."""
+    """A primitive, dialect, module path or option that does not exist.
+
+    Example:
+        >>> print(UnknownNameError.of("mode", "fst", ["fast", "exact"]))
+        no mode 'fst'; did you mean 'fast'?; available: exact, fast
+    """
 
     @classmethod
     def of(cls, kind: str, name: str, available: Iterable[str], notes: Iterable[str] = (), whose: str = "") -> UnknownNameError:
-        """Say what was asked for (and ``whose`` it would be), the nearest known name, what is available, and ``notes``."""
+        """Return the error with the nearest known name and all available ones.
+
+        Args:
+            kind: Word for the kind of name, e.g. ``"primitive"``.
+            name: The unknown name.
+            available: The known names.
+            notes: Further clauses of the message.
+            whose: Owner of the names, e.g. ``"target 'torch'"``.
+        """
         known = sorted(available)
         parts = [f"no {kind} {name!r}" + (whose and f" of {whose}")]
         if near := difflib.get_close_matches(name, known, n=1):
@@ -52,8 +87,12 @@ class TraceError(SlapoError):
 
     Args:
         message: One lower-case sentence.
-        source: The model's own ``file:line``, when known.
-        failing_module: Path, in the model, of the innermost module in whose recorded forward the trace failed, when known.
+        source: ``file:line`` in the model's source, if known.
+        failing_module: Path, in the model, of the innermost module in whose recorded forward the trace failed, if known.
+
+    Example:
+        >>> print(TraceError("the forward branches on a tensor", source="model.py:12"))
+        the forward branches on a tensor (model.py:12)
     """
 
     def __init__(self, message: str, *, source: str | None = None, failing_module: str | None = None) -> None:
@@ -62,8 +101,19 @@ class TraceError(SlapoError):
 
 
 class BuildError(SlapoError):
-    """A schedule that cannot be handed to the engine as configured."""
+    """A schedule or option that the engine does not support, or a rank that differs from the others.
+
+    Example:
+        >>> build(create_schedule(nn.ReLU()), clip=1.0)
+        Traceback (most recent call last):
+        slapo_core.reporting.errors.BuildError: target=None gives a plain module and has no use for clip
+    """
 
 
 class VerifyError(SlapoError):
-    """The scheduled model does not compute what the unmodified one computes."""
+    """A scheduled model whose results differ from those of the unmodified model.
+
+    Example:
+        >>> issubclass(VerifyError, SlapoError)
+        True
+    """

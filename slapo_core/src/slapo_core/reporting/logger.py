@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 class RankFormatter(logging.Formatter):
-    """Puts the global rank in front of the message once ``torch.distributed`` is initialised."""
+    """Formatter that prefixes messages with the global rank once ``torch.distributed`` is initialised."""
 
     def format(self, record: logging.LogRecord) -> str:
         record.rank = f"[rank {dist.get_rank()}] " if dist.is_available() and dist.is_initialized() else ""
@@ -18,9 +18,9 @@ class RankFormatter(logging.Formatter):
 
 
 class ConsoleHandler(logging.StreamHandler[TextIO]):
-    """Writes to whatever ``sys.stderr`` is at that moment: notebooks and tests put another stream there.
+    """Handler that writes to the current ``sys.stderr``, which notebooks and tests replace.
 
-    A record with a true attribute ``another_rank`` is left to another rank, which writes the same.
+    Records with a true attribute ``another_rank`` are skipped, since another rank writes the same record.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -30,12 +30,16 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
 
 
 def get_logger(name: str = "Slapo", level: int = logging.INFO) -> logging.Logger:
-    """The named logger, with one handler of its own that writes to stderr; the root logger is left alone.
+    """Return the named logger, with one handler that writes to stderr. The root logger is not changed.
 
     Args:
         name: Name of the logger.
-        level: The lowest level that is shown from now on. The default, 20, is ``INFO``, and leaves a level alone that was set
-            before: all of Slapo asks for its logger again and again.
+        level: Lowest level to show from now on. The default, ``INFO``, does not override a level that was set before, since all
+            of Slapo calls this function.
+
+    Example:
+        >>> get_logger("Slapo.example", logging.WARNING).isEnabledFor(logging.INFO)
+        False
     """
     logger = logging.getLogger(name)
     if level != logging.INFO or logger.level == logging.NOTSET:

@@ -1,4 +1,4 @@
-"""The record of a schedule: every step, with its arguments and who provided it."""
+"""Record of a schedule: every step with its arguments and its provider."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..reporting.errors import ScheduleError
 from .serialization import encode, to_source
 from .transaction import Transaction
 
-_OF_THIS_RANK = r"( at)? 0x[0-9a-f]+|(?<=cuda):\d+"
+_RANK_SPECIFIC = r"( at)? 0x[0-9a-f]+|(?<=cuda):\d+"
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,15 @@ class Step:
 
     Args:
         path: Dotted path of the module; ``""`` is the top module.
-        name: The primitive.
-        args: Positional arguments as the user gave them.
-        kwargs: Keyword arguments as the user gave them.
+        name: Name of the primitive.
+        args: Positional arguments, as the user passed them.
+        kwargs: Keyword arguments, as the user passed them.
         provider: Distribution and version that provided the primitive.
-        children: Steps this one took itself; replaying it takes them again.
+        children: Steps that this step took itself. A replay of this step takes them again.
+
+    Example:
+        >>> print(Step("h.0", "annotate", ("weight",), {"key": "lr_scale", "value": 0.1}))
+        sch['h.0'].annotate('weight', key='lr_scale', value=0.1)
     """
 
     path: str
@@ -41,16 +45,28 @@ class Step:
         return f"{target}.{self.name}({', '.join(words)})"
 
     def lines(self, indent: str = "") -> list[str]:
-        """The call, and as comments, indented, those it made itself."""
+        """Return the call, followed by the calls of its children as indented comments."""
         return [f"{indent}{self}", *(line for step in self.children for line in step.lines(f"{indent or '#'}   "))]
 
 
 class Journal:
-    """The steps of a schedule in order. Printing it gives the Python that takes them; steps inside a step are comments."""
+    """The steps of a schedule in order.
+
+    Printed, it is the Python code that takes the steps; steps within a step are comments.
+
+    Example:
+        >>> sch = create_schedule(nn.Sequential(nn.ReLU()))
+        >>> sch["0"].replace(nn.Tanh())
+        Schedule('0': Tanh)
+        >>> print(sch.journal)
+        sch['0'].replace(slapo_core.make(torch.nn.modules.activation.Tanh))
+        >>> len(sch.journal), sch.undo().name, len(sch.journal)
+        (1, 'replace', 0)
+    """
 
     def __init__(self) -> None:
         self._steps: list[Step] = []
-        self._inverses: list[Callable[[], None] | None] = []  # of the steps since the last seal; None begins those of each
+        self._inverses: list[Callable[[], None] | None] = []  # since the last seal; None precedes the actions of each step
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -58,16 +74,16 @@ class Journal:
         return tuple(self._steps)
 
     def comparable_lines(self) -> list[str]:
-        """Return the steps without what differs between ranks that take the same ones: addresses, and the GPU's number."""
-        return [f"step {number}, {re.sub(_OF_THIS_RANK, '', str(step))}," for number, step in enumerate(self, 1)]
+        """Return the steps as text without rank-specific parts, which are addresses and GPU numbers."""
+        return [f"step {number}, {re.sub(_RANK_SPECIFIC, '', str(step))}," for number, step in enumerate(self, 1)]
 
     def record(self, step: Step, transaction: Transaction) -> None:
-        """Append a step with what undoes it."""
+        """Append a step and the actions that undo it."""
         self._steps.append(step)
-        self._inverses += [None, *transaction.settled()]
+        self._inverses += [None, *transaction.undo_actions()]
 
     def undo(self) -> Step:
-        """Take the last step back and return it.
+        """Undo the last step and return it.
 
         Raises:
             ScheduleError: there is no step, or the schedule has been built since.
@@ -79,11 +95,11 @@ class Journal:
         return self._steps.pop()
 
     def seal(self) -> None:
-        """Forget how to undo the steps so far, which frees the parameters they replaced."""
+        """Drop the undo actions of the steps so far, which frees the parameters that they replaced."""
         self._inverses.clear()
 
     def sealed_copy(self) -> Journal:
-        """The same steps, with nothing to undo."""
+        """Return a copy with the same steps, none of which can be undone."""
         copied = Journal()
         copied._steps = self._steps.copy()
         return copied

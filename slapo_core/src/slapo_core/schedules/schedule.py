@@ -1,7 +1,7 @@
 """The schedule: a cursor into the live module tree.
 
-The module tree is the single source of truth. A ``Schedule`` is a shared ``Root`` and a dotted path, so nothing has to be
-kept in step after a rewrite, and a handle taken before one still works, or says that its module is gone.
+A ``Schedule`` is a dotted path and a shared ``Root``. The module tree is the single source of truth, so a rewrite needs no
+update of other handles. A handle whose module was removed raises an error.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..interfaces.primitive import call_signature
 from ..interfaces.renderable import Renderable
 from ..modules import paths
 from ..modules.holders import Holders, Place
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class UnknownPrimitiveError(UnknownNameError, AttributeError):
-    """``sch.<name>`` where no such primitive or attribute exists; an ``AttributeError``, so that ``hasattr`` works."""
+    """Error of ``sch.<name>`` if no such primitive or attribute exists; an ``AttributeError``, so that ``hasattr`` works."""
 
 
 @dataclass
@@ -44,11 +45,17 @@ class ScheduleMetadata:
     """Metadata of one module.
 
     Args:
-        tie_weights: Top module only: each parameter held at several places.
-        param_tags: Names of attributes, of ``annotate`` or added here, that go on to what takes a parameter's place.
-        primitives: Primitive name to the state it keeps for this module; a key means "was applied here". Of the top module
-            ``"cut_pipeline_stage"`` has the paths of all cuts, in order.
-        partition_idx: Pipeline stage of the module, where one was noted.
+        tie_weights: Top module only: the tied parameters.
+        param_tags: Names of parameter attributes that carry over to a tensor that replaces the parameter; ``annotate`` adds to
+            them.
+        primitives: Name of each primitive applied to this module, to the state that it keeps there. ``"cut_pipeline_stage"`` of
+            the top module has the paths of all cuts, in order.
+        partition_idx: Pipeline stage of the module, if assigned.
+
+    Example:
+        >>> sch = create_schedule(nn.Linear(2, 2)).annotate("weight", "lr_scale", 0.1)
+        >>> sch.metadata.param_tags, sch.metadata.primitives
+        ({'lr_scale'}, {'annotate': None})
     """
 
     tie_weights: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
@@ -62,7 +69,7 @@ class Root:
     """State that all handles of one schedule share."""
 
     module: nn.Module
-    model: str  # class of the unmodified model
+    model: str  # class name of the unmodified model
     name: str
     registry: Registry
     group: dist.ProcessGroup | None
@@ -72,23 +79,22 @@ class Root:
     holders: Holders = field(default_factory=Holders)
     metadata: WeakKeyDictionary[nn.Module, ScheduleMetadata] = field(default_factory=WeakKeyDictionary)
     transaction: Transaction | None = None
-    children: list[Step] = field(default_factory=list)  # steps taken inside the step under way
-    checked: Any = None  # what the check of the step under way returned
-    program: Program | None = None  # of the last build
-    target: str | None = None  # the dialect that has built an engine from the model
-    handles: WeakValueDictionary[str, Schedule] = field(default_factory=WeakValueDictionary)  # one for each path in use
+    children: list[Step] = field(default_factory=list)  # steps that the current step took
+    program: Program | None = None  # result of the last build
+    target: str | None = None  # dialect of the engine that was built from the model
+    handles: WeakValueDictionary[str, Schedule] = field(default_factory=WeakValueDictionary)  # one per path in use
 
     @cached_property
     def mesh_group(self) -> dist.ProcessGroup | None:
-        """The process group of the mesh's ``tp`` axis, if it has one."""
+        """The process group of the mesh's ``tp`` axis; None if it has none."""
         return self.mesh.get_group("tp") if self.mesh is not None and "tp" in (self.mesh.mesh_dim_names or ()) else None
 
     def metadata_of(self, module: nn.Module) -> ScheduleMetadata:
-        """The metadata of one module, made when first asked for."""
+        """Return the metadata of one module, created on demand."""
         return self.metadata.get(module) or self.metadata.setdefault(module, ScheduleMetadata())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Root:
-        """A copy of the model with all that is known of its modules and parameters; its past cannot be undone."""
+        """Return a copy of the model with the metadata of its modules and parameters. Its steps cannot be undone."""
         module, journal = copy.deepcopy(self.module, memo), self.journal.sealed_copy()
         copied = Root(module, self.model, self.name, self.registry, self.group, self.mesh, self.example_inputs, journal)
         for known, metadata in self.metadata.items():
@@ -98,9 +104,12 @@ class Root:
 
 
 def _method(registry: Registry, name: str) -> Callable[..., Any]:
-    """Return the function of a schedule that runs a query or applies a primitive, with what help() and signature() show."""
+    """Return the function of a schedule that runs a query or applies a primitive, with its docstring and the users'
+    signature.
+    """
     if registry.has("query", name):
         shown = registry.get("query", name)
+        signature = inspect.signature(shown)
         call: Any = lambda schedule, /, *args, **kwargs: shown(schedule, *args, **kwargs)  # noqa: E731
         call.__doc__ = shown.__doc__
     else:
@@ -108,18 +117,17 @@ def _method(registry: Registry, name: str) -> Callable[..., Any]:
             primitive = registry.primitive(name)
         except UnknownNameError as err:
             raise UnknownPrimitiveError(str(err)) from err
-        shown = primitive.apply
+        shown, signature = primitive.apply, call_signature(primitive)
         call = lambda schedule, /, *args, **kwargs: schedule.apply(name, *args, **kwargs)  # noqa: E731
         call.__doc__ = primitive.__doc__
     call.__name__ = name
-    signature = inspect.signature(shown)
     first, *others = signature.parameters.values()
     call.__signature__ = signature.replace(parameters=[first.replace(name="self"), *others])
     return update_wrapper(call, shown, (), ())
 
 
 class _ScheduleClass(type):
-    """The class of ``Schedule``: ``help(Schedule.shard)`` shows what ``sch.shard`` does."""
+    """Metaclass of ``Schedule``, so that ``help(Schedule.shard)`` describes ``sch.shard``."""
 
     def __getattr__(cls, name: str) -> Callable[..., Any]:
         if name.startswith("_"):
@@ -129,9 +137,17 @@ class _ScheduleClass(type):
 
 @reserve_names
 class Schedule(Renderable, metaclass=_ScheduleClass):
-    """One module of a model, and the words to say how it is to run: ``sch["h.0.mlp"].checkpoint()``.
+    """One module of a model, and the methods that say how it runs: ``sch["h.0.mlp"].checkpoint()``.
 
-    Every installed primitive is a method; ``dir(sch)`` lists them. A call returns the schedule, or the primitive's own value.
+    Every installed primitive is a method; ``dir(sch)`` lists them. A primitive returns the schedule, or its own value.
+    Primitives change the model through ``replace_module``, ``set_parameter``, ``touch`` and ``on_undo``.
+
+    Example:
+        >>> sch = create_schedule(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+        >>> sch["1"].replace(nn.Tanh())
+        Schedule('1': Tanh)
+        >>> sch.undo().name, sch["1"].mod
+        ('replace', ReLU())
     """
 
     __slots__ = ("__weakref__", "_path", "_root")
@@ -147,38 +163,34 @@ class Schedule(Renderable, metaclass=_ScheduleClass):
         group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
-        """Start a schedule; see ``create_schedule``, whose arguments these are."""
+        """Start a schedule; the arguments are those of ``create_schedule``."""
         made = create_schedule(mod, name, path, parent, group, **options)
         self._root, self._path = made._root, made._path
         self._root.handles[self._path] = self
 
     @classmethod
-    def _of(cls, root: Root, path: str = "") -> Schedule:
+    def _handle(cls, root: Root, path: str = "") -> Schedule:
         handle = root.handles.get(path)
         if handle is None:
             handle = root.handles[path] = object.__new__(cls)
             handle._root, handle._path = root, path
         return handle
 
-    # ---- where it points
-
     @property
     def mod(self) -> nn.Module:
-        """The module, looked up now.
+        """The module, looked up at each access.
 
         Raises:
             ScheduleError: an earlier step removed it.
         """
         found = paths.find(self._root.module, self._path)
         if found is None:
-            raise ScheduleError(
-                f"the module {self._path!r} is gone; a step since this handle was taken removed it", path=self._path
-            )
+            raise ScheduleError(f"the module {self._path!r} is gone; a step removed it after this handle", path=self._path)
         return found
 
     @property
     def name(self) -> str:
-        """Last part of the path; the top schedule has the name given to ``create_schedule``."""
+        """Last part of the path; for the top schedule the ``name`` passed to ``create_schedule``."""
         return paths.split(self._path)[1] if self._path else self._root.name
 
     @property
@@ -188,8 +200,8 @@ class Schedule(Renderable, metaclass=_ScheduleClass):
 
     @property
     def parent(self) -> Schedule | None:
-        """The schedule of the module that holds this one; None at the top."""
-        return Schedule._of(self._root, paths.split(self._path)[0]) if self._path else None
+        """The schedule of the module that contains this one; None at the top."""
+        return Schedule._handle(self._root, paths.split(self._path)[0]) if self._path else None
 
     @property
     def child(self) -> Mapping[str, Schedule]:
@@ -202,19 +214,17 @@ class Schedule(Renderable, metaclass=_ScheduleClass):
         return self._root.module
 
     def get_top_schedule(self) -> Schedule:
-        """The schedule of the top module."""
-        return Schedule._of(self._root)
-
-    # ---- where it runs
+        """Return the schedule of the top module."""
+        return Schedule._handle(self._root)
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """The device mesh, axes out of ``pp``, ``dp``, ``tp``."""
+        """The device mesh, with axes out of ``pp``, ``dp``, ``tp``, or None."""
         return self._root.mesh
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The tensor-parallel process group: the one given, the mesh's ``tp`` axis, or the world; None in one process."""
+        """The tensor-parallel process group: the given one, the mesh's ``tp`` axis, or the world. None in one process."""
         root = self._root
         if root.group is None and root.mesh is None:
             return dist.group.WORLD if dist.is_initialized() else None
@@ -222,62 +232,58 @@ class Schedule(Renderable, metaclass=_ScheduleClass):
 
     @property
     def rank(self) -> int:
-        """This process's rank in ``group``; 0 without one."""
+        """This process's rank in ``group``; 0 without a group, -1 if the process is not in it."""
         group = self.group
-        # torch has a number for a group that this process is not in
+        # torch gives a number instead of a group that this process is not in
         return group.rank() if isinstance(group, dist.ProcessGroup) else 0 if group is None else -1
 
     @property
     def world_size(self) -> int:
-        """Size of ``group``; 1 without one."""
+        """Size of ``group``; 1 without a group, -1 if the process is not in it."""
         group = self.group
         return group.size() if isinstance(group, dist.ProcessGroup) else 1 if group is None else -1
 
-    # ---- what is known
-
     @property
     def metadata(self) -> ScheduleMetadata:
-        """Metadata of this module; a module put in by ``replace`` starts afresh."""
+        """Metadata of this module. A module that ``replace`` puts in has new metadata."""
         return self._root.metadata_of(self.mod)
 
     @property
     def partition_idx(self) -> int | None:
-        """The pipeline stage that ``slapo.pipeline.add_partition_notation`` noted here, or None."""
+        """The pipeline stage that ``slapo.pipeline.add_partition_notation`` assigned to the module, or None."""
         return self.metadata.partition_idx
 
     @property
     def registry(self) -> Registry:
-        """The plugins this schedule goes by."""
+        """The registry that this schedule looks primitives up in."""
         return self._root.registry
 
     @property
     def journal(self) -> Journal:
-        """Every step taken so far, of the whole model; ``print(sch.journal)`` shows it as Python."""
+        """All steps of the whole model so far; ``print(sch.journal)`` shows them as Python."""
         return self._root.journal
 
     @property
     def program(self) -> Program | None:
-        """The program of the last ``build``, or None before it."""
+        """The program of the last ``build``; None before it."""
         return self._root.program
 
     @property
     def example_inputs(self) -> Any:
-        """One batch of the top module's inputs as ``create_schedule`` was given it, or None."""
+        """One batch of the top module's inputs, as passed to ``create_schedule``, or None."""
         return self._root.example_inputs
 
     @property
     def original_names(self) -> dict[str, tuple[str, ...]]:
-        """Current name of every parameter below, from the top, to its names in the unmodified model.
+        """Current name, from the top, of every parameter below this module, to its names in the unmodified model.
 
-        Several names for a tied parameter; none for one that a step brought in.
+        A tied parameter has several names; one that a step created has none.
         """
         named = self.mod.named_parameters(prefix=self._path)
         return {name: parameter_facts(parameter).names for name, parameter in named}
 
-    # ---- moving around
-
     def __getitem__(self, path: str) -> Schedule:
-        """The schedule of the module at ``path`` below this one.
+        """Return the schedule of the module at ``path`` below this one.
 
         Raises:
             UnknownNameError: no such module.
@@ -292,41 +298,41 @@ class Schedule(Renderable, metaclass=_ScheduleClass):
         return isinstance(path, str) and paths.find(self.mod, paths.resolve_aliases(self.mod, path)) is not None
 
     def named_schedules(self, prefix: str = "") -> Iterator[tuple[str, Schedule]]:
-        """Every schedule from this one down, itself first, with its path below this one (``prefix`` in front)."""
+        """Yield the path below this module, after ``prefix``, and the schedule of each module: this one first, then all
+        below.
+        """
         for name, _ in list(self.mod.named_modules()):
             yield paths.join(prefix, name), self._at(name)
 
     def select(self, pattern: str) -> list[Schedule]:
-        """The schedules whose path below this one matches a glob; ``*`` stays within one name, ``**`` crosses dots.
+        """Return the schedules whose path below this one matches a glob: ``*`` within one name, ``**`` over any number of
+        names.
 
         Raises:
             ScheduleError: nothing matches.
         """
-        found = dict(paths.select(self.mod, pattern))
-        if not found:
+        if not (found := dict(paths.select(self.mod, pattern))):
             known = UnknownNameError.of("module", pattern, paths.nearby(self.mod, pattern))
             raise ScheduleError(f"{known}", path=self._path, primitive="select")
         return [self._at(name) for name in found]
 
     def _at(self, path: str) -> Schedule:
-        return Schedule._of(self._root, paths.join(self._path, path))
-
-    # ---- taking steps
+        return Schedule._handle(self._root, paths.join(self._path, path))
 
     def apply(self, primitive: str, /, *args: Any, **kwargs: Any) -> Any:
         """Apply a primitive to this module: ``sch.apply("shard", "weight", axis=0)`` is ``sch.shard("weight", axis=0)``.
 
         Args:
             primitive: Name of an installed primitive.
-            *args: For the primitive.
-            **kwargs: For the primitive.
+            *args: Arguments of the primitive.
+            **kwargs: Arguments of the primitive.
 
         Returns:
             This schedule, or the primitive's own value.
 
         Raises:
             UnknownNameError: no such primitive.
-            ScheduleError: the step is illegal. Whatever is raised, the model is as it was before the call.
+            ScheduleError: the step is illegal. After any error the model is as before the call.
         """
         return take_step(self, self._root, primitive, args, kwargs)
 
@@ -339,21 +345,19 @@ class Schedule(Renderable, metaclass=_ScheduleClass):
         return sorted({*super().__dir__(), *self._root.registry.names("primitive"), *self._root.registry.names("query")})
 
     def undo(self) -> Step:
-        """Take the last step back, wherever in the model it was, and return it. ``build`` ends what can be undone."""
-        self._root.holders.drop()
+        """Undo the last step, on whichever module, and return it. Steps before ``build`` cannot be undone."""
+        self._root.holders.invalidate()
         return self._root.journal.undo()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the steps: ``*.json`` as data, ``*.py`` as code to edit; see ``load_schedule``.
+        """Write the steps to ``*.json`` as data, or to ``*.py`` as code to edit. ``load_schedule`` reads both.
 
         Raises:
-            ScheduleError: a step has an argument that cannot be written down; names it. No file is written.
+            ScheduleError: an argument of a step has no written form; names the step. No file is written.
         """
         from .schedule_files import save_schedule  # noqa: PLC0415  replay imports this module
 
         save_schedule(self, path)
-
-    # ---- for primitives
 
     def replace_module(self, new: nn.Module) -> None:
         """Put ``new`` in this module's place, at every place of the tree that holds the module."""
@@ -361,17 +365,17 @@ class Schedule(Renderable, metaclass=_ScheduleClass):
         if not self._path:
             self.on_undo(partial(setattr, root, "module", old))
             root.module = new
-            root.holders.drop()
+            root.holders.invalidate()
             return
         parent, name = paths.split(self._path)
         self._put(old, (root.module.get_submodule(parent), name), new)
 
     def set_parameter(self, name: str, tensor: torch.Tensor) -> None:
-        """Put ``tensor`` in the place of a parameter or buffer of this module, at every place a tie holds it.
+        """Put ``tensor`` in the place of a parameter or buffer of this module, at every place where it is tied.
 
         Args:
             name: Its name in this module, e.g. ``"weight"``.
-            tensor: Usually made by ``slapo_core.modules.parameters.successor``, which carries the facts over.
+            tensor: Usually made by ``successor``, which carries the facts over.
         """
         mod = self.mod
         parameter = mod._parameters.get(name)
@@ -383,40 +387,36 @@ class Schedule(Renderable, metaclass=_ScheduleClass):
         places = self.places_of(old, known)
         for holder, _ in places:
             self.touch(holder)
-        self._root.holders.put(places, old, new)
+        self._root.holders.substitute(places, old, new)
 
     def places_of(self, value: nn.Module | torch.Tensor, known: Place | None = None) -> list[Place]:
-        """Every ``(module, attribute name)`` of the model that holds this very module or tensor; several when tied or shared.
+        """Return every ``(module, attribute name)`` of the model that holds this very module or tensor.
 
         Args:
-            value: A module, parameter or buffer.
-            known: One of the places, where the caller knows one.
+            value: A module, parameter or buffer; several places hold it if it is shared or tied.
+            known: One of the places, if the caller knows one.
         """
-        return self._root.holders.of(self._root.module, value, known)
+        return self._root.holders.places_of(self._root.module, value, known)
 
-    def of_stages(self, module: nn.Module, program: Program) -> Schedule:
-        """Return a schedule of ``module``, whose children are the program's stages, on the very parameters of this one's model.
+    def stage_schedule(self, module: nn.Module, program: Program) -> Schedule:
+        """Return a schedule of ``module``, whose children are the program's stages, on the parameters of this schedule's
+        model.
 
-        Its journal has the steps so far, which only this schedule can undo. Both know the same of each module.
+        Its journal has the steps so far, which only this schedule can undo. Both share the metadata of modules.
         """
         root, journal = self._root, self._root.journal.sealed_copy()
         made = replace(root, module=module, journal=journal, program=program)
         made.holders, made.children, made.handles = Holders(), [], WeakValueDictionary()
         made.metadata[module] = root.metadata_of(root.module)
-        return Schedule._of(made)
-
-    @property
-    def checked(self) -> Any:
-        """For a primitive's ``apply``: what its ``check`` returned for this step."""
-        return self._root.checked
+        return Schedule._handle(made)
 
     def touch(self, module: nn.Module) -> None:
-        """Say that a module outside this one will be changed, so that a failure or ``undo`` restores it."""
+        """Announce a change of a module outside this one, so that a rollback or ``undo`` restores it."""
         assert self._root.transaction is not None, "only a primitive's apply may change the model"
         self._root.transaction.touch(module)
 
     def on_undo(self, inverse: Callable[[], None]) -> None:
-        """Add an action that takes back what the snapshot of modules cannot see; run newest first."""
+        """Add an action that undoes a change outside of the touched modules. The newest action runs first."""
         assert self._root.transaction is not None, "only a primitive's apply may change the model"
         self._root.transaction.on_undo(inverse)
 
@@ -445,23 +445,29 @@ def create_schedule(
     example_inputs: Any = None,
     plugins: Registry | None = None,
 ) -> Schedule:
-    """Start a schedule for a model. The model is changed in place by the steps, not by this call.
+    """Return a new schedule of a model. Its steps change the model in place; this call does not.
 
-    One schedule at a time per model: a later call for the same model names its parameters anew.
+    A model has one schedule at a time: a later call for the same model names its parameters anew.
 
     Args:
         root: The unmodified model.
         name: Name of the top schedule.
-        path: With ``parent``: where ``root`` is below it.
-        parent: The schedule ``root`` belongs to; the result is then a handle of that schedule.
+        path: With ``parent``: path of ``root`` below it.
+        parent: The schedule of a model that contains ``root``; the result is a handle of that schedule.
         group: Tensor-parallel process group; default: the mesh's ``tp`` axis, or the world.
         mesh: Device mesh with named axes out of ``pp``, ``dp``, ``tp``.
-        example_inputs: One batch to trace with: a tensor, a tuple of positional or a dict of keyword arguments, or
-            ``(args, kwargs)``.
+        example_inputs: One batch to trace with: a tensor, a tuple of positional or a dict of keyword arguments, or ``(args,
+            kwargs)``.
         plugins: Registry to look primitives up in; default: all installed plugins.
 
     Raises:
-        ScheduleError: ``root`` is no module, or not at ``path`` below ``parent``; the mesh has other axes or lacks this rank.
+        ScheduleError: ``root`` is not a module, or not at ``path`` below ``parent``; the mesh has other axes or lacks this
+            rank.
+
+    Example:
+        >>> sch = create_schedule(nn.Sequential(nn.Linear(4, 2)), example_inputs=torch.ones(3, 4))
+        >>> sch["0"].mod.out_features, sch.world_size
+        (2, 1)
     """
     refused = partial(ScheduleError, path=parent.path if parent is not None else "", primitive="create_schedule")
     if not isinstance(root, nn.Module):
@@ -484,5 +490,5 @@ def create_schedule(
     except RecursionError as err:
         raise refused("a module of the model contains itself; take it out of its inside") from err
     shared.metadata_of(root).tie_weights = ties
-    shared.registry.notify("slapo_after_create", schedule=Schedule._of(shared))
-    return Schedule._of(shared)
+    shared.registry.notify("slapo_after_create", schedule=Schedule._handle(shared))
+    return Schedule._handle(shared)

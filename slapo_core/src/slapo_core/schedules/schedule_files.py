@@ -1,4 +1,4 @@
-"""Schedules as files: written as data or as code, and replayed on a fresh model."""
+"""Schedules as files: written as data or as code, and replayed on an unmodified model."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ from .journal import Step
 from .schedule import Schedule, create_schedule
 from .serialization import check_names, decode, encode, imports_of
 
-FORMAT = 1
+FORMAT_VERSION = 1
 
 
 def save_schedule(schedule: Schedule, path: str | os.PathLike[str]) -> None:
-    """Write a schedule's steps to ``*.json`` or ``*.py``, whole or not at all."""
+    """Write a schedule's steps to ``*.json`` or ``*.py``. The file is replaced atomically.
+
+    Raises:
+        ScheduleError: other suffix, no such folder, or an argument of a step has no written form.
+    """
     target = Path(path)
     writers: dict[str, Callable[[Schedule], str]] = {".json": _as_json, ".py": _as_python}
     if target.suffix not in writers:
@@ -37,20 +41,32 @@ def save_schedule(schedule: Schedule, path: str | os.PathLike[str]) -> None:
 
 
 def load_schedule(model: nn.Module, path: str | os.PathLike[str], trust: Sequence[str] = (), **options: Any) -> Schedule:
-    """Replay a saved schedule on a fresh model.
+    """Replay a saved schedule on an unmodified model.
 
-    A ``.json`` file is data: it can call installed primitives and name objects of ``torch.nn``, nothing else. A ``.py``
-    file is code and runs with your rights; it defines ``schedule(sch)``.
+    A ``.json`` file is data: it can call installed primitives and name objects of ``torch.nn``, nothing else. A ``.py`` file is
+    code that runs with the user's rights; it defines ``schedule(sch)``.
 
     Args:
         model: The unmodified model.
-        path: What ``sch.save`` wrote, or a file written by hand.
-        trust: Further modules a ``.json`` file may take classes and functions from, e.g. ``["my_layers"]``.
-        **options: For ``create_schedule``.
+        path: A file that ``sch.save`` wrote, or one written by hand.
+        trust: Further modules whose classes and functions a ``.json`` file may import, e.g. ``["my_layers"]``.
+        **options: Arguments of ``create_schedule``.
 
     Raises:
-        ScheduleError: unreadable, malformed, a step is refused, or an object is not trusted; names the file, and the line
-            or step. The model is as it was.
+        ScheduleError: unreadable, malformed, a step is refused, or an object is not trusted; names the file, and the line or
+            step. The model is as before.
+
+    Example:
+        >>> import tempfile
+        >>> def model():
+        ...     return nn.Sequential(nn.ReLU())
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     sch = create_schedule(model())
+        ...     sch["0"].replace(nn.Tanh())
+        ...     sch.save(f"{folder}/tanh.json")
+        ...     load_schedule(model(), f"{folder}/tanh.json")["0"].mod
+        Schedule('0': Tanh)
+        Tanh()
     """
     source = Path(path)
     try:
@@ -73,16 +89,16 @@ def load_schedule(model: nn.Module, path: str | os.PathLike[str], trust: Sequenc
 def _as_json(schedule: Schedule) -> str:
     steps = []
     for number, step in enumerate(schedule.journal, 1):
-        with _located(f"step {number}, {step}"):
+        with _error_prefix(f"step {number}, {step}"):
             args, kwargs = encode(list(step.args)), {key: encode(value) for key, value in step.kwargs.items()}
             steps.append({"path": step.path, "name": step.name, "args": args, "kwargs": kwargs, "provider": step.provider})
-    return json.dumps({"slapo_schedule": FORMAT, "model": schedule._root.model, "steps": steps}, indent=1) + "\n"
+    return json.dumps({"slapo_schedule": FORMAT_VERSION, "model": schedule._root.model, "steps": steps}, indent=1) + "\n"
 
 
 def _as_python(schedule: Schedule) -> str:
     modules: set[str] = set()
     for number, step in enumerate(schedule.journal, 1):
-        with _located(f"step {number}, {step}"):
+        with _error_prefix(f"step {number}, {step}"):
             modules |= imports_of(encode([*step.args, *step.kwargs.values()]))
     imports = "".join(f"import {module}\n" for module in sorted(modules - {"builtins"}))
     body = "\n".join(f"    {step}" for step in schedule.journal) or "    pass"
@@ -97,18 +113,18 @@ def _run_json(schedule: Schedule, source: Path, text: str, trust: Sequence[str])
         raise ScheduleError(f"{source}:{err.lineno}: not JSON: {err.msg}") from err
     except (RecursionError, ValueError) as err:
         raise ScheduleError(f"{source}: not a schedule: {err}") from err
-    if not isinstance(data, dict) or data.get("slapo_schedule") != FORMAT or not isinstance(data.get("steps"), list):
-        raise ScheduleError(f"{source}: not a saved schedule of format {FORMAT}")
+    if not isinstance(data, dict) or data.get("slapo_schedule") != FORMAT_VERSION or not isinstance(data.get("steps"), list):
+        raise ScheduleError(f"{source}: not a saved schedule of format {FORMAT_VERSION}")
     model, former = schedule._root.model, data.get("model")
     place = str(source) if former in (None, model) else f"{source}, saved for a {former} and not a {model}"
     for number, entry in enumerate(data["steps"], 1):
-        with _located(f"{place}: step {number}"):
-            _take(schedule, _parse(entry), trust)
+        with _error_prefix(f"{place}: step {number}"):
+            _apply_step(schedule, _parse_step(entry), trust)
     if place != str(source):
         get_logger().warning("loaded %s", place)
 
 
-def _parse(entry: Any) -> Step:
+def _parse_step(entry: Any) -> Step:
     wanted = {"path": str, "name": str, "args": list, "kwargs": dict}
     if not isinstance(entry, dict) or not all(isinstance(entry.get(key), kind) for key, kind in wanted.items()):
         raise ScheduleError(f"not a step: {entry!r}; it needs {', '.join(wanted)}")
@@ -116,7 +132,7 @@ def _parse(entry: Any) -> Step:
     return Step(entry["path"], entry["name"], tuple(entry["args"]), entry["kwargs"])
 
 
-def _take(schedule: Schedule, step: Step, trust: Sequence[str]) -> None:
+def _apply_step(schedule: Schedule, step: Step, trust: Sequence[str]) -> None:
     handle = schedule[step.path] if step.path else schedule
     args = [decode(value, trust, schedule) for value in step.args]
     handle.apply(step.name, *args, **{key: decode(value, trust, schedule) for key, value in step.kwargs.items()})
@@ -145,8 +161,8 @@ def _run_python(schedule: Schedule, source: Path, text: str) -> None:
 
 
 @contextmanager
-def _located(place: str) -> Iterator[None]:
-    """Put a place in front of any error raised inside the ``with``."""
+def _error_prefix(place: str) -> Iterator[None]:
+    """Raise any error of the block as a ``ScheduleError`` that begins with ``place``."""
     try:
         yield
     except Exception as err:

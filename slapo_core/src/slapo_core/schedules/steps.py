@@ -1,22 +1,21 @@
-"""The one path every primitive call goes through.
+"""The path that every primitive call takes.
 
-look up -> slapo_before_apply -> contracts -> snapshot -> check -> apply -> journal -> slapo_after_apply;
-on any error the snapshot is restored and the error re-raised.
+Order: look-up, ``slapo_before_apply``, contracts, snapshot, check, apply, ``slapo_after_apply``, journal. Any error restores
+the snapshot and is raised again.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from ..interfaces.primitive import Primitive
+from ..interfaces.primitive import Primitive, call_signature, takes_checked
 from ..reporting.errors import ScheduleError
 from .journal import Step
-from .transaction import Memory, Transaction
+from .transaction import Snapshot, Transaction
 
 if TYPE_CHECKING:
     from ..modules.holders import Holders
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def take_step(schedule: Schedule, root: Root, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Apply a primitive, transactionally. Steps taken inside a step become its children."""
+    """Apply a primitive in a transaction. Steps that it takes itself become its children."""
     cls = root.registry.primitive(name)
     if root.target is not None:
         built = f"the schedule was built for {root.target!r}, whose engine would not see the step; start a new schedule"
@@ -36,26 +35,27 @@ def take_step(schedule: Schedule, root: Root, name: str, args: tuple[Any, ...], 
 
     transaction = Transaction()
     metadata = root.metadata_of(module)
-    transaction.on_undo(_Restored(root.holders, metadata))
+    transaction.on_undo(_MetadataSnapshot(root.holders, metadata))
     (transaction.touch if cls.scope == "module" else transaction.touch_tree)(module)
-    outer, siblings, kept, checked = root.transaction, root.children, root.holders.kept, root.checked
+    outer, siblings, kept = root.transaction, root.children, root.holders.is_reusable
     root.transaction, root.children = transaction, []
     try:
-        root.checked = cls.check(schedule, *args, **kwargs)  # a stranger's that changes something is rolled back too
-        root.holders.kept = kept and cls.scope == "module"
+        checked = cls.check(schedule, *args, **kwargs)  # rolled back too, should a plugin's check change something
+        root.holders.is_reusable = kept and cls.scope == "module"
         metadata.primitives.setdefault(name, cls.init_metadata())
-        value = cls.apply(schedule, *args, **kwargs)
+        value = cls.apply(schedule, *args, **kwargs, **({"checked": checked} if _takes_checked(cls) else {}))
         if transaction.wrote_in_place():
-            raise ScheduleError("writes into a parameter in place", path=schedule.path, primitive=name)  # rollback says more
+            # the rollback then raises the full message
+            raise ScheduleError("writes into a parameter in place", path=schedule.path, primitive=name)
         if cls.scope != "module":
-            root.holders.drop()
+            root.holders.invalidate()
         step = Step(schedule.path, name, args, kwargs, root.registry.provider("primitive", name), tuple(root.children))
         root.registry.notify("slapo_after_apply", schedule=schedule, step=step)
     except BaseException:
         transaction.rollback()
         raise
     finally:
-        root.transaction, root.children, root.holders.kept, root.checked = outer, siblings, kept, checked
+        root.transaction, root.children, root.holders.is_reusable = outer, siblings, kept
     if outer is None:
         root.journal.record(step, transaction)
     else:
@@ -66,10 +66,27 @@ def take_step(schedule: Schedule, root: Root, name: str, args: tuple[Any, ...], 
 
 @contextmanager
 def savepoint(schedule: Schedule) -> Iterator[None]:
-    """For a primitive's ``apply``: take back what is done inside if an error leaves it, so that the step can go on otherwise.
+    """Roll back the steps and changes of a ``with`` block that raises, so that a primitive's ``apply`` can go on otherwise.
 
     Args:
-        schedule: The one that the primitive is applied to.
+        schedule: The schedule that the primitive is applied to.
+
+    Example:
+        >>> @register_primitive()
+        ... class TryTanhPrimitive(Primitive):
+        ...     name = "try_tanh"
+        ...
+        ...     @staticmethod
+        ...     def apply(schedule):
+        ...         try:
+        ...             with savepoint(schedule):
+        ...                 schedule["0"].replace(nn.Tanh())
+        ...                 schedule["0"].replace("no module")
+        ...         except ScheduleError as error:
+        ...             print(error)
+        >>> create_schedule(nn.Sequential(nn.ReLU())).try_tanh()["0"].mod
+        replace('0'): 'no module' is no module; give an nn.Module
+        ReLU()
     """
     root = schedule._root
     outer, children = root.transaction, len(root.children)
@@ -86,15 +103,18 @@ def savepoint(schedule: Schedule) -> Iterator[None]:
         outer.absorb(inner)
 
 
-@lru_cache(maxsize=1024)
-def _signature(cls: type[Primitive]) -> inspect.Signature:
-    return inspect.signature(cls.apply)
+_signature = lru_cache(maxsize=1024)(call_signature)
+_takes_checked = lru_cache(maxsize=1024)(takes_checked)
 
 
 @lru_cache(maxsize=1024)
 def _bind(cls: type[Primitive], positional: int, names: tuple[str, ...]) -> None:
-    """Raise ``TypeError`` unless a call fits; its number of positional arguments and the names of the others tell."""
+    """Raise ``TypeError`` if a call does not fit the signature, judged by its number of positional arguments and its
+    keywords.
+    """
     _signature(cls).bind(None, *range(positional), **dict.fromkeys(names))
+    if "checked" in names and _takes_checked(cls):  # bind accepted it, since apply has **kwargs
+        raise TypeError("'checked' is the result of the check, no argument")
 
 
 def _check_arguments(
@@ -108,20 +128,16 @@ def _check_arguments(
 
 
 def _check_contracts(cls: type[Primitive], schedule: Schedule, name: str) -> None:
-    if cls.requires:
-        done = schedule.metadata.primitives
-        missing = [other for other in cls.requires if other not in done]
-        if missing:
-            raise ScheduleError(f"needs {missing[0]!r} on this module first", path=schedule.path, primitive=name)
+    if missing := [other for other in cls.requires if other not in schedule.metadata.primitives]:
+        raise ScheduleError(f"needs {missing[0]!r} on this module first", path=schedule.path, primitive=name)
     for other in cls.conflicts:
-        at = _applied(schedule, other)
-        if at is not None:
+        if (at := _applied(schedule, other)) is not None:
             where = "this module" if at == schedule.path else repr(at)
             raise ScheduleError(f"cannot follow {other!r} on {where}; undo one of them", path=schedule.path, primitive=name)
 
 
 def _applied(schedule: Schedule, name: str) -> str | None:
-    """Path of a module at, above or below the schedule's that ``name`` was applied to."""
+    """Return the path of a module at, above or below the schedule's to which ``name`` was applied, or None."""
     above = schedule.parent
     while above is not None:
         if name in above.metadata.primitives:
@@ -130,21 +146,24 @@ def _applied(schedule: Schedule, name: str) -> str | None:
     return next((handle.path for _, handle in schedule.named_schedules() if name in handle.metadata.primitives), None)
 
 
-class _Restored(Memory):
-    """Last action when a step is undone. One object: the garbage collector goes through what is kept of all steps."""
+class _MetadataSnapshot(Snapshot):
+    """Snapshot of a module's metadata, restored last when a step is undone.
+
+    One object per step, since the garbage collector scans the undo actions of all steps.
+    """
 
     def __init__(self, holders: Holders, metadata: ScheduleMetadata) -> None:
         super().__init__(metadata)
         self.holders, self.tags = holders, set(metadata.param_tags)
         self.primitives = {name: copy.copy(value) for name, value in metadata.primitives.items()}
 
-    def settle(self) -> bool:
+    def drop_unchanged(self) -> bool:
         """Tags that are added from now on stay."""
-        self.settled, self.tags = True, self.tags ^ self.subject.param_tags
+        self.is_reduced, self.tags = True, self.tags ^ self.subject.param_tags
         return True
 
-    def put_back(self) -> None:
-        self.holders.drop()
+    def restore(self) -> None:
+        self.holders.invalidate()
         self.subject.primitives.clear()
         self.subject.primitives.update(self.primitives)
         self.subject.param_tags ^= self.tags

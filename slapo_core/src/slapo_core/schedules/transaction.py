@@ -1,6 +1,6 @@
-"""Put a model back exactly as it was: after a step that failed, and for ``undo``.
+"""Restoration of a model to its exact former state, after a failed step and for ``undo``.
 
-A transaction keeps references, never copies of values. What it cannot see, a primitive tells it with ``on_undo``.
+A transaction keeps references, never copies of values. Primitives report changes that it cannot observe with ``on_undo``.
 """
 
 from __future__ import annotations
@@ -19,27 +19,36 @@ from ..modules.parameters import ParameterFacts
 from ..reporting.errors import SlapoError
 
 _CONTAINERS = {dict, OrderedDict, list, set}
-_ABSENT, _KEPT = object(), object()
+_ABSENT, _UNCHANGED = object(), object()
 
 
 class Transaction:
-    """The inverse of everything one step does, oldest first."""
+    """The undo actions of one step, oldest first.
+
+    Example:
+        >>> linear, transaction = nn.Linear(2, 2), Transaction()
+        >>> transaction.touch(linear)
+        >>> linear.bias, linear.training = None, False
+        >>> transaction.rollback()
+        >>> linear.bias is None, linear.training
+        (False, True)
+    """
 
     def __init__(self) -> None:
         self._inverses: list[Callable[[], None]] = []
         self._seen: set[int] = set()
 
     def on_undo(self, inverse: Callable[[], None]) -> None:
-        """Add an inverse action; they run newest first."""
+        """Add an undo action. The newest action runs first."""
         self._inverses.append(inverse)
 
     def absorb(self, inner: Transaction) -> None:
-        """Take over what a nested step recorded."""
-        self._inverses += [it for it in inner._inverses if not (isinstance(it, Memory) and _key(it.subject) in self._seen)]
+        """Take over the undo actions of a nested step."""
+        self._inverses += [it for it in inner._inverses if not (isinstance(it, Snapshot) and _key(it.subject) in self._seen)]
         self._seen |= inner._seen
 
     def touch(self, module: nn.Module) -> None:
-        """Remember one module, without its children: attributes, parameters, buffers, children's names, hooks."""
+        """Take a snapshot of one module without its children: attributes, parameters, buffers, children's names, hooks."""
         if _key(module) in self._seen:
             return
         self._seen.add(_key(module))
@@ -47,29 +56,32 @@ class Transaction:
             for tensor in table.values():
                 if tensor is not None and id(tensor) not in self._seen:
                     self._seen.add(id(tensor))
-                    self.on_undo(_TensorMemory(tensor))
-        self.on_undo(_ModuleMemory(module))
+                    self.on_undo(_TensorSnapshot(tensor))
+        self.on_undo(_ModuleSnapshot(module))
 
     def touch_tree(self, root: nn.Module) -> None:
-        """Remember a module with all inside it, and the graphs of traced ones."""
+        """Take a snapshot of a module with all modules inside, including the graphs of traced ones."""
         for module in root.modules():
             self.touch(module)
             if isinstance(module, fx.GraphModule):
                 self._touch_graph(module)
 
-    def settled(self) -> list[Callable[[], None]]:
-        """The step is done: what undoes it, but for what it left as it was, so that nothing others do from now on is undone."""
-        return [it for it in self._inverses if not isinstance(it, Memory) or it.settle()]
+    def undo_actions(self) -> list[Callable[[], None]]:
+        """Return the actions that undo the finished step.
+
+        Snapshots are reduced to the parts that the step changed, so that later changes by others are not undone.
+        """
+        return [it for it in self._inverses if not isinstance(it, Snapshot) or it.drop_unchanged()]
 
     def wrote_in_place(self) -> bool:
-        """Return whether the step changed values of a parameter or buffer in place, which nothing can put back."""
-        return any(isinstance(it, _TensorMemory) and it.was_written() for it in self._inverses)
+        """Return True if the step changed values of a parameter or buffer in place, which cannot be undone."""
+        return any(isinstance(it, _TensorSnapshot) and it.was_written() for it in self._inverses)
 
     def rollback(self) -> None:
         """Undo everything, newest first.
 
         Raises:
-            SlapoError: the step wrote into a parameter in place; all else is undone.
+            SlapoError: the step wrote into a parameter in place; everything else is undone.
         """
         written = self.wrote_in_place()
         while self._inverses:
@@ -81,7 +93,7 @@ class Transaction:
         graph, saved = module.graph, fx.Graph()
         saved.output(saved.graph_copy(graph, {}))
 
-        def restore() -> None:  # in the same graph object, to which the module's own memory goes back
+        def restore() -> None:  # in the same graph object, which the snapshot of the module refers to
             for node in reversed(list(graph.nodes)):
                 graph.erase_node(node)
             copies: dict[fx.Node, fx.Node] = {}
@@ -94,30 +106,33 @@ class Transaction:
 
 
 def _key(subject: Any) -> int:
-    """Equal for modules that have their attributes in common."""
+    """Return a key that is equal for modules that share their attribute dict."""
     return id(vars(subject)) if isinstance(subject, nn.Module) else id(subject)
 
 
-class Memory:
-    """Former state of one object. Calling it puts back what differs; after ``settle``, what differed by then."""
+class Snapshot:
+    """Former state of one object.
+
+    A call restores the parts that differ. After ``drop_unchanged``, these are the parts that differed at that time.
+    """
 
     def __init__(self, subject: Any) -> None:
-        self.subject, self.settled = subject, False
+        self.subject, self.is_reduced = subject, False
 
     def __call__(self) -> None:
-        if self.settled or self.settle():
-            self.put_back()
+        if self.is_reduced or self.drop_unchanged():
+            self.restore()
 
-    def settle(self) -> bool:
-        """Forget what is as it was; whether anything is left."""
+    def drop_unchanged(self) -> bool:
+        """Drop the parts that are unchanged, and return True if any are left."""
         raise NotImplementedError
 
-    def put_back(self) -> None:
-        """Restore what was not forgotten."""
+    def restore(self) -> None:
+        """Restore the parts that were not dropped."""
         raise NotImplementedError
 
 
-class _ModuleMemory(Memory):
+class _ModuleSnapshot(Snapshot):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self.cls: type | None = type(module)
@@ -126,31 +141,31 @@ class _ModuleMemory(Memory):
         self.containers = [(value, value.copy()) for value in containers if value]
         self.empty = [value for value in containers if not value]
 
-    def settle(self) -> bool:
-        self.settled = True
+    def drop_unchanged(self) -> bool:
+        self.is_reduced = True
         self.cls = None if type(self.subject) is self.cls else self.cls
-        self.attributes = _former(self.subject.__dict__, self.attributes)
+        self.attributes = _former_items(self.subject.__dict__, self.attributes)
         pairs = [*self.containers, *((live, {}) for live in self.empty if live)]
-        changed = ((live, former) for live, saved in pairs if (former := _former_content(live, saved)) is not None)
-        self.changed = tuple(chain.from_iterable(changed))  # one object, not one for each: it stays
+        changed = ((live, former) for live, saved in pairs if (former := _former_contents(live, saved)) is not None)
+        self.changed = tuple(chain.from_iterable(changed))  # one long-lived object instead of many
         del self.containers, self.empty
         return bool(self.cls or self.attributes or self.changed)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         if self.cls:
             self.subject.__class__ = self.cls
-        _put_back(self.subject.__dict__, self.attributes)
-        # in place: others, hook handles for one, refer to the live container
+        _restore_items(self.subject.__dict__, self.attributes)
+        # in place, since others refer to the live container, e.g. hook handles
         for live, former in zip(self.changed[::2], self.changed[1::2], strict=True):
             if isinstance(live, dict):
-                _put_back(live, former)
+                _restore_items(live, former)
             elif isinstance(live, set):
                 live.symmetric_difference_update(former)
             else:
                 live[:] = former
 
 
-class _TensorMemory(Memory):
+class _TensorSnapshot(Snapshot):
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(tensor)
         self.attributes = tensor.__dict__.copy()
@@ -161,24 +176,24 @@ class _TensorMemory(Memory):
         self.version = None if self.data is None or tensor.is_inference() else tensor._version
 
     def was_written(self) -> bool:
-        """Return whether the step changed values in place."""
-        known = self.version is not None and not self.settled
+        """Return True if the step changed values in place."""
+        known = self.version is not None and not self.is_reduced
         return known and self.subject._version != self.version and not self._has_other_data()
 
-    def settle(self) -> bool:
-        self.settled = True
+    def drop_unchanged(self) -> bool:
+        self.is_reduced = True
         self.data = self.data if self._has_other_data() else None
         self.state = {name: value for name, value in self.state.items() if getattr(self.subject, name) is not value}
-        self.attributes = _former(self.subject.__dict__, self.attributes)
+        self.attributes = _former_items(self.subject.__dict__, self.attributes)
         self.facts = [known for known in self.facts if (known[0].names, known[0].spec, known[0].tags) != known[1:]]
         return bool(self.data is not None or self.state or self.attributes or self.facts)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         if self.data is not None:
             self.subject.data = self.data
         for name, value in self.state.items():
             setattr(self.subject, name, value)
-        _put_back(self.subject.__dict__, self.attributes)
+        _restore_items(self.subject.__dict__, self.attributes)
         for live, names, spec, tags in self.facts:
             live.names, live.spec, live.tags = names, spec, tags
 
@@ -189,27 +204,32 @@ class _TensorMemory(Memory):
         return (now.data_ptr(), now.shape, now.dtype, now.device) != (data.data_ptr(), data.shape, data.dtype, data.device)
 
 
-def _former(now: dict[Any, Any], before: dict[Any, Any]) -> dict[Any, Any]:
-    """The former values, ``_ABSENT`` for new keys, and if the order changed all others as ``_KEPT``; empty if nothing did."""
+def _former_items(now: dict[Any, Any], before: dict[Any, Any]) -> dict[Any, Any]:
+    """Return the former values of changed keys, and ``_ABSENT`` for new keys; empty if nothing changed.
+
+    If the order of keys changed, all other keys are included as ``_UNCHANGED``.
+    """
     same_names = len(now) == len(before) and all(map(is_, now, before))
     if same_names and all(map(is_, now.values(), before.values())):
         return {}
     former = {name: value for name, value in before.items() if now.get(name, _ABSENT) is not value}
     if not same_names and not all(map(eq, now, before)) and [*before] != [name for name in now if name in before]:
-        former = {name: former.get(name, _KEPT) for name in before}
+        former = {name: former.get(name, _UNCHANGED) for name in before}
     return former if same_names else {**former, **{name: _ABSENT for name in now if name not in before}}
 
 
-def _put_back(live: dict[Any, Any], former: dict[Any, Any]) -> None:
-    """Take back what the step changed; what others have set, added or removed since stays, new keys behind the others."""
-    changed = {name: value for name, value in former.items() if value is not _KEPT}
+def _restore_items(live: dict[Any, Any], former: dict[Any, Any]) -> None:
+    """Undo the changes of a step in a dict. Later changes by others stay; keys that others added come last."""
+    changed = {name: value for name, value in former.items() if value is not _UNCHANGED}
     both = {**(former if len(changed) < len(former) else {}), **live, **changed}
     live.clear()
-    live.update((name, value) for name, value in both.items() if value is not _ABSENT and value is not _KEPT)
+    live.update((name, value) for name, value in both.items() if value is not _ABSENT and value is not _UNCHANGED)
 
 
-def _former_content(live: Any, saved: Any) -> Any:
-    """Return what ``put_back`` needs: all of a list, additions and removals of a set; None if the container did not change."""
+def _former_contents(live: Any, saved: Any) -> Any:
+    """Return the input for ``restore``: a whole list, the additions and removals of a set; None if the container is
+    unchanged.
+    """
     if not isinstance(live, list):
-        return (_former if isinstance(live, dict) else set.symmetric_difference)(live, saved) or None
+        return (_former_items if isinstance(live, dict) else set.symmetric_difference)(live, saved) or None
     return None if [*map(id, live)] == [*map(id, saved)] else saved

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from slapo_core import BuildError
-from slapo_training.checkpoint import Buffers, copied, keep
+from slapo_training.checkpoint import Buffers, copy_to_cpu, drop_other_buffers
 
 from ..process_state._deepspeed_private import replaced_save, saves_in_background
 from .tensor_index import Places, tensors_in
@@ -59,7 +59,7 @@ class Files:
         with replaced_save(model, noted):
             model.save_checkpoint(str(self._folder))
         if self._copies is not None:
-            keep(keys, self._copies)
+            drop_other_buffers(keys, self._copies)
         if errors:
             raise errors[0]
 
@@ -89,7 +89,7 @@ def _copy(state: Any, name: str, copies: Buffers, keys: set[Any]) -> Any:
             key = name, len(memories)
             keys.add(key)
             of_bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory)
-            memories[which] = copied(of_bytes, key, copies).untyped_storage()
+            memories[which] = copy_to_cpu(of_bytes, key, copies).untyped_storage()
         view = torch.empty(0, dtype=tensor.dtype)
         view.set_(memories[which], tensor.storage_offset(), tensor.shape, tensor.stride())
         is_parameter = isinstance(tensor, nn.Parameter)

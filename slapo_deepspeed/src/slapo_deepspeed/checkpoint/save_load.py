@@ -14,10 +14,10 @@ from slapo_core import BuildError, Program, gather_objects
 from slapo_training.batches import fingerprint
 from slapo_training.checkpoint import Buffers
 from slapo_training.checkpoint import folder as checkpoint_folder
-from slapo_training.distributed import Ranks, on_all
+from slapo_training.distributed import Ranks, run_on_all_ranks
 from slapo_training.ema import Taken as TakenAverages
 from slapo_training.engines import Beside, Position, checkpoint_files
-from slapo_training.model import buffers, parameters, unfold
+from slapo_training.model import buffers, make_dense, parameters
 from slapo_training.optimizers import whole_tensor_checkpoint
 
 from ..optimizer.local_tensors import Shares, why_not
@@ -65,16 +65,16 @@ def prepared(
         raise BuildError("DeepSpeed does not save an engine that only evaluates in bf16 or fp16; save the one that trains")
     about = {**_layout(engine), "parameters": _parameters(program), **_steps(model, program)}
     places: list[Places] = []
-    ranks.on_all(lambda: places.append(Places(model, module, program)))
+    ranks.run_on_all(lambda: places.append(Places(model, module, program)))
 
     def collect(folder: Path, ranks: Ranks) -> Callable[[Ranks], None]:
         files, beside = Files(folder, places[0], copies), dict[str, bytes]()
 
         def gather() -> None:
             files.take(model)
-            beside.update(places[0].files(ranks.place))
+            beside.update(places[0].files(ranks.index))
             if (states := whole_tensor_checkpoint.packed(inner_optimizer(model), parameters(module))) is not None:
-                beside[whole_tensor_checkpoint.file_of(ranks.place)] = states
+                beside[whole_tensor_checkpoint.file_of(ranks.index)] = states
 
         def put() -> None:
             files.write()
@@ -82,9 +82,9 @@ def prepared(
                 (folder / name).write_bytes(content)
 
         def write(meeting: Ranks) -> None:
-            meeting.on_all(put)
+            meeting.run_on_all(put)
 
-        ranks.on_all(gather)
+        ranks.run_on_all(gather)
         return write
 
     given = path, engine.options.target, program, about, position, collect, ranks, buffers(module)
@@ -99,9 +99,9 @@ def checked(engine: DeepSpeedEngine, path: str | PathLike[str]) -> Checkpoint:
     """
     model, program, held = engine.model, engine.program, buffers(engine.module)
     ranks = Ranks.of(program)
-    complete = checkpoint_folder.opened(path, engine.options.target, ranks)
+    complete = checkpoint_folder.open_checkpoint(path, engine.options.target, ranks)
     for buffer in held.values():
-        unfold(buffer)
+        make_dense(buffer)
     saved, own = complete.about, _steps(model, program)
 
     def check() -> None:
@@ -112,7 +112,7 @@ def checked(engine: DeepSpeedEngine, path: str | PathLike[str]) -> Checkpoint:
         _check_steps(saved, own)
         whole_tensor_checkpoint.check_kind(saved["whole"], inner_optimizer(model))
 
-    ranks.on_all(check)
+    ranks.run_on_all(check)
     with checkpoint_folder.reading(complete):
         checkpoint_folder.verify(complete, ranks)
         found = Checkpoint(complete.data, checkpoint_files.read_beside(complete, program, held))
@@ -121,7 +121,7 @@ def checked(engine: DeepSpeedEngine, path: str | PathLike[str]) -> Checkpoint:
             found.taken = _taken(complete, engine)
         if saved["whole"] and inner_optimizer(model) is not None:
             number = saved["pp"] * saved["dp"] * saved["tp"]
-            ranks.on_all(lambda: found.states.extend(whole_tensor_checkpoint.read(complete.data, number)))
+            ranks.run_on_all(lambda: found.states.extend(whole_tensor_checkpoint.read(complete.data, number)))
     return found
 
 
@@ -138,7 +138,7 @@ def _is_same(complete: checkpoint_folder.Checkpoint, engine: DeepSpeedEngine) ->
         about = torch.load(complete.data / name_of(place), weights_only=True)
         return bool(about["why_not"] or why_not(engine.model, engine.module)) or _shares(engine).are_like(about)
 
-    return all(Ranks.of(program).on_all(look))
+    return all(Ranks.of(program).run_on_all(look))
 
 
 def _taken(complete: checkpoint_folder.Checkpoint, engine: DeepSpeedEngine) -> Taken:
@@ -161,9 +161,9 @@ def _taken(complete: checkpoint_folder.Checkpoint, engine: DeepSpeedEngine) -> T
                 f"{str(complete.folder)!r} cannot be read: {type(err).__name__}: {err}; nothing has changed, load another one"
             ) from err
 
-    on_all(check, engine.program)
+    run_on_all_ranks(check, engine.program)
     taken = Taken(engine.model, shares[0], engine.program)
-    on_all(read, engine.program)
+    run_on_all_ranks(read, engine.program)
     return taken
 
 
@@ -195,7 +195,7 @@ def load(engine: DeepSpeedEngine, found: Checkpoint) -> None:
                 "changed, load another checkpoint before it trains"
             ) from err
 
-    on_all(read, engine.program)
+    run_on_all_ranks(read, engine.program)
     found.beside.put(buffers(module))
 
 

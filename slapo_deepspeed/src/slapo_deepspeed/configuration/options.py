@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from slapo_core import BuildError
-from slapo_training.options import DTYPES, EngineOptions, is_rate
+from slapo_training.options import DTYPES, EngineOptions, is_lr_scheduler
 
 from .config_optimizer import check_section, with_torch_adam
 
@@ -66,7 +66,7 @@ class DeepSpeedOptions(EngineOptions):
                 "optimizer="
             )
         super()._check_rate()
-        if rate is not None and not is_rate(rate) and (missing := _missing(rate)):
+        if rate is not None and not is_lr_scheduler(rate) and (missing := _missing(rate)):
             raise BuildError(
                 f"lr_scheduler= is called with the optimizer alone, and {getattr(rate, '__name__', 'it')} needs {missing}; "
                 "give a factory, lambda optimizer: ..."
@@ -185,9 +185,9 @@ class DeepSpeedOptions(EngineOptions):
         config["pipeline"] = {**self.section("pipeline"), "pipe_partitioned": False, "grad_partitioned": False}
         return config
 
-    def agreed(self) -> list[str]:
+    def rank_invariants(self) -> list[str]:
         """Return the options that have to be the same on all ranks."""
-        return [f"DeepSpeed's config {json.dumps(self.settled(), sort_keys=True, default=repr)}", *super().agreed()]
+        return [f"DeepSpeed's config {json.dumps(self.settled(), sort_keys=True, default=repr)}", *super().rank_invariants()]
 
     def _one(self, name: str, ours: Number, default: Number, key: str, kind: type[Number]) -> Number:
         if key not in self.given:

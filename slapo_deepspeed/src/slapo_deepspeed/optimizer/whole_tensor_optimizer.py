@@ -1,4 +1,4 @@
-"""Whole tensors that an optimizer steps, where ZeRO gives its ranks ranges of flattened parameters."""
+"""WholeTensor tensors that an optimizer steps, where ZeRO gives its ranks ranges of flattened parameters."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import nn
 
 from slapo_core import BuildError, Program, all_reduce, shard_spec
 from slapo_training.model import Chunk, boxes, piece_of
-from slapo_training.optimizers import Layout, WholeTensorOptimizer
+from slapo_training.optimizers import ParameterLayout, WholeTensorOptimizer
 from slapo_training.optimizers.introspection import OneStep
-from slapo_training.optimizers.probe import is_same_in_turns
-from slapo_training.optimizers.whole_tensors import Holding, Whole
+from slapo_training.optimizers.probe import is_step_divisible
+from slapo_training.optimizers.whole_tensors import LocalBox, WholeTensor
 
 from ..process_state._deepspeed_private import FlatRange, flat_ranges, full_shape, inner_optimizer, num_optimizer_steps
 
 
-def layout(program: Program, module: nn.Module, zero_stage: int) -> Layout:
+def layout(program: Program, module: nn.Module, zero_stage: int) -> ParameterLayout:
     """Return the layout of the parameters that this rank's optimizer steps: with ZeRO flat ranges, in fp32."""
-    return Layout.of_engine(program, module, torch.float32 if zero_stage else None, is_flat=zero_stage > 0)
+    return ParameterLayout.of_engine(program, module, torch.float32 if zero_stage else None, is_flat=zero_stage > 0)
 
 
 def steps_in_turns(optimizer: Any) -> bool:
@@ -31,7 +31,7 @@ def steps_in_turns(optimizer: Any) -> bool:
         optimizer: As it was made, before DeepSpeed has it: stage 3 of ZeRO steps it once.
     """
     is_joint = isinstance(optimizer, WholeTensorOptimizer) and optimizer.steps_together
-    return not is_joint and is_same_in_turns(WholeTensorOptimizer.unwrap(optimizer))
+    return not is_joint and is_step_divisible(WholeTensorOptimizer.unwrap(optimizer))
 
 
 def bind(model: Any, program: Program, in_turns: bool) -> None:
@@ -83,7 +83,7 @@ class Turns:
             if self._current is None:
                 self._current = OneStep(self._inner)
             else:
-                self._current.again()
+                self._current.restore_counters()
             return step(*given, **named)
 
         optimizer.step = turn
@@ -116,7 +116,7 @@ def _ranges(model: Any, optimizer: WholeTensorOptimizer, program: Program) -> di
     return None if ranges is None else {key: ranges[key] for key in sources}
 
 
-def _holdings(number: int, whole: Whole, place: int, own: FlatRange) -> Iterator[Holding]:
+def _holdings(number: int, whole: WholeTensor, place: int, own: FlatRange) -> Iterator[LocalBox]:
     """Iterate over the boxes of a whole tensor in the flat one that has this rank's range of its source.
 
     Args:
@@ -131,7 +131,7 @@ def _holdings(number: int, whole: Whole, place: int, own: FlatRange) -> Iterator
     for begin, sizes in boxes(shape, own.first, own.last):
         for chunk in chunks:
             if (part := _inside(chunk, begin, sizes)) is not None:
-                yield Holding(number, place, part, (at, sizes))
+                yield LocalBox(number, place, part, (at, sizes))
         at += torch.Size(sizes).numel()
 
 

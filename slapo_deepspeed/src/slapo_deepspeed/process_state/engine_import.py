@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from slapo_core import BuildError, Program, gather_objects
-from slapo_training.distributed import OwnWorld
+from slapo_training.distributed import SingleProcessGroup
 from slapo_training.engines import without_warnings
 
 from . import _deepspeed_private
@@ -68,9 +68,9 @@ class TorchLinear:
             functional.linear = TorchLinear._original
 
 
-def start(deepspeed: Any) -> OwnWorld:
+def start(deepspeed: Any) -> SingleProcessGroup:
     """Hand DeepSpeed the process group of this process, or one of this process alone where there is none."""
-    world = OwnWorld()
+    world = SingleProcessGroup()
     deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False, verbose=False)
     _deepspeed_private.forget_mpu()
     return world

@@ -1,4 +1,4 @@
-"""What is wrong with the arguments of a kernel, asked once something is."""
+"""Explanations of a kernel call that failed: the argument that is wrong."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
 }
 
 
-def misuse(kernel: object, choice: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-    """Why a kernel cannot be called like this; None where that is not to be seen from the kinds of its arguments."""
-    if any(map(is_dry_run, (None, *args, *kwargs.values()))):  # no tensors to speak of
+def argument_error(kernel: object, choice: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """Return the message for a wrong kernel name, argument type or label, or None if these are right."""
+    if any(map(is_dry_run, (None, *args, *kwargs.values()))):  # fake tensors and proxies fail for other reasons
         return None
     try:
         check_kernel(kernel)
@@ -36,17 +36,17 @@ def misuse(kernel: object, choice: object, args: Sequence[Any], kwargs: Mapping[
     if not (choice is None or isinstance(choice, str)):
         return f"run({kernel!r}): choice is {choice!r}, not the name of an implementation"
     signature = inspect.signature(getattr(eager, str(kernel)))
-    takes = f"{kernel} takes {', '.join(map(_said, signature.parameters.values()))}"
+    takes = f"{kernel} takes {', '.join(map(_parameter_text, signature.parameters.values()))}"
     try:
         given = signature.bind(*args, **kwargs).arguments
     except TypeError as error:
         return f"run({kernel!r}): {error}; {takes}"
     wrong = next(filter(None, (_wrong(signature.parameters[name], value) for name, value in given.items())), None)
-    by_position = list(signature.parameters)[: KERNELS[str(kernel)].weighed + 1]
+    by_position = list(signature.parameters)[: KERNELS[str(kernel)].dtype_argument + 1]
     if wrong is None and len(args) < len(by_position):
         wrong = f"{by_position[len(args)]} is to be given by its position"
     if wrong is None and kernel == "linear_cross_entropy":
-        return _no_class(given)
+        return _label_error(given)
     return None if wrong is None else f"run({kernel!r}): {wrong}; {takes}"
 
 
@@ -62,7 +62,7 @@ def _wrong(parameter: inspect.Parameter, value: Any) -> str | None:
     return None
 
 
-def _no_class(given: Mapping[str, Any]) -> str | None:
+def _label_error(given: Mapping[str, Any]) -> str | None:
     labels, num_classes = given["labels"], len(given["weight"])
     if labels.device.type != "cpu":  # after an error, a GPU may not answer
         return None
@@ -70,7 +70,7 @@ def _no_class(given: Mapping[str, Any]) -> str | None:
     return f"run('linear_cross_entropy'): label {outside[0]} is none of {num_classes} classes" if len(outside) else None
 
 
-def _said(parameter: inspect.Parameter) -> str:
+def _parameter_text(parameter: inspect.Parameter) -> str:
     by_name = parameter.kind is parameter.KEYWORD_ONLY
     default = "" if parameter.default is parameter.empty else repr(parameter.default)
     return f"{parameter.name}={default}" if by_name or default else parameter.name

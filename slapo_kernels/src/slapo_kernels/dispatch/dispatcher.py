@@ -1,4 +1,4 @@
-"""Which implementation of a kernel computes what, where."""
+"""Dispatch of kernels: choice and call of an implementation for a device and dtype."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from slapo_core import PluginError, ScheduleError, SlapoError, get_logger
 
 from ..implementations import eager, native
 from ..implementations._torch_private import is_dry_run
-from .argument_errors import misuse
+from .argument_errors import argument_error
 from .implementation import Function, Implementation
 from .kernels import KERNELS
-from .registry import VARIABLE, check_kernel, table
+from .registry import ENVIRONMENT_VARIABLE, check_kernel, implementation_registry
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-_WEIGHED = {name: kernel.weighed for name, kernel in KERNELS.items()}
+_TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
+_DTYPE_ARGUMENT = {name: kernel.dtype_argument for name, kernel in KERNELS.items()}
 
 Key = tuple[str, "str | None", str, torch.dtype]
 Candidate = tuple[Function, Implementation]
-_chosen: dict[Key, tuple[Candidate, ...]] = {}
+_candidates_by_key: dict[Key, tuple[Candidate, ...]] = {}
 _logged: set[tuple[str, str, str]] = set()
 
 
 def kernel_names() -> tuple[str, ...]:
-    """All kernels."""
+    """Return the names of all kernels."""
     return tuple(KERNELS)
 
 
 def run(kernel: str, *args: Any, choice: str | None = None, **kwargs: Any) -> Any:
-    """Compute a kernel, with the first implementation that can, where the tensors are.
+    """Call a kernel, by its first implementation that supports the tensors' device and dtype and the arguments.
 
-    While a model is traced, and for subclasses of tensors, that is the eager one, unless another is chosen for the latter;
-    ``torch.compile`` is shown operations of torch, unless another package's are chosen.
+    While a model is traced, the eager implementation runs; for tensor subclasses too, unless another one is chosen.
+    ``torch.compile`` sees operations of torch, unless another package's implementation is chosen.
 
     Args:
-        kernel: Its name.
-        args: As the eager implementation takes them.
-        choice: The implementation to use; default: what ``SLAPO_KERNELS`` says, else the first that is usable.
-        kwargs: As the eager implementation takes them.
+        kernel: Name of the kernel.
+        args: Positional arguments of the eager implementation.
+        choice: The implementation to use; default: the one ``SLAPO_KERNELS`` forces, else the first that is usable.
+        kwargs: Keyword arguments of the eager implementation.
 
     Raises:
-        ScheduleError: the chosen implementation cannot be used here; no such kernel; or arguments that it does not take.
+        ScheduleError: the chosen implementation cannot be used here; no such kernel; or wrong arguments.
     """
     if torch.compiler.is_compiling():
         return _for_compiler(kernel, choice)(*args, **kwargs)
@@ -52,54 +52,54 @@ def run(kernel: str, *args: Any, choice: str | None = None, **kwargs: Any) -> An
     except SlapoError:
         raise
     except Exception as error:
-        if why := misuse(kernel, choice, args, kwargs):
+        if why := argument_error(kernel, choice, args, kwargs):
             raise ScheduleError(why) from error
         raise
 
 
 def _run(kernel: str, choice: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor = args[_WEIGHED.get(kernel, 0)]
-    if type(tensor) not in _PLAIN:
+    tensor = args[_DTYPE_ARGUMENT.get(kernel, 0)]
+    if type(tensor) not in _TENSOR_TYPES:
         if choice is None or is_dry_run(tensor):
             choice = "eager"
     elif is_dry_run():
         choice = "eager"
     key = kernel, choice, tensor.device.type, tensor.dtype
-    for function, implementation in _chosen.get(key) or _candidates(key):
+    for function, implementation in _candidates_by_key.get(key) or _candidates(key):
         if implementation.refuses is not None and implementation.refuses(*args, **kwargs):
             continue
         if implementation.avoids is not None and implementation.avoids(*args, **kwargs):
             continue
         return function(*args, **kwargs)
-    return _forced(key, args, kwargs)
+    return _run_forced(key, args, kwargs)
 
 
 def _for_compiler(kernel: str, choice: str | None) -> Function:
-    """What ``torch.compile`` is shown: operations that it can fuse itself, or the one that is chosen."""
+    """Return the function that ``torch.compile`` traces: operations that it can fuse itself, or the chosen implementation."""
     if not hasattr(eager, kernel):
         check_kernel(kernel)
     module = native if choice in (None, "native") and hasattr(native, kernel) else eager
     if choice in (None, "inductor", "native", "eager"):
         function: Function = getattr(module, kernel)
         return function
-    return table().load(table().get(kernel, choice))
+    return implementation_registry().load(implementation_registry().get(kernel, choice))
 
 
 def choose(kernel: str, device: torch.device | str, dtype: torch.dtype | None, forced: str | None = None) -> Implementation:
-    """The implementation that computes a kernel.
+    """Return the implementation that computes a kernel.
 
     Args:
-        kernel: Its name.
-        device: Where the tensors are.
-        dtype: Theirs; None: any.
-        forced: Its name; default: what ``SLAPO_KERNELS`` says, else the first that is usable.
+        kernel: Name of the kernel.
+        device: Device of the tensors.
+        dtype: Dtype of the tensors; None for any.
+        forced: Name of the implementation; default: the one ``SLAPO_KERNELS`` forces, else the first that is usable.
 
     Raises:
-        ScheduleError: no such kernel, implementation, device or dtype, or the forced one cannot be used: its package is
-            missing, or it works elsewhere.
-        PluginError: the forced one cannot be imported, or two plugins provide it.
+        ScheduleError: no such kernel, implementation, device or dtype; or the forced implementation cannot be used, as its
+            package is missing or it does not support the device or dtype.
+        PluginError: the forced implementation cannot be imported, or two plugins provide it.
     """
-    return _choose(kernel, _kind(device, dtype), dtype, forced)
+    return _choose(kernel, _device_type(device, dtype), dtype, forced)
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,9 @@ class Explanation:
     """An implementation, and whether it can be used.
 
     Args:
-        implementation: Which.
-        lacks: Why it cannot be used; None where it can.
-        chosen: Whether it is the one that is used.
+        implementation: The implementation.
+        lacks: Reason why it cannot be used; None if it can.
+        chosen: Whether it is the implementation that is used.
     """
 
     implementation: Implementation
@@ -118,30 +118,33 @@ class Explanation:
 
 
 def explain(kernel: str, device: torch.device | str, dtype: torch.dtype | None = None) -> list[Explanation]:
-    """The implementations of a kernel in order of preference, and why each can be used or not.
+    """Return the implementations of a kernel in order of preference, with the reason against each that cannot be used.
 
     Args:
-        kernel: Its name.
-        device: Where the tensors would be.
-        dtype: Theirs; None: any.
+        kernel: Name of the kernel.
+        device: Device of the tensors.
+        dtype: Dtype of the tensors; None for any.
 
     Raises:
-        ScheduleError: no such kernel, device or dtype, or ``SLAPO_KERNELS`` forces one that cannot be used.
+        ScheduleError: no such kernel, device or dtype, or ``SLAPO_KERNELS`` forces an implementation that cannot be used.
     """
-    kind = _kind(device, dtype)
+    kind = _device_type(device, dtype)
     chosen = _choose(kernel, kind, dtype, None)
-    return [Explanation(each, _lacks(each, kind, dtype), each == chosen) for each in table().implementations(kernel, kind)]
+    return [
+        Explanation(each, _lacks(each, kind, dtype), each == chosen)
+        for each in implementation_registry().implementations(kernel, kind)
+    ]
 
 
 def reset() -> None:
-    """Forget what was chosen: plugins and ``SLAPO_KERNELS`` are read again."""
-    table.cache_clear()
-    _chosen.clear()
+    """Forget all choices; the next call reads plugins and ``SLAPO_KERNELS`` again."""
+    implementation_registry.cache_clear()
+    _candidates_by_key.clear()
     _logged.clear()
 
 
-def _kind(device: torch.device | str, dtype: torch.dtype | None) -> str:
-    """The type of a device.
+def _device_type(device: torch.device | str, dtype: torch.dtype | None) -> str:
+    """Return the type of a device, and check the dtype.
 
     Raises:
         ScheduleError: there is no such device, or no such dtype.
@@ -156,51 +159,53 @@ def _kind(device: torch.device | str, dtype: torch.dtype | None) -> str:
 
 def _choose(kernel: str, device: str, dtype: torch.dtype | None, forced: str | None) -> Implementation:
     check_kernel(kernel)
-    by_variable = table().forced.get(kernel) if forced is None else None
+    by_variable = implementation_registry().forced.get(kernel) if forced is None else None
     name = forced if forced is not None else by_variable
     if name is None:
-        return next(each for each in table().implementations(kernel, device) if _lacks(each, device, dtype) is None)
-    implementation = table().get(kernel, name)
+        return next(
+            each for each in implementation_registry().implementations(kernel, device) if _lacks(each, device, dtype) is None
+        )
+    implementation = implementation_registry().get(kernel, name)
     if why := implementation.lacks(device, dtype):
-        origin = f", which {VARIABLE} forces," if by_variable else ""
+        origin = f", which {ENVIRONMENT_VARIABLE} forces," if by_variable else ""
         raise ScheduleError(f"implementation {name!r} of kernel {kernel!r}{origin} {why}")
     return implementation
 
 
 def _lacks(implementation: Implementation, device: str, dtype: torch.dtype | None) -> str | None:
-    """Why it is not used; that it cannot be imported is a reason too."""
+    """Return the reason why an implementation cannot be used, including a failed import; None if it can."""
     if why := implementation.lacks(device, dtype):
         return why
     try:
-        table().load(implementation)
+        implementation_registry().load(implementation)
     except PluginError as error:
         return str(error)
     return None
 
 
 def _candidates(key: Key) -> tuple[Candidate, ...]:
-    """In order of preference, up to one that takes every call; the one that is forced alone."""
+    """Return the usable implementations in order of preference, up to one that takes every call; or the forced one alone."""
     kernel, choice, device, dtype = key
     first = _choose(kernel, device, dtype, choice)
-    found = [(table().load(first), first)]
-    if choice is None and kernel not in table().forced:
-        ordered = table().implementations(kernel, device)
+    found = [(implementation_registry().load(first), first)]
+    if choice is None and kernel not in implementation_registry().forced:
+        ordered = implementation_registry().implementations(kernel, device)
         for each in ordered[ordered.index(first) + 1 :]:
             if found[-1][1].refuses is None and found[-1][1].avoids is None:
                 break
             if _lacks(each, device, dtype) is None:
-                found.append((table().load(each), each))
+                found.append((implementation_registry().load(each), each))
     line = kernel, first.name, device
     if choice is None and line not in _logged:
         _logged.add(line)
         get_logger().info("kernel %s on %s: %s", kernel, device, first.name)
-    _chosen[key] = tuple(found)
-    return _chosen[key]
+    _candidates_by_key[key] = tuple(found)
+    return _candidates_by_key[key]
 
 
-def _forced(key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute by an implementation that is forced, which may only refuse."""
-    ((function, implementation),) = _chosen[key]
+def _run_forced(key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call the forced implementation; raise ``ScheduleError`` if it refuses the arguments."""
+    ((function, implementation),) = _candidates_by_key[key]
     if implementation.refuses is not None and (why := implementation.refuses(*args, **kwargs)):
         raise ScheduleError(f"implementation {implementation.name!r} of kernel {key[0]!r} {why}")
     return function(*args, **kwargs)

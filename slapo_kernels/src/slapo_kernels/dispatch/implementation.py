@@ -1,4 +1,4 @@
-"""One way to compute a kernel, and where it works."""
+"""Implementation of a kernel: a function, and its requirements."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to compute a kernel.
+    """One implementation of a kernel.
 
     Args:
-        target: The function, or ``"module:NAME"`` of it; its arguments are those of the kernel's eager implementation.
-        devices: Types of devices it works on; default: all.
-        dtypes: Of its tensors; default: all.
-        packages: Distributions to install: ``liger-kernel`` is installed where a module ``liger_kernel`` can be found.
-        needs: Says what else is lacking on a type of device, None where nothing is.
-        refuses: Says of the arguments of a call why it cannot compute them, None where it can; another one does, unless this is
-            forced.
-        avoids: Says of the arguments of a call whether the next in order would be faster; asked of what nobody forces.
-        preferred: Of another plugin's: whether it is tried before those of ``slapo-kernels``.
-        name: What it is called; filled in.
-        kernel: What it computes; filled in.
-        provider: Distribution and version that bring it; filled in.
+        target: The function, or its ``"module:NAME"``; its arguments are those of the kernel's eager implementation.
+        devices: Types of devices that it supports; default: all.
+        dtypes: Dtypes that it supports; default: all.
+        packages: Required distributions; ``liger-kernel`` counts as installed if a module ``liger_kernel`` can be found.
+        needs: Function from a type of device to another missing requirement, or None if there is none.
+        refuses: Function from the arguments of a call to the reason why it cannot compute them, or None. Another
+            implementation takes the call, unless this one is forced.
+        avoids: Function from the arguments of a call to whether the next implementation would be faster; not called for a
+            forced implementation.
+        preferred: For other plugins: whether it is tried before the implementations of ``slapo-kernels``.
+        name: Its name; filled in by the registry.
+        kernel: Name of the kernel; filled in by the registry.
+        provider: Distribution and version that provide it; filled in by the registry.
 
     Raises:
-        ScheduleError: devices, dtypes or packages are no tuples, or what is asked is no function.
+        ScheduleError: devices, dtypes or packages are no tuples, or needs, refuses or avoids is no function.
     """
 
     target: Function | str
@@ -64,11 +65,11 @@ class Implementation:
                 raise ScheduleError(f"{name} of an Implementation is {getattr(self, name)!r}, not a function")
 
     def lacks(self, device: str, dtype: torch.dtype | None) -> str | None:
-        """Why it cannot be used for tensors of this dtype on this type of device; None where it can.
+        """Return the reason why it cannot be used for a type of device and a dtype, or None if it can.
 
         Args:
-            device: Such as ``"cuda"``.
-            dtype: None: any that it takes.
+            device: Type of device, such as ``"cuda"``.
+            dtype: Dtype; None for any that it supports.
         """
         if self.devices and device not in self.devices:
             return f"works on {' and '.join(self.devices)}, not on {device}"
@@ -85,7 +86,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def lacks_compiler(device: str) -> str | None:
-    """Why inductor cannot compile for a type of device."""
+    """Return the reason why inductor cannot compile for a type of device, or None."""
     if device == "cpu":
         compilers = [os.environ.get("CXX", ""), "g++", "clang++", "c++", "cl"]
         return (
@@ -95,7 +96,7 @@ def lacks_compiler(device: str) -> str | None:
 
 
 def lacks_ampere(device: str) -> str | None:
-    """Why flash-attn does not run on the GPU there is."""
+    """Return the reason why flash-attn cannot run on the current GPU, or None."""
     if not torch.cuda.is_available():
         return "needs a GPU, and there is none"
     major, minor = torch.cuda.get_device_capability()

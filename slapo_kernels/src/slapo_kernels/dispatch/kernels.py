@@ -1,4 +1,4 @@
-"""The kernels there are, and their implementations in order of preference."""
+"""Table of the kernels, with the built-in implementations of each in order of preference."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from .implementation import Implementation, lacks_ampere, lacks_compiler
 
 @dataclass(frozen=True)
 class Kernel:
-    """Something models compute.
+    """A kernel and its built-in implementations.
 
     Args:
-        name: What ``use_kernels`` calls it.
-        implementations: Those of this distribution, the preferred ones first; the last is eager and works everywhere.
-        weighed: Which argument's dtype counts.
-        on_cpu: Names of those that are the preferred ones on a CPU.
+        name: Its name, as ``use_kernels`` takes it.
+        implementations: Implementations of this distribution, best first; the last is eager, which supports everything.
+        dtype_argument: Position of the argument whose device and dtype decide.
+        on_cpu: Names of the implementations that come first on a CPU.
     """
 
     name: str
     implementations: tuple[Implementation, ...]
-    weighed: int = 0
+    dtype_argument: int = 0
     on_cpu: tuple[str, ...] = ()
 
     def order(self, device: str) -> dict[str, int]:
-        """Name of each implementation to its place, on a type of device."""
+        """Return the rank of each implementation by name, on a type of device."""
         names = dict.fromkeys((*(self.on_cpu if device == "cpu" else ()), *(each.name for each in self.implementations)))
         return {name: place for place, name in enumerate(names)}
 
@@ -53,7 +53,7 @@ def _liger(refuses: Callable[..., str | None] | None = None) -> Implementation:
 
 
 def _kernel(name: str, *implementations: Implementation, **settings: Any) -> Kernel:
-    """The targets of the implementations are modules of this package, with a function of the kernel's name."""
+    """Make a kernel; the targets of its implementations are modules of this package with a function of its name."""
     found = (
         replace(each, target=f"slapo_kernels.implementations.{each.target}:{name}", kernel=name, provider="slapo-kernels")
         for each in (*implementations, _EAGER)
@@ -73,7 +73,7 @@ KERNELS = {
         _kernel("bias_act", _INDUCTOR),
         _kernel("bias_dropout_residual", _INDUCTOR, on_cpu=("eager",)),
         _kernel("linear_cross_entropy", _NATIVE, _liger()),
-        _kernel("embedding", _NATIVE, _liger(liger.refuses_embedding), weighed=1),
+        _kernel("embedding", _NATIVE, _liger(liger.refuses_embedding), dtype_argument=1),
     )
 }
-"""By name."""
+"""Name to kernel."""

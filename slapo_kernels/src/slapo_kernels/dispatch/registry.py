@@ -1,4 +1,4 @@
-"""The implementations of each kernel, those of other plugins among them."""
+"""Registry of the implementations of each kernel, including those of other plugins."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from slapo_core import Entry, PluginError, PluginRecord, ScheduleError, UnknownN
 from .implementation import Function, Implementation
 from .kernels import KERNELS
 
-VARIABLE = "SLAPO_KERNELS"
+ENVIRONMENT_VARIABLE = "SLAPO_KERNELS"
 """Environment variable ``kernel=implementation,...``, ``*`` for all kernels that have it."""
 
 
-class Table:
-    """What the plugins of this process provide, and what the environment forces."""
+class ImplementationRegistry:
+    """Implementations that the plugins of this process provide, and those that the environment forces."""
 
     def __init__(self) -> None:
         self._entries: dict[str, dict[str, list[Entry]]] = {}
@@ -34,11 +34,11 @@ class Table:
         self.forced = _environment(self)
 
     def names(self, kernel: str) -> list[str]:
-        """The implementations of a kernel."""
+        """Return the names of a kernel's implementations."""
         return list(self._entries[kernel])
 
     def implementations(self, kernel: str, device: str) -> list[Implementation]:
-        """Of a kernel, in order of preference on a type of device; one that two plugins provide is not among them.
+        """Return a kernel's implementations in order of preference, without those that two plugins provide.
 
         Raises:
             ScheduleError: there is no such kernel.
@@ -49,17 +49,19 @@ class Table:
         return sorted(found, key=lambda each: -1 if each.preferred else order.get(each.name, len(order)))
 
     def get(self, kernel: str, name: str) -> Implementation:
-        """One by name.
+        """Return an implementation by name.
 
         Raises:
-            ScheduleError: there is none.
+            ScheduleError: there is no such implementation.
             PluginError: two plugins provide it.
         """
         check_kernel(kernel)
         if not isinstance(name, str):
             raise ScheduleError(f"{name!r} is no name of an implementation; kernel {kernel!r} has {self._listed(kernel)}")
         if name not in self._entries[kernel]:
-            if any(name in those for those in self._entries.values()):  # no slip of the pen
+            if any(
+                name in those for those in self._entries.values()
+            ):  # a name of another kernel: no spelling mistake to suggest a correction for
                 raise ScheduleError(f"kernel {kernel!r} has no implementation {name!r}, but {self._listed(kernel)}")
             unknown = UnknownNameError.of("implementation", name, self._entries[kernel], whose=f"kernel {kernel!r}")
             raise ScheduleError(str(unknown))
@@ -69,10 +71,10 @@ class Table:
         return entry.target  # type: ignore[no-any-return]
 
     def load(self, implementation: Implementation) -> Function:
-        """Its function, imported now.
+        """Import and return the function of an implementation.
 
         Raises:
-            PluginError: it cannot be imported.
+            PluginError: the import fails.
         """
         key = implementation.kernel, implementation.name
         if key not in self._loaded:
@@ -90,10 +92,10 @@ class Table:
 
 
 def check_kernel(kernel: object) -> None:
-    """Refuse the name of no kernel.
+    """Check the name of a kernel.
 
     Raises:
-        ScheduleError: it is one.
+        ScheduleError: there is no such kernel.
     """
     if not isinstance(kernel, str):
         raise ScheduleError(f"{kernel!r} is no name of a kernel; available: {', '.join(sorted(KERNELS))}")
@@ -102,9 +104,9 @@ def check_kernel(kernel: object) -> None:
 
 
 @functools.cache
-def table() -> Table:
-    """The one of this process, made when the first kernel is asked for."""
-    return Table()
+def implementation_registry() -> ImplementationRegistry:
+    """Return the registry of this process; the first call makes it."""
+    return ImplementationRegistry()
 
 
 def _registered(hook: Any, record: PluginRecord) -> list[Entry]:
@@ -133,25 +135,25 @@ def _entry(kernel: Any, name: Any, found: Any, record: PluginRecord) -> Entry:
     return replace(checked, target=named)
 
 
-def _environment(found: Table) -> dict[str, str]:
-    """Kernel to the implementation that ``SLAPO_KERNELS`` forces."""
+def _environment(found: ImplementationRegistry) -> dict[str, str]:
+    """Return kernel to the implementation that ``SLAPO_KERNELS`` forces."""
     forced: dict[str, str] = {}
     seen: dict[str, str] = {}
-    for part in filter(None, (part.strip() for part in os.environ.get(VARIABLE, "").split(","))):
+    for part in filter(None, (part.strip() for part in os.environ.get(ENVIRONMENT_VARIABLE, "").split(","))):
         kernel, equals, name = (piece.strip() for piece in part.partition("="))
         if not equals:
-            raise ScheduleError(f"{VARIABLE} has {part!r}; write kernel=implementation, with commas between")
+            raise ScheduleError(f"{ENVIRONMENT_VARIABLE} has {part!r}; write kernel=implementation, with commas between")
         if seen.setdefault(kernel, name) != name:
-            raise ScheduleError(f"{VARIABLE} has both {seen[kernel]!r} and {name!r} for {kernel!r}")
+            raise ScheduleError(f"{ENVIRONMENT_VARIABLE} has both {seen[kernel]!r} and {name!r} for {kernel!r}")
         if kernel == "*":
             having = [each for each in KERNELS if name in found.names(each)]
             if not having:
-                raise ScheduleError(f"{VARIABLE} has {part!r}, an implementation that no kernel has")
+                raise ScheduleError(f"{ENVIRONMENT_VARIABLE} has {part!r}, an implementation that no kernel has")
             forced = {**dict.fromkeys(having, name), **forced}
         else:
             try:
                 found.get(kernel, name)
             except ScheduleError as error:
-                raise ScheduleError(f"{VARIABLE} has {part!r}: {error}") from error
+                raise ScheduleError(f"{ENVIRONMENT_VARIABLE} has {part!r}: {error}") from error
             forced[kernel] = name
     return forced

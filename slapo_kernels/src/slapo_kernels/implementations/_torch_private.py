@@ -1,4 +1,4 @@
-"""The one place of this package that knows what torch does not document: who looks on while a forward runs."""
+"""Private torch API of this package: whether a trace, compiler, transform or backward observes the running forward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slapo_tracing.nodes import in_function_transform
 
 
 def is_dry_run(tensor: object = None) -> bool:
-    """Whether operations are recorded or tensors without numbers, as while a model is traced."""
+    """Return whether the tensor is fake or a proxy, or a torch mode records operations, as during a trace."""
     if isinstance(tensor, FakeTensor | torch.fx.Proxy):
         return True
     if not _len_torch_function_stack() and not _len_torch_dispatch_stack():
@@ -26,28 +26,28 @@ def is_dry_run(tensor: object = None) -> bool:
     return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
 
 
-def is_watched(forced: bool = False) -> bool:
-    """Whether the model is traced or compiled, so that the operations of its own forward should be seen.
+def is_traced_or_compiled(forced: bool = False) -> bool:
+    """Return whether the model is traced or compiled, so that the original forward should run.
 
     Args:
-        forced: A compiler sees the kernels then.
+        forced: Whether the user forced a kernel, which a compiler sees then.
     """
     return not forced if torch.compiler.is_compiling() else is_dry_run()
 
 
-def will_run(node: Node) -> bool:
-    """Whether the backward that is running goes on to a node of the graph."""
+def backward_will_run(node: Node) -> bool:
+    """Return whether the running backward will execute a node of the graph."""
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # of leaves that are asked for by torch.autograd.grad, and of no others
+    except RuntimeError:  # raised only for leaves that torch.autograd.grad was asked for
         return True
 
 
 def is_transformed() -> bool:
-    """Whether torch.func or forward-mode automatic differentiation is at work."""
+    """Return whether torch.func or forward-mode automatic differentiation is active."""
     return in_function_transform() or forward_ad._current_level >= 0
 
 
 def is_fsdp_hook(hook: object) -> bool:
-    """Whether it is what ``fully_shard`` puts on the outputs of a module, to gather weights before the backward."""
+    """Return whether a hook is the one by which ``fully_shard`` gathers weights before a module's backward."""
     return type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp.")

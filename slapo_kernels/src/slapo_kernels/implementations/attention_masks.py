@@ -1,4 +1,4 @@
-"""Masks that are added to the scores of an attention."""
+"""Checks of masks that are added to the scores of an attention."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ._torch_private import is_transformed
 
 _HIDDEN = -1e3
-"""What is added to a score at most where a key is hidden."""
+"""A key is hidden if less than this is added to its score."""
 _known: Any = WeakTensorKeyDictionary()
-"""Mask to its version, and whether it hides all keys from some query."""
+"""Mask to its version counter, and whether it hides all keys from some query."""
 
 
-def hides_all(mask: torch.Tensor | None) -> bool:
-    """Whether a mask that is added hides all keys from some query; where nobody may look, it may.
+def has_fully_masked_query(mask: torch.Tensor | None) -> bool:
+    """Return whether an additive mask hides all keys from some query; True if the mask's values cannot be read.
 
-    Kernels keep one number for the softmax of a query, in which the sum is lost beside what is added: gradients are wrong then.
-    A GPU is waited for, once for each mask.
+    Fused kernels save one log-sum-exp per query. It loses the sum if the added value is huge, and gradients are wrong.
+    Reading the mask synchronises with its GPU, once per mask.
     """
     if mask is None or not mask.is_floating_point():
         return False

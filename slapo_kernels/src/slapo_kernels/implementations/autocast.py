@@ -1,4 +1,4 @@
-"""What autocast would make of the arguments of a matrix multiplication, for kernels that it does not know."""
+"""Casts that autocast applies to a matrix multiplication, for kernels that autocast does not know."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 
 
 def is_autocast(tensor: torch.Tensor) -> bool:
-    """Whether autocast is on where a tensor is."""
+    """Return whether autocast is enabled for the tensor's device."""
     return torch.is_autocast_enabled(tensor.device.type)
 
 
-def as_multiplied(
+def cast_for_matmul(
     first: torch.Tensor, second: torch.Tensor, third: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The tensors in the dtype of autocast, where it is on."""
+    """Return the tensors in the dtype of autocast if it is enabled, else unchanged."""
     if not is_autocast(first):
         return first, second, third
     dtype = torch.get_autocast_dtype(first.device.type)

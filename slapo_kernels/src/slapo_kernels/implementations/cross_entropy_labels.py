@@ -1,4 +1,4 @@
-"""Labels of a cross entropy: what kernels would not notice, or divide by."""
+"""Labels of a cross entropy: checks, and the mean over no label."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from slapo_core import ScheduleError
 
 
 def check_labels(hidden: torch.Tensor, labels: torch.Tensor) -> None:
-    """Refuse labels that are not one for each row; which classes they name is not looked at.
+    """Check the shape and dtype of labels, but not their values.
 
     Raises:
-        ScheduleError: they have another shape, or are no whole numbers of 64 bits.
+        ScheduleError: not one label per row, or another dtype than ``torch.int64``.
     """
     if labels.shape != hidden.shape[:-1]:
         rows, found = list(hidden.shape[:-1]), list(labels.shape)
@@ -22,10 +22,10 @@ def check_labels(hidden: torch.Tensor, labels: torch.Tensor) -> None:
         raise ScheduleError(f"run('linear_cross_entropy'): labels are of {labels.dtype}; give them as torch.int64")
 
 
-def with_one_that_counts(labels: torch.Tensor, ignore_index: int, num_classes: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Labels of which one counts where none did, and whether one did; None where there can be no such.
+def with_counted_label(labels: torch.Tensor, ignore_index: int, num_classes: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return labels with at least one that counts, and whether one counted before; None if no label can count.
 
-    ``F.cross_entropy`` of labels that are all ignored has a mean of NaN, and gradients of 0, which others divide by 0.
+    ``F.cross_entropy`` of ignored labels alone has a mean of NaN and gradients of 0; other kernels divide 0 by 0.
     """
     if num_classes < 2 or not len(labels):
         return labels, None
@@ -34,6 +34,6 @@ def with_one_that_counts(labels: torch.Tensor, ignore_index: int, num_classes: i
     return torch.cat([first, labels[1:]]), counts
 
 
-def mean_of(loss: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
-    """The mean, NaN without gradients where no label counted."""
+def mean_or_nan(loss: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
+    """Return the mean, or NaN without gradients if no label counted."""
     return loss if counts is None else torch.where(counts, loss, float("nan"))

@@ -1,4 +1,4 @@
-"""Every kernel in plain operations of torch: what it computes, and what the other implementations are tested against."""
+"""Every kernel in plain operations of torch: its definition, against which the other implementations are tested."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Tensor = torch.Tensor
 
 
 def _gelu_new(x: Tensor) -> Tensor:
-    """As Transformers' ``NewGELUActivation`` rounds it."""
+    """Return GELU with the roundings of Transformers' ``NewGELUActivation``."""
     return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
@@ -27,9 +27,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: torch.square(F.relu(x)),
     "silu": F.silu,
 }
-"""What ``bias_act`` knows."""
+"""Activations of ``bias_act``."""
 CASTS = ("input", "weight")
-"""What ``rms_norm`` rounds."""
+"""Values of ``cast`` of ``rms_norm``."""
 
 
 def attention(
@@ -48,8 +48,8 @@ def attention(
         q: ``[batch, heads, length, size]``.
         k: As ``q``; its heads divide those of ``q``.
         v: As ``k``.
-        mask: Added to the scores, or whether each may be looked at; broadcast. A query that may look at nothing gets zeros.
-        dropout_p: Of the probabilities; the caller makes it 0 in evaluation.
+        mask: Added to the scores, or True for keys to attend to; broadcast. A query without such a key gets zeros.
+        dropout_p: Dropout probability of the attention weights; the caller passes 0 in evaluation.
         is_causal: Query ``i`` sees keys up to ``i``; without ``mask``.
         scale: Default: ``size ** -0.5``.
     """
@@ -65,7 +65,7 @@ def attention(
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
     hidden = None if mask is None else (scores == -math.inf).all(-1, keepdim=True)
     if hidden is not None:
-        scores = scores.masked_fill(hidden, 0.0)  # as gradients of a softmax of infinities are NaN
+        scores = scores.masked_fill(hidden, 0.0)  # gradients of a softmax of infinities are NaN
     weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
     if hidden is not None:
         weights = weights.masked_fill(hidden, 0.0)
@@ -76,11 +76,11 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int
     """Rotate pairs ``(i, i + size / 2)`` of the heads' numbers, as ``apply_rotary_pos_emb`` of Transformers.
 
     Args:
-        q: ``[batch, heads, length, size]``, or with heads where ``unsqueeze_dim`` says.
+        q: ``[batch, heads, length, size]``, or with the heads at ``unsqueeze_dim``.
         k: As ``q``; it may have other heads.
         cos: ``[batch, length, size]``.
         sin: As ``cos``.
-        unsqueeze_dim: Where ``q`` and ``k`` have the heads.
+        unsqueeze_dim: Dimension of the heads in ``q`` and ``k``.
     """
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return q * cos + _rotated(q) * sin, k * cos + _rotated(k) * sin
@@ -92,15 +92,15 @@ def _rotated(x: Tensor) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In at least float32."""
+    """Return the tensor in at least float32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def check_cast(cast: str) -> None:
-    """Refuse what ``rms_norm`` does not know.
+    """Check the argument ``cast`` of ``rms_norm``.
 
     Raises:
-        ValueError: it is no cast.
+        ValueError: it is not in ``CASTS``.
     """
     if cast not in CASTS:
         raise ValueError(f"no cast {cast!r}; available: {', '.join(CASTS)}")
@@ -114,8 +114,8 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0, cast
         weight: One row.
         eps: Under the root.
         offset: 1 in Gemma.
-        cast: What is rounded to the dtype of ``x``: the normalised ``"input"``, before it is multiplied (Llama), or the product
-            with the ``"weight"``, all of which is in float32 (Gemma).
+        cast: Value that is rounded to the dtype of ``x``: the normalised ``"input"``, before the product (Llama), or the
+            product with the ``"weight"``, computed in float32 (Gemma).
     """
     check_cast(cast)
     wide = _wide(x)

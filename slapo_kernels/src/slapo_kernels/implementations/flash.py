@@ -30,7 +30,7 @@ def attention(
 def refuses(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, is_causal: bool = False, **options: Any
 ) -> str | None:
-    """What flash-attn does not compute, or otherwise than torch."""
+    """Return the reason why flash-attn cannot compute the call, or computes something else than torch; or None."""
     if mask is not None:
         return "takes no mask"
     if is_causal and q.shape[2] != k.shape[2]:

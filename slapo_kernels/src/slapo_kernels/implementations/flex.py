@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from .attention_masks import hides_all
+from .attention_masks import has_fully_masked_query
 
 Tensor = torch.Tensor
 
@@ -25,25 +25,25 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """FlexAttention; keys that a causal query does not see are not read."""
+    """Call the compiled FlexAttention; it skips blocks of keys that are hidden by causality."""
     return attend(_compiled(), q, k, v, mask, is_causal, scale)
 
 
 def refuses(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, dropout_p: float = 0.0, **options: Any
 ) -> str | None:
-    """What FlexAttention does not compute."""
+    """Return the reason why FlexAttention cannot compute the call, or None."""
     if dropout_p:
         return f"has no dropout, and dropout_p is {dropout_p}"
     if mask is not None and mask.requires_grad:
         return "gives a mask no gradient"
-    return "has wrong gradients where an added mask hides all keys from a query" if hides_all(mask) else None
+    return "has wrong gradients where an added mask hides all keys from a query" if has_fully_masked_query(mask) else None
 
 
 def attend(
     flex: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
 ) -> Tensor:
-    """By ``flex``, which is ``flex_attention`` or made of it."""
+    """Call ``flex``, which is ``flex_attention`` or its compiled version, with the kernel's arguments."""
     if is_causal and mask is not None:
         raise ValueError("attention takes a mask or is_causal, not both")
     score = None if mask is None else _scores(mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2]))

@@ -1,6 +1,6 @@
-"""Kernels as inductor compiles them from their eager functions, at the first call.
+"""Kernels compiled by inductor from their eager functions, at the first call.
 
-What they draw, as dropout does, is what the eager ones draw from the same random state.
+Their random numbers are those of the eager functions for the same random state.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def _compiled(kernel: str, options: tuple[tuple[str, Any], ...]) -> Any:
 
 
 _WORTHWHILE = 1 << 16
-"""Numbers in the first argument from which a compiled function makes up for what it costs to call."""
+"""Elements of the first argument from which a compiled function is faster, despite the overhead of its call."""
 
 
 def avoids(first: torch.Tensor, *args: Any, activation: str | None = None, **options: Any) -> bool:
-    """Whether eager is faster: for little to compute, and on a CPU for relu, whose compiled backward is slow."""
+    """Return whether eager is faster: for small inputs, and on a CPU for relu, whose compiled backward is slow."""
     return first.numel() < _WORTHWHILE or (activation == "relu" and first.device.type == "cpu")
 
 

@@ -1,7 +1,7 @@
 """Kernels of the package Liger-Kernel.
 
-Its rotary embedding is not among them: it writes over its inputs and over the gradients it is given. Where a backward of
-Liger's writes over what the forward kept, it gets a copy, so that a graph can be gone through twice.
+Liger's rotary embedding is left out: it overwrites its inputs and the incoming gradients. Where a backward of Liger
+overwrites saved tensors, it gets a copy, so that a graph can run backward twice.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from .autocast import as_multiplied, is_autocast
-from .cross_entropy_labels import check_labels, mean_of, with_one_that_counts
+from .autocast import cast_for_matmul, is_autocast
+from .cross_entropy_labels import check_labels, mean_or_nan, with_counted_label
 from .eager import check_cast
 
 Tensor = torch.Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0, cast: str = "input") -> Tensor:
-    """``LigerRMSNormFunction``, its gradient beside that of the output, not over it."""
+    """``LigerRMSNormFunction``, with ``in_place=False``: its backward does not overwrite the incoming gradient."""
     from liger_kernel.ops import LigerRMSNormFunction
 
     check_cast(cast)
@@ -30,7 +30,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0, cast
 
 
 def refuses_rms_norm(x: Tensor, weight: Tensor, **options: Any) -> str | None:
-    """What Liger computes otherwise than torch."""
+    """Return the reason why Liger's result differs from torch's, or None."""
     return None if x.dtype is weight.dtype else f"takes one dtype, not {x.dtype} and {weight.dtype}"
 
 
@@ -43,7 +43,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: fl
 
 
 def refuses_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, **options: Any) -> str | None:
-    """What Liger does not compute, or otherwise than torch."""
+    """Return the reason why Liger cannot compute the call, or computes something else than torch; or None."""
     if weight is None or bias is None:
         return "takes a weight and a bias"
     if is_autocast(x):
@@ -64,7 +64,7 @@ def geglu(gate: Tensor, up: Tensor, *, approximate: str = "none") -> Tensor:
 
 
 def refuses_gate(gate: Tensor, up: Tensor, *, approximate: str = "tanh") -> str | None:
-    """What Liger does not compute."""
+    """Return the reason why Liger cannot compute the call, or None."""
     if approximate != "tanh":
         return "knows the tanh approximation of gelu alone"
     if gate.shape != up.shape or gate.dtype is not up.dtype:
@@ -73,13 +73,13 @@ def refuses_gate(gate: Tensor, up: Tensor, *, approximate: str = "tanh") -> str 
 
 
 def refuses_geglu(gate: Tensor, up: Tensor, *, approximate: str = "none") -> str | None:
-    """What Liger does not compute."""
+    """Return the reason why Liger cannot compute the call, or None."""
     return refuses_gate(gate, up, approximate=approximate)
 
 
 @functools.cache
 def _gated(name: str) -> Any:
-    """Liger's forward and backward, the latter on copies: it writes the gradients over its arguments."""
+    """Return an autograd function of Liger's forward and backward; the backward gets copies, as it overwrites its inputs."""
     import liger_kernel.ops as ops
 
     forward_kernel, backward_kernel = getattr(ops, f"{name}_forward"), getattr(ops, f"{name}_backward")
@@ -110,19 +110,19 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
 ) -> Tensor:
-    """``LigerFusedLinearCrossEntropyFunction``, gradients made in the forward; only one backward is right."""
+    """``LigerFusedLinearCrossEntropyFunction``, which computes gradients in the forward; only the first backward is right."""
     from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction
 
     check_labels(hidden, labels)
-    rows, weight, bias = as_multiplied(hidden.flatten(0, -2), weight, bias)
+    rows, weight, bias = cast_for_matmul(hidden.flatten(0, -2), weight, bias)
     targets, counts = labels.flatten(), None
     if reduction == "mean":
-        targets, counts = with_one_that_counts(targets, ignore_index, len(weight))
+        targets, counts = with_counted_label(targets, ignore_index, len(weight))
     settings = {"ignore_index": ignore_index, "reduction": reduction, "accum_dtype": torch.float32}
     positions = list(inspect.signature(LigerFusedLinearCrossEntropyFunction.forward).parameters.values())[5:]
     rest = [settings.get(each.name, each.default) for each in positions]
     loss: Tensor = LigerFusedLinearCrossEntropyFunction.apply(rows, weight, targets, bias, *rest)[0].float()
-    loss = mean_of(loss, counts)
+    loss = mean_or_nan(loss, counts)
     return loss.view(labels.shape) if reduction == "none" else loss
 
 
@@ -135,5 +135,5 @@ def embedding(ids: Tensor, weight: Tensor, *, padding_idx: int | None = None) ->
 
 
 def refuses_embedding(ids: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> str | None:
-    """What Liger does not compute."""
+    """Return the reason why Liger cannot compute the call, or None."""
     return None if padding_idx is None else "gives the row of padding_idx gradients"

@@ -1,4 +1,4 @@
-"""Kernels that torch has itself."""
+"""Kernels of torch itself."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch.nn import LinearCrossEntropyOptions
 from torch.nn import functional as F
 
 from . import eager
-from .attention_masks import hides_all
-from .autocast import as_multiplied
-from .cross_entropy_labels import check_labels, mean_of, with_one_that_counts
+from .attention_masks import has_fully_masked_query
+from .autocast import cast_for_matmul
+from .cross_entropy_labels import check_labels, mean_or_nan, with_counted_label
 from .eager import check_cast
 
 Tensor = torch.Tensor
@@ -25,20 +25,20 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """``F.scaled_dot_product_attention``, which has the flash, memory-efficient and cuDNN kernels behind it.
+    """``F.scaled_dot_product_attention``, which chooses between the flash, memory-efficient and cuDNN kernels.
 
-    Their gradients are wrong of queries from which an added mask hides all keys: of such masks, plain operations.
+    Their gradients are wrong if an additive mask hides all keys from a query; for such a mask the eager kernel runs.
     """
     if is_causal and mask is not None:
         raise ValueError("attention takes a mask or is_causal, not both")
-    if hides_all(mask):
+    if has_fully_masked_query(mask):
         return eager.attention(q, k, v, mask, dropout_p=dropout_p, scale=scale)
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped)
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0, cast: str = "input") -> Tensor:
-    """``F.rms_norm``, which rounds after the weight; where it is to be rounded before, the weight comes after it."""
+    """``F.rms_norm``, which rounds after the weight; to round before it, the weight is multiplied afterwards."""
     check_cast(cast)
     shape = weight.shape
     if cast == "weight":
@@ -64,17 +64,17 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
 ) -> Tensor:
-    """``F.linear_cross_entropy`` by chunks of rows, gradients made in the forward; a second backward is an error of torch's."""
+    """``F.linear_cross_entropy`` in chunks of rows; it computes gradients in the forward, and refuses a second backward."""
     check_labels(hidden, labels)
-    rows, weight, bias = as_multiplied(hidden.flatten(0, -2), weight, bias)
+    rows, weight, bias = cast_for_matmul(hidden.flatten(0, -2), weight, bias)
     targets, counts = labels.flatten(), None
     if reduction == "mean":
-        targets, counts = with_one_that_counts(targets, ignore_index, len(weight))
+        targets, counts = with_counted_label(targets, ignore_index, len(weight))
     options = LinearCrossEntropyOptions(allow_retain_graph=torch.compiler.is_compiling())
     loss = F.linear_cross_entropy(
         rows, weight, targets, linear_bias=bias, reduction=reduction, ignore_index=ignore_index, options=options
     )
-    loss = mean_of(loss, counts).to(torch.promote_types(loss.dtype, torch.float32))
+    loss = mean_or_nan(loss, counts).to(torch.promote_types(loss.dtype, torch.float32))
     return loss.view(labels.shape) if reduction == "none" else loss
 
 

@@ -1,4 +1,4 @@
-"""Self-attention in the place of a model's own."""
+"""Self-attention layers that replace a model's own."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ import torch
 from torch import nn
 
 from ..dispatch.dispatcher import run
-from ..dispatch.registry import table
+from ..dispatch.registry import implementation_registry
 from .fused import FusedQKV, check_heads
 from .linear import check_probability
 
-_MEANS_NOTHING = ("cache_position", "position_ids", "use_cache")
-"""Arguments of Transformers' models that change nothing here."""
+_IGNORED_ARGUMENTS = ("cache_position", "position_ids", "use_cache")
+"""Arguments that Transformers' models pass and that have no effect here."""
 
 
 class FlashAttention(nn.Module):
-    """Multi-head self-attention by the kernel ``attention``, called as Transformers calls its own, with positions in the input.
+    """Multi-head self-attention by the kernel ``attention``, with the call of Transformers' modules and no position embedding.
 
-    Weights are ``query``, ``key`` and ``value``, each an ``nn.Linear``, or ``qkv``, a ``FusedQKV``; and ``out_proj``.
+    The children are ``query``, ``key`` and ``value``, each an ``nn.Linear``, or ``qkv``, a ``FusedQKV``; and ``out_proj``.
 
     Args:
         hidden_size: Width of the input and of the output.
-        num_attention_heads: They divide the width.
-        is_decoder: Each position sees those up to itself, and there are an ``out_proj`` and a dropout behind, as in GPT-2;
-            otherwise each sees all, and there is nothing behind, as in BERT.
-        attn_pdrop: Dropout of the probabilities.
-        resid_pdrop: Of the dropout behind ``out_proj``.
-        attn_op_name: Implementation of ``attention``, or as ``FlashAttentionOp``; ``"auto"``: the first that is usable.
-        fused_qkv: Whether the three projections are one product.
-        bias: Of all projections.
+        num_attention_heads: Number of heads; it divides the width.
+        is_decoder: True for causal attention with an ``out_proj`` and a dropout after it, as in GPT-2; False for attention to
+            all positions with neither, as in BERT.
+        attn_pdrop: Dropout probability of the attention weights.
+        resid_pdrop: Dropout probability after ``out_proj``.
+        attn_op_name: Implementation of ``attention``, or a name that ``FlashAttentionOp`` takes; ``"auto"``: the first usable.
+        fused_qkv: Whether the three projections are one matrix product.
+        bias: Whether the projections have a bias.
         output_proj: Whether there are an ``out_proj`` and a dropout; default: as ``is_decoder``.
 
     Raises:
@@ -73,19 +73,19 @@ class FlashAttention(nn.Module):
 
         Args:
             hidden_states: ``[batch, length, hidden_size]``.
-            attention_mask: ``[batch, length]``, which positions count; or what is added to the scores, or whether each may be
-                looked at, broadcast to ``[batch, heads, length, length]``.
-            others: What Transformers passes besides.
+            attention_mask: ``[batch, length]``, nonzero for positions to attend to; or a mask that broadcasts to
+                ``[batch, heads, length, length]``, additive or bool, True for positions to attend to.
+            others: Other arguments that Transformers passes.
 
         Returns:
-            ``[batch, length, hidden_size]``, and None for the probabilities, which are never there as a whole.
+            ``[batch, length, hidden_size]``, and None for the attention weights, which are never computed as a whole.
 
         Raises:
-            ValueError: an argument among the others asks for something that this does not do, the mask is neither of bools nor
-                of floats where it is broadcast, or the input has no batch.
+            ValueError: another argument asks for something unsupported; a broadcast mask is neither bool nor floating; or the
+                input has no batch dimension.
         """
         for name, value in others.items():
-            if value is not None and value is not False and name not in _MEANS_NOTHING:
+            if value is not None and value is not False and name not in _IGNORED_ARGUMENTS:
                 raise ValueError(f"FlashAttention has no {name}; call the model without it, or keep its own attention")
         if isinstance(hidden_states, torch.Tensor) and hidden_states.dim() != 3:
             raise ValueError(f"FlashAttention takes [batch, length, width], not {list(hidden_states.shape)}")
@@ -105,25 +105,25 @@ class FlashAttention(nn.Module):
         return (self.resid_dropout(self.out_proj(out)) if self.output_proj else out), None
 
     def extra_repr(self) -> str:
-        """Describe what the parts do not show."""
+        """Return heads, causality and dropout, which the children do not show."""
         return f"heads={self.num_attention_heads}, is_decoder={self.is_decoder}, attn_pdrop={self.attn_pdrop}"
 
     def _projected(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Query, key and value: ``[batch, length, heads of this rank, head size]``."""
+        """Return query, key and value: ``[batch, length, heads of this rank, head size]``."""
         if self.fused_qkv:
             return self.qkv(x)  # type: ignore[no-any-return]
         return tuple(each(x).unflatten(-1, (-1, self.attention_head_size)) for each in (self.query, self.key, self.value))
 
 
 class FlashAttentionOp(nn.Module):
-    """Attention by the kernel ``attention``, without weights, between projections of a model's own.
+    """Attention by the kernel ``attention``, without weights, for a model with projections of its own.
 
     Args:
-        attn_op_name: Implementation of ``attention``; ``"auto"``: the first that is usable. Of the established names
+        attn_op_name: Implementation of ``attention``; ``"auto"``: the first that is usable. Of the established names,
             ``"native_xformers"`` and ``"native_flash_attn"`` are plain operations, ``"cutlass"`` is torch's own kernel, and
-            ``"cuda"`` and ``"triton"`` are flash-attention where it is usable, or else the next.
-        apply_causal_mask: Whether each position sees those up to itself alone.
-        scale: Of the scores; default: the size of a head to the power of -0.5.
+            ``"cuda"`` and ``"triton"`` are flash-attention if it is usable, else the next implementation.
+        apply_causal_mask: Whether each position attends only to positions up to itself.
+        scale: Factor of the scores; default: ``head_size ** -0.5``.
 
     Raises:
         ScheduleError: there is no such implementation.
@@ -148,14 +148,14 @@ class FlashAttentionOp(nn.Module):
             query_layer: ``[batch, length, heads, head size]``.
             key_layer: Likewise.
             value_layer: Likewise.
-            attention_mask: As ``FlashAttention`` takes it, or None.
-            p: Dropout of the probabilities, in training.
+            attention_mask: As in ``FlashAttention``, or None.
+            p: Dropout probability of the attention weights in training.
 
         Returns:
-            As ``query_layer``.
+            A tensor of the shape of ``query_layer``.
 
         Raises:
-            ValueError: ``p`` is no probability, or the mask is neither of bools nor of floats where it is broadcast.
+            ValueError: ``p`` is no probability, or a broadcast mask is neither bool nor floating.
         """
         check_probability("p", p)
         mask = None if attention_mask is None else _kernel_mask(attention_mask, query_layer.shape[1], self.apply_causal_mask)
@@ -172,27 +172,27 @@ class FlashAttentionOp(nn.Module):
         return out.transpose(1, 2)
 
     def extra_repr(self) -> str:
-        """With all that is given."""
+        """Return the arguments."""
         return f"attn_op_name={self.attn_op_name!r}, apply_causal_mask={self.apply_causal_mask}, scale={self.scale}"
 
 
-_ESTABLISHED = {"auto": None, "cuda": None, "triton": None, "cutlass": "native"}
-_ESTABLISHED |= dict.fromkeys(("native_xformers", "native_flash_attn"), "eager")
+_ESTABLISHED_NAMES = {"auto": None, "cuda": None, "triton": None, "cutlass": "native"}
+_ESTABLISHED_NAMES |= dict.fromkeys(("native_xformers", "native_flash_attn"), "eager")
 
 
 def implementation_named(attn_op_name: str) -> str | None:
-    """The implementation of ``attention`` that a name means; None: the first that is usable.
+    """Return the implementation of ``attention`` that a name stands for; None means the first that is usable.
 
     Raises:
-        ScheduleError: there is none.
+        ScheduleError: there is no such implementation.
     """
-    if isinstance(attn_op_name, str) and attn_op_name in _ESTABLISHED:
-        return _ESTABLISHED[attn_op_name]
-    return table().get("attention", attn_op_name).name
+    if isinstance(attn_op_name, str) and attn_op_name in _ESTABLISHED_NAMES:
+        return _ESTABLISHED_NAMES[attn_op_name]
+    return implementation_registry().get("attention", attn_op_name).name
 
 
 def _kernel_mask(mask: torch.Tensor, length: int, is_causal: bool) -> torch.Tensor:
-    """Return a mask as the kernel takes it, causal too where asked; a mask in that form stays as it is."""
+    """Return the mask in the kernel's form, combined with a causal one if asked."""
     if mask.dim() == 2:
         mask = mask.bool()[:, None, None, :]
     if not (mask.dtype is torch.bool or mask.is_floating_point()):

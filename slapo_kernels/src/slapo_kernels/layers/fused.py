@@ -1,4 +1,4 @@
-"""Modules in the place of several."""
+"""Fused layers: an MLP, and the projections of query, key and value as one product."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from .linear import activation_named, check_probability
 
 
 class FusedMLP(nn.Module):
-    """``dropout(fc_out(activation(fc_in(x))))``, the activation by the kernel ``bias_act``.
+    """``dropout(fc_out(activation(fc_in(x))))``, with the activation by the kernel ``bias_act``.
 
-    Weights are ``fc_in.weight``, ``fc_in.bias``, ``fc_out.weight``, ``fc_out.bias``. Both are ``nn.Linear`` and are called as
-    such, bias and all, which costs nothing in the product: they can be sharded, synced and hooked.
+    The weights are ``fc_in.weight``, ``fc_in.bias``, ``fc_out.weight`` and ``fc_out.bias``. Both layers are ``nn.Linear`` and
+    are called with their bias, which is free in the product, so they can be sharded, synced and hooked.
 
     Args:
         hidden_size: Width of the input and of the output.
-        intermediate_size: Width between.
-        orig_act: The activation, as ``LinearWithAct`` names it.
-        resid_pdrop: Of the dropout at the end.
-        use_torchscript: Taken for scripts that name a compiler, and without effect: the table of kernels chooses the
-            implementation of ``bias_act``, ``SLAPO_KERNELS=bias_act=...`` forces one.
+        intermediate_size: Width between the layers.
+        orig_act: The activation, by the names of ``LinearWithAct``.
+        resid_pdrop: Dropout probability at the end.
+        use_torchscript: No effect; accepted for scripts that choose a compiler. The dispatcher chooses the implementation of
+            ``bias_act``, and ``SLAPO_KERNELS=bias_act=...`` forces one.
 
     Raises:
         ValueError: there is no such activation, ``resid_pdrop`` is no probability, or ``use_torchscript`` is no bool.
@@ -49,37 +49,37 @@ class FusedMLP(nn.Module):
         self.dropout = nn.Dropout(resid_pdrop)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """``[..., hidden_size]`` to the same."""
+        """Map ``[..., hidden_size]`` to the same shape."""
         between = run("bias_act", self.fc_in(hidden_states), None, activation=self.activation)
         out: torch.Tensor = self.dropout(self.fc_out(between))
         return out
 
     def extra_repr(self) -> str:
-        """With the activation."""
+        """Return the activation."""
         return f"orig_act={self.orig_act!r}"
 
 
 def check_heads(hidden_size: int, num_heads: int) -> None:
-    """Refuse heads that cannot share a width.
+    """Check the number of heads.
 
     Raises:
-        ValueError: they do not divide it.
+        ValueError: it does not divide the width.
     """
     if num_heads < 1 or hidden_size < 1 or hidden_size % num_heads:
         raise ValueError(f"a width of {hidden_size} is not divisible by {num_heads} heads")
 
 
 class FusedQKV(nn.Module):
-    """Three projections of one input as one product: query, key and value.
+    """Projections of query, key and value as one matrix product.
 
-    The rows of ``fused_linear.weight`` are ``[num_heads, 3, head size]``: a rank that holds a part of them, as after
-    ``sch["fused_linear"].shard(["weight", "bias"], axis=0)``, holds whole heads, and returns these.
+    The rows of ``fused_linear.weight`` are ``[num_heads, 3, head size]``, so a shard of them, as from
+    ``sch["fused_linear"].shard(["weight", "bias"], axis=0)``, has complete heads, and the forward returns these.
 
     Args:
         hidden_size: Width of the input, and of each projection.
-        num_heads: They divide the width.
-        world_size: Ranks that the heads will be split over; checked, not needed.
-        bias: Of the projections.
+        num_heads: Number of heads; it divides the width.
+        world_size: Number of ranks that will share the heads; used for a check only.
+        bias: Whether the projections have a bias.
 
     Raises:
         ValueError: the heads do not divide the width, or cannot be split over the ranks.
@@ -94,14 +94,14 @@ class FusedQKV(nn.Module):
         self.fused_linear = nn.Linear(hidden_size, 3 * hidden_size, bias)
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``[..., hidden_size]`` to query, key and value of ``[..., heads of this rank, head size]``."""
+        """Map ``[..., hidden_size]`` to query, key and value of ``[..., heads of this rank, head size]``."""
         fused = self.fused_linear(hidden_states).unflatten(-1, (-1, 3, self.head_size))
         query, key, value = fused.unbind(-2)
         return query, key, value
 
     @classmethod
     def from_separate(cls, query: nn.Linear, key: nn.Linear, value: nn.Linear, num_heads: int) -> FusedQKV:
-        """One with the weights of three layers, copied.
+        """Make a ``FusedQKV`` with copies of the weights of three layers.
 
         Raises:
             ValueError: the layers differ in width or have other widths than their input, or only some have a bias.
@@ -123,12 +123,12 @@ class FusedQKV(nn.Module):
             for name, parameter in fused.fused_linear.named_parameters():
                 parts = [getattr(each, name) for each in (query, key, value)]
                 parameter.copy_(torch.stack([part.unflatten(0, (num_heads, -1)) for part in parts], dim=1).flatten(0, 2))
-                _say_what_of(parameter, [(part, head) for head in range(num_heads) for part in parts], size // num_heads)
+                _record_origin(parameter, [(part, head) for head in range(num_heads) for part in parts], size // num_heads)
                 parameter.requires_grad_(getattr(query, name).requires_grad)
         return fused.train(query.training)
 
     def to_separate(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
-        """Query, key and value as layers of their own, with copies of the weights."""
+        """Return query, key and value as separate layers, with copies of the weights."""
         fused = self.fused_linear
         layers = [
             nn.Linear(fused.in_features, self.hidden_size, fused.bias is not None, fused.weight.device, fused.weight.dtype)
@@ -140,22 +140,22 @@ class FusedQKV(nn.Module):
                 for place, (layer, part) in enumerate(zip(layers, parts, strict=True)):
                     getattr(layer, name).copy_(part.flatten(0, 1))
                     own = [(parameter, 3 * head + place) for head in range(self.num_heads)]
-                    _say_what_of(getattr(layer, name), own, self.head_size)
+                    _record_origin(getattr(layer, name), own, self.head_size)
                     getattr(layer, name).requires_grad_(parameter.requires_grad)
         query, key, value = (layer.train(self.training) for layer in layers)
         return query, key, value
 
 
-def _say_what_of(parameter: torch.Tensor, parts: Iterable[tuple[torch.Tensor, int]], size: int) -> None:
-    """Note which rows of the unmodified model's parameters a fused one has, as ``slapo_weights.made_of`` does.
+def _record_origin(parameter: torch.Tensor, parts: Iterable[tuple[torch.Tensor, int]], size: int) -> None:
+    """Record the rows of the unmodified model's parameters that a new parameter consists of, as ``slapo_weights.made_of`` does.
 
     Args:
-        parameter: The new one.
-        parts: Others, each with the number of its range of rows.
-        size: Of each range.
+        parameter: The new parameter.
+        parts: Source parameters, each with the index of its range of rows.
+        size: Rows per range.
     """
     held = list(parts)
     if all(parameter_facts(part).names and not is_sharded(part) for part, _ in held):
-        parameter_facts(parameter)  # it is copied with what else is known
+        parameter_facts(parameter)  # makes the facts now, so that a copy of the parameter has them
         rows = tuple((parameter_facts(part).names[0], (number * size, (number + 1) * size), len(part)) for part, number in held)
         setattr(parameter, "slapo_made_of", (0, rows))  # noqa: B010  tensors have no such attribute for mypy

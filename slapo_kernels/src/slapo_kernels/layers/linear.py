@@ -1,4 +1,4 @@
-"""Linear layers whose bias is an operation of its own, joined with what follows it."""
+"""Linear layers with a separate bias addition, which is fused with the operation that follows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Sync = Callable[[torch.Tensor], torch.Tensor]
 
 
 class LinearWithSeparateBias(nn.Linear):
-    """``nn.Linear`` as a product, then a sum with the bias.
+    """``nn.Linear`` as a matrix product followed by the addition of the bias.
 
     Args:
         in_features: As ``nn.Linear``.
@@ -24,8 +24,8 @@ class LinearWithSeparateBias(nn.Linear):
         bias: As ``nn.Linear``; without one there is the product alone.
         device: As ``nn.Linear``.
         dtype: As ``nn.Linear``.
-        sync_fn: Called with the product; the bias is added to what it returns, such as the sum over ranks that hold parts of
-            the input features.
+        sync_fn: Function of the product, such as an all-reduce over ranks that shard the input features; the bias is added to
+            its result.
     """
 
     def __init__(
@@ -43,33 +43,33 @@ class LinearWithSeparateBias(nn.Linear):
         self.sync_fn = sync_fn
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """Without the bias."""
+        """Return the product, after ``sync_fn``, without the bias."""
         x = F.linear(x, self.weight)
         return x if self.sync_fn is None else self.sync_fn(x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[..., in_features]`` to ``[..., out_features]``."""
+        """Map ``[..., in_features]`` to ``[..., out_features]``."""
         x = self.product(x)
         return x if self.bias is None else x + self.bias
 
 
 class LinearWithSyncFunc(LinearWithSeparateBias):
-    """``sync_fn(product) + bias``, by its established name; arguments as ``LinearWithSeparateBias``."""
+    """``LinearWithSeparateBias`` under its established name: ``sync_fn(product) + bias``."""
 
     def extra_repr(self) -> str:
-        """With the function."""
+        """Return the layer's arguments and the function."""
         return f"{super().extra_repr()}, sync_fn={getattr(self.sync_fn, '__name__', self.sync_fn)}"
 
 
 class LinearWithAct(LinearWithSeparateBias):
-    """``activation(linear(x))``, the activation in one with the bias by the kernel ``bias_act``.
+    """``activation(linear(x))``, with activation and bias by the kernel ``bias_act``.
 
     Args:
         in_features: As ``nn.Linear``.
         out_features: As ``nn.Linear``.
         bias: As ``nn.Linear``.
-        act_fn: Exactly this one: ``"gelu"`` (with erf), ``"gelu_tanh"``, ``"gelu_new"``, ``"quick_gelu"``, ``"relu"``,
-            ``"relu2"``, ``"silu"``; names as Transformers has them, ``"gelu_pytorch_tanh"`` too.
+        act_fn: Name of the activation: ``"gelu"`` (with erf), ``"gelu_tanh"``, ``"gelu_new"``, ``"quick_gelu"``, ``"relu"``,
+            ``"relu2"``, ``"silu"``, or Transformers' ``"gelu_pytorch_tanh"`` and ``"swish"``.
         device: As ``nn.Linear``.
         dtype: As ``nn.Linear``.
         sync_fn: As ``LinearWithSeparateBias``.
@@ -93,12 +93,12 @@ class LinearWithAct(LinearWithSeparateBias):
         self.activation = activation_named(act_fn)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[..., in_features]`` to ``[..., out_features]``."""
+        """Map ``[..., in_features]`` to ``[..., out_features]``."""
         out: torch.Tensor = run("bias_act", self.product(x), self.bias, activation=self.activation)
         return out
 
     def extra_repr(self) -> str:
-        """With the activation."""
+        """Return the layer's arguments and the activation."""
         return f"{super().extra_repr()}, act_fn={self.act_fn!r}"
 
 
@@ -132,29 +132,29 @@ class LinearWithDropout(LinearWithSeparateBias):
         self.p, self.inplace = p, inplace
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[..., in_features]`` to ``[..., out_features]``."""
+        """Map ``[..., in_features]`` to ``[..., out_features]``."""
         return F.dropout(super().forward(x), self.p, self.training, self.inplace)
 
     def extra_repr(self) -> str:
-        """With the probability."""
+        """Return the layer's arguments and the probability."""
         return f"{super().extra_repr()}, p={self.p}, inplace={self.inplace}"
 
 
 def check_probability(name: str, p: object) -> None:
-    """Refuse what is no probability.
+    """Check a probability.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not between 0 and 1.
     """
     if not isinstance(p, (int, float)) or not 0 <= p <= 1:
         raise ValueError(f"{name} is a probability, not {p!r}")
 
 
 def activation_named(act_fn: str) -> str:
-    """Return the kernel's name of an activation of Transformers.
+    """Return the kernel's name of an activation.
 
     Raises:
-        ValueError: the kernel does not know it.
+        ValueError: the kernel has no such activation.
     """
     names: dict[str, Any] = {**{name: name for name in ACTIVATIONS}, **_TRANSFORMERS}
     if not isinstance(act_fn, str) or act_fn not in names:

@@ -1,4 +1,4 @@
-"""A look at what passes between two modules."""
+"""``Print``: a module that prints its inputs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from ..implementations._torch_private import is_dry_run
 
 
 class Print(nn.Module):
-    """Prints shape, dtype and device of what it is called with, and returns that.
-
-    Nothing is printed while the model is traced, when tensors have no numbers.
+    """Module that prints shape, dtype and device of its inputs and returns them; silent while the model is traced.
 
     Args:
-        message: Put in front.
-        values: Whether to print the numbers too.
+        message: Prefix of the line.
+        values: Whether to print the values too.
     """
 
     def __init__(self, message: str = "", values: bool = False) -> None:
@@ -27,7 +25,7 @@ class Print(nn.Module):
         self.message, self.values = message, values
 
     def forward(self, *inputs: Any) -> Any:
-        """One input is returned as it is, several as a tuple."""
+        """Print the inputs; return one input unchanged, several as a tuple."""
         if not any(is_dry_run(each) for each in inputs):
             rank = f"[rank {dist.get_rank()}] " if dist.is_available() and dist.is_initialized() else ""
             shown = ", ".join(str(tree_map_only(torch.Tensor, self._shown, each)) for each in inputs)
@@ -35,7 +33,7 @@ class Print(nn.Module):
         return inputs[0] if len(inputs) == 1 else inputs
 
     def extra_repr(self) -> str:
-        """With the message."""
+        """Return the message."""
         return repr(self.message)
 
     def _shown(self, tensor: torch.Tensor) -> _Shown:

@@ -1,4 +1,4 @@
-"""The cross entropy of logits that are not there, as one operation of autograd."""
+"""Cross entropy of lazy logits, as one autograd function."""
 
 from __future__ import annotations
 
@@ -10,60 +10,60 @@ import torch
 from torch.nn import functional as F
 
 from ..dispatch.dispatcher import run
-from ..implementations._torch_private import will_run
+from ..implementations._torch_private import backward_will_run
 
 
 @dataclass
-class Watch:
-    """Whether somebody waits for the gradient of logits, or of those they are a view of.
+class GradientObservers:
+    """Record of users that observe the gradient of logits, by a hook for example, or of the logits they are a view of.
 
     Args:
-        above: Of those they are a view of.
-        is_set: Whether somebody waits for that of these.
-        has_loss: Whether there is a loss of these, or of a view of them, that a kernel computed.
+        base: Record of the logits they are a view of.
+        has_observer: Whether the gradient of these logits is observed.
+        has_loss: Whether a kernel computed a loss of these logits, or of a view of them.
     """
 
-    above: Watch | None = None
-    is_set: bool = False
+    base: GradientObservers | None = None
+    has_observer: bool = False
     has_loss: bool = False
 
     def __bool__(self) -> bool:
-        return self.is_set or bool(self.above)
+        return self.has_observer or bool(self.base)
 
-    def note_loss(self) -> None:
-        """A kernel computes a loss of these."""
+    def record_loss(self) -> None:
+        """Record that a kernel computed a loss of these logits."""
         self.has_loss = True
-        if self.above is not None:
-            self.above.note_loss()
+        if self.base is not None:
+            self.base.record_loss()
 
 
 @dataclass(frozen=True)
-class Loss:
-    """How a cross entropy is computed.
+class CrossEntropyOptions:
+    """Options of a cross entropy.
 
     Args:
-        choice: Implementation that a user has chosen.
+        choice: Implementation that the user forced.
         ignore_index: As ``F.cross_entropy``.
         reduction: As ``F.cross_entropy``.
-        dtype: Of the loss.
-        of: That of the logits.
+        dtype: Dtype of the loss.
+        logits_dtype: Dtype of the logits.
     """
 
     choice: str | None
     ignore_index: int
     reduction: str
     dtype: torch.dtype
-    of: torch.dtype
+    logits_dtype: torch.dtype
 
 
-class LazyLoss(torch.autograd.Function):
-    """``cross_entropy(logits, target)``, by the kernel; its gradients go past the logits to what these are made of.
+class LazyCrossEntropy(torch.autograd.Function):
+    """``cross_entropy(logits, target)`` by the kernel, with gradients for hidden states, weight and bias.
 
-    They go by the logits, which are computed again, where somebody waits for their gradient, where gradients of gradients are
-    asked for, and from the second time on: what kernels keep is good for once.
+    The gradient goes to the logits instead, which are recomputed, if it is observed, if a second derivative is needed, and in
+    every backward after the first: the kernel's saved values serve one backward.
 
     Attributes:
-        label_mean: Of the loss's ``grad_fn``: the labels that it is a mean over, and the one it leaves out; None of a sum.
+        label_mean: On the loss's ``grad_fn``: the labels of the mean and the ignored label; None for a sum.
     """
 
     @staticmethod
@@ -74,13 +74,13 @@ class LazyLoss(torch.autograd.Function):
         bias: torch.Tensor | None,
         logits: torch.Tensor,
         target: torch.Tensor,
-        loss: Loss,
-        watch: Watch,
+        loss: CrossEntropyOptions,
+        observers: GradientObservers,
     ) -> torch.Tensor:
-        """As the kernel computes it of ``hidden`` and ``weight``; of ``logits`` only autograd hears."""
+        """Compute the loss from ``hidden`` and ``weight``; ``logits`` is an input for autograd alone."""
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, target)
-        ctx.loss, ctx.watch = loss, watch
+        ctx.loss, ctx.observers = loss, observers
         ctx.label_mean = (target, loss.ignore_index) if loss.reduction == "mean" else None
         needs = ctx.needs_input_grad[:3]
         leaves = [
@@ -102,11 +102,13 @@ class LazyLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """To hidden states, weight and bias, or to the logits."""
+        """Return gradients for hidden states, weight and bias, or for the logits."""
         if grad is None:
             return (None,) * 7
-        goes_past = any(node is not None and will_run(node) for node, _ in ctx.next_functions[: 2 + (ctx.needs_input_grad[2])])
-        if ctx.once is None or ctx.watch or torch.is_grad_enabled() or not goes_past:
+        goes_past = any(
+            node is not None and backward_will_run(node) for node, _ in ctx.next_functions[: 2 + (ctx.needs_input_grad[2])]
+        )
+        if ctx.once is None or ctx.observers or torch.is_grad_enabled() or not goes_past:
             return None, None, None, _of_logits(ctx.saved_tensors, ctx.loss, grad), None, None, None
         (found, leaves), ctx.once = ctx.once, None
         wanted = [each for each in leaves if each is not None and each.requires_grad]
@@ -115,11 +117,11 @@ class LazyLoss(torch.autograd.Function):
         return (*past, None, None, None, None)
 
 
-def _of_logits(saved: Sequence[Any], loss: Loss, grad: torch.Tensor) -> torch.Tensor:
+def _of_logits(saved: Sequence[Any], loss: CrossEntropyOptions, grad: torch.Tensor) -> torch.Tensor:
     hidden, weight, bias, target = saved
     again = torch.is_grad_enabled()
     with torch.autocast(hidden.device.type, enabled=False):
-        logits = F.linear(hidden, weight, bias).to(loss.of)
+        logits = F.linear(hidden, weight, bias).to(loss.logits_dtype)
         with torch.enable_grad():
             logits = logits if again else logits.requires_grad_()
             found = F.cross_entropy(logits, target, ignore_index=loss.ignore_index, reduction=loss.reduction).to(loss.dtype)

@@ -1,9 +1,8 @@
-"""Logits that are not computed until somebody looks at them: a cross entropy does not have to.
+"""Lazy logits: a tensor subclass that computes its values on first use, which a cross entropy does not need.
 
-They are tensors like others, with gradients; what is computed from them is computed from the real ones, made once. But casts,
-views and slices that keep the last dimension whole stay lazy, and of such the cross entropy is the kernel's, which takes the
-hidden states and the weight of the head. Once some are computed, those they are views of, and all views of these, are too;
-until then, hidden states and weight have to be what they were when the head was called.
+Operations compute the values once and use them. Casts, views and slices that keep the last dimension whole stay lazy, and the
+cross entropy of lazy logits is the kernel's, which takes the hidden states and the weight of the head. Computing a view
+computes its base, and with it all other views. Until then, hidden states and weight must not change.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from slapo_core import SlapoError
 from slapo_tracing.nodes import is_opaque
 
 from ..implementations._torch_private import is_fsdp_hook, is_transformed
-from .cross_entropy import Watch
-from .mutation_check import Unchanged
-from .views import LAZY
+from .cross_entropy import GradientObservers
+from .mutation_check import MutationCheck
+from .views import LAZY_FUNCTIONS
 
 
 @dataclass(frozen=True)
 class LazyHead:
-    """What a head computes that is followed by a cross entropy.
+    """Forward of a language-model head that returns lazy logits.
 
     Args:
         inputs: Name of the forward's argument.
-        choice: Implementation that a user has chosen.
+        choice: Implementation that the user forced.
     """
 
     inputs: tuple[str, ...] = ("input",)
@@ -41,11 +40,11 @@ class LazyHead:
 
     @property
     def forced(self) -> bool:
-        """Whether a user has chosen an implementation; a compiler sees none."""
+        """False: under ``torch.compile`` the head's own forward runs in any case."""
         return False
 
-    def fits(self, module: Any, args: tuple[Any, ...]) -> bool:
-        """With gradients, and where nobody looks at once."""
+    def admits(self, module: Any, args: tuple[Any, ...]) -> bool:
+        """Return whether the call has plain tensors of fitting dtypes, gradients, and no hook that would read the result."""
         (x,) = args
         tensors = [x, module.weight, *([] if module.bias is None else [module.bias])]
         plain = all(type(each) in (torch.Tensor, nn.Parameter) and each.device == x.device for each in tensors)
@@ -57,19 +56,19 @@ class LazyHead:
         return (alike or cast) and x.dim() > 1 and x.shape[-1] == module.weight.shape[-1]
 
     def __call__(self, module: Any, x: torch.Tensor) -> torch.Tensor:
-        """Lazy logits."""
+        """Return lazy logits."""
         weight, bias, kind = module.weight, module.bias, x.device.type
-        if torch.is_autocast_enabled(kind) and x.dtype in _CAST:  # the loss may be computed outside of it
+        if torch.is_autocast_enabled(kind) and x.dtype in _CAST:  # the loss may be computed outside the autocast region
             dtype = torch.get_autocast_dtype(kind)
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        unchanged = Unchanged({"the hidden states": x, "the head's weight": weight, "the head's bias": bias})
-        source = Source(x, weight, bias, self.choice, unchanged)
+        mutation_check = MutationCheck({"the hidden states": x, "the head's weight": weight, "the head's bias": bias})
+        source = HeadInputs(x, weight, bias, self.choice, mutation_check)
         logits: torch.Tensor = _Head.apply(x, weight, bias, source, x.dtype)  # type: ignore[no-untyped-call]
         return logits
 
 
 def find_heads(root: nn.Module) -> dict[str, nn.Module]:
-    """The heads of models of Transformers from ``root`` down, which say what theirs is, or ``root`` if it is a Linear."""
+    """Return the heads of Transformers' models from ``root`` down, as they declare them, and ``root`` if it is a Linear."""
     heads = [root] if isinstance(root, nn.Linear) else []
     for module in root.modules():
         ask = getattr(module, "get_output_embeddings", None)
@@ -79,88 +78,88 @@ def find_heads(root: nn.Module) -> dict[str, nn.Module]:
 
 
 @dataclass(frozen=True)
-class Source:
-    """What logits are computed of.
+class HeadInputs:
+    """Inputs of a head, from which lazy logits are computed.
 
     Args:
-        hidden: With its history, as the others: the kernel has gradients of its own.
-        weight: Of the head.
-        bias: Of the head.
-        choice: Implementation that a user has chosen.
-        unchanged: All three, as they were when the head was called.
+        hidden: Hidden states, attached to the autograd graph, as are the others: the kernel has a backward of its own.
+        weight: Weight of the head.
+        bias: Bias of the head.
+        choice: Implementation that the user forced.
+        mutation_check: Check that the three have not changed since the head was called.
     """
 
     hidden: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
     choice: str | None
-    unchanged: Unchanged
+    mutation_check: MutationCheck
 
 
 class LazyLogitsError(SlapoError):
-    """Logits that were left to be computed, and cannot be, or are to be changed in place."""
+    """Error of lazy logits that can no longer be computed, or are changed in place."""
 
 
 class LazyLogits(torch.Tensor):
-    """``hidden @ weight.T + bias``, in a dtype; or a view ``of`` others."""
+    """``hidden @ weight.T + bias`` in a dtype, not yet computed; or a view of ``base_view[0]``."""
 
-    source: Source
-    watch: Watch
-    numbers: torch.Tensor | None
-    of: tuple[LazyLogits, Callable[[torch.Tensor], torch.Tensor]] | None
+    source: HeadInputs
+    observers: GradientObservers
+    materialized: torch.Tensor | None
+    base_view: tuple[LazyLogits, Callable[[torch.Tensor], torch.Tensor]] | None
 
     @staticmethod
     def __new__(
         cls,
-        source: Source,
+        source: HeadInputs,
         dtype: torch.dtype,
         of: tuple[LazyLogits, Callable[[torch.Tensor], torch.Tensor]] | None = None,
     ) -> LazyLogits:
-        """Nothing is computed."""
+        """Make a wrapper tensor of the logits' shape, without computing values."""
         hidden = source.hidden
         shape = (*hidden.shape[:-1], len(source.weight))
         made: LazyLogits = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device)
-        made.source, made.of, made.numbers = source, of, None
-        made.watch = Watch(of[0].watch if of else None)
+        made.source, made.base_view, made.materialized = source, of, None
+        made.observers = GradientObservers(of[0].observers if of else None)
         return made
 
     @property
     def is_lazy(self) -> bool:
-        """Whether there are no numbers yet."""
-        return self.numbers is None and (self.of is None or self.of[0].is_lazy)
+        """True until the values are computed."""
+        return self.materialized is None and (self.base_view is None or self.base_view[0].is_lazy)
 
-    def other(self, change: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The logits of other hidden states: what is done to these is done to them."""
+    def view_of(self, change: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return the lazy view of these logits that ``change`` makes; it is the logits of the changed hidden states."""
         source = replace(self.source, hidden=change(self.source.hidden))
         made: torch.Tensor = _View.apply(self, source, change, dtype or self.dtype)  # type: ignore[no-untyped-call]
         return made
 
-    def checked(self) -> Source:
-        """What they are computed of.
+    def checked_source(self) -> HeadInputs:
+        """Return the inputs of the head.
 
         Raises:
-            LazyLogitsError: it is not what it was.
+            LazyLogitsError: one of them was changed or freed.
         """
-        if what := self.source.unchanged.breach():
+        if what := self.source.mutation_check.mutation():
             lost = "logits that use_kernels('linear_cross_entropy') left to be computed are lost"
             way = "look at them, as by logits.detach(), and compute losses before that, or leave linear_cross_entropy out"
             raise LazyLogitsError(f"{lost}: somebody {what} since the head ran; {way}")
         return self.source
 
-    def computed(self) -> torch.Tensor:
-        """The numbers; gradients are autograd's business.
+    def materialize(self) -> torch.Tensor:
+        """Return the values, without gradients: these are those of ``_Head`` and ``_View``.
 
         Raises:
-            LazyLogitsError: what they are computed of is not what it was.
+            LazyLogitsError: an input of the head was changed or freed.
         """
         with torch.inference_mode(False), torch.no_grad():
-            if self.of is not None:
-                return self.of[1](self.of[0].computed()).to(self.dtype)
-            if self.numbers is None:
-                source = self.checked()
+            if self.base_view is not None:
+                return self.base_view[1](self.base_view[0].materialize()).to(self.dtype)
+            if self.materialized is None:
+                source = self.checked_source()
                 with torch.autocast(self.device.type, enabled=False):
-                    self.numbers = F.linear(source.hidden, source.weight, source.bias).to(self.dtype)
-            return self.numbers
+                    self.materialized = F.linear(source.hidden, source.weight, source.bias).to(self.dtype)
+            return self.materialized
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return repr(self.detach())
@@ -173,14 +172,16 @@ class LazyLogits(torch.Tensor):
         if (in_place or func == _SET_DATA) and isinstance(first, LazyLogits):
             raise _changed(name)
         if isinstance(first, LazyLogits):
-            if func in _WATCHES and not (first.watch.has_loss and is_fsdp_hook(args[-1])):  # whose loss has that hook as well
-                first.watch.is_set = True
-            if func in LAZY and first.is_lazy and (found := LAZY[func](*args, **kwargs)) is not None:
+            if func in _GRADIENT_OBSERVERS and not (
+                first.observers.has_loss and is_fsdp_hook(args[-1])
+            ):  # FSDP hooks the loss as well
+                first.observers.has_observer = True
+            if func in LAZY_FUNCTIONS and first.is_lazy and (found := LAZY_FUNCTIONS[func](*args, **kwargs)) is not None:
                 return found
             if func == _DATA:
                 return first.detach()
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*pytree.tree_map_only(LazyLogits, _plain, args) if func in _READ else args, **kwargs)
+            return func(*pytree.tree_map_only(LazyLogits, _plain, args) if func in _DATA_READERS else args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -191,16 +192,16 @@ class LazyLogits(torch.Tensor):
         ]
         if any(isinstance(value, LazyLogits) for value in [*written, (kwargs or {}).get("out")]):
             raise _changed(str(func))
-        args, kwargs = pytree.tree_map_only(LazyLogits, LazyLogits.computed, (args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(LazyLogits, LazyLogits.materialize, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
 class _Head(torch.autograd.Function):
-    """Lazy logits as autograd sees them: the gradients of a linear layer."""
+    """Autograd node of lazy logits: the backward of a linear layer."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, source: Source, dtype: torch.dtype
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, source: HeadInputs, dtype: torch.dtype
     ) -> torch.Tensor:
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         ctx.set_materialize_grads(False)
@@ -226,11 +227,11 @@ class _Head(torch.autograd.Function):
 
 
 class _View(torch.autograd.Function):
-    """Those of other hidden states, as autograd sees them: the gradients of a view and a cast."""
+    """Autograd node of a lazy view: the backward of the view and of its cast."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: LazyLogits, source: Source, change: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
+        ctx: Any, logits: LazyLogits, source: HeadInputs, change: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.shape, ctx.dtype, ctx.change = logits.shape, logits.dtype, change
@@ -257,14 +258,14 @@ def _changed(name: str) -> LazyLogitsError:
 
 
 _CAST = {torch.float32, torch.bfloat16, torch.float16}
-"""What autocast casts."""
+"""Dtypes that autocast casts."""
 _IN_PLACE = frozenset(f"__{name}__" for name in "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor".split())
 _DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_READ = tuple(
+_DATA_READERS = tuple(
     getattr(torch.Tensor, name)
     for name in "__array__ __dlpack__ __reduce_ex__ data_ptr numpy storage tolist untyped_storage".split()
 )
-"""What torch does not do with tensors of other classes: of their numbers it does."""
-_WATCHES = (torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.grad_fn.__get__)  # type: ignore[union-attr]
-"""By what somebody waits for gradients; those of the loss go by the logits from then on."""
+"""Functions that need storage, which a wrapper tensor lacks: they get the computed values."""
+_GRADIENT_OBSERVERS = (torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.grad_fn.__get__)  # type: ignore[union-attr]
+"""Functions by which users observe gradients of the logits; from then on the loss's gradient goes through the logits."""

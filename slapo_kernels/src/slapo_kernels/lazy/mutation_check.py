@@ -1,4 +1,4 @@
-"""Whether tensors that are to be computed with later are still what they were."""
+"""Check that tensors which are used later have not been changed or freed in between."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Mapping
 import torch
 
 _NUM_SAMPLED = 1024
-"""Numbers of each tensor that are looked at: what is written to ``.data`` counts as no change for autograd."""
+"""Elements of each tensor that are compared: autograd's version counter misses writes to ``.data``."""
 
 
-class Unchanged:
-    """Tensors as they are now. Nothing waits for a GPU here.
+class MutationCheck:
+    """Shapes, versions and samples of tensors at one time. Making it does not synchronise with a GPU.
 
     Args:
-        tensors: What they are called to them.
+        tensors: Name for messages to tensor.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor | None]) -> None:
@@ -24,14 +24,14 @@ class Unchanged:
         self._versions = {name: _version(tensor) for name, tensor in self._tensors.items()}
         self._samples = self._sampled()
 
-    def breach(self) -> str | None:
-        """What somebody did to them since, None where they are the same; waits for the GPU they are on."""
+    def mutation(self) -> str | None:
+        """Return the change to a tensor as a clause, or None. This synchronises with the tensors' GPU."""
         for name, tensor in self._tensors.items():
             if tensor.shape != self._shapes[name] or (tensor.numel() and not tensor.untyped_storage().nbytes()):
                 return f"freed {name}"
             if _version(tensor) != self._versions[name]:
                 return f"changed {name} in place"
-        if self._samples[0].is_cuda and torch.cuda.is_current_stream_capturing():  # where nothing may wait
+        if self._samples[0].is_cuda and torch.cuda.is_current_stream_capturing():  # synchronisation would fail the capture
             return None
         found = self._sampled()
         if torch.equal(torch.cat(found), torch.cat(self._samples)):
@@ -48,7 +48,7 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Bytes of some numbers of all parts, copied: NaN is NaN then."""
+    """Return a copy of evenly spaced elements as bytes, in which NaN equals NaN."""
     per_dim = max(1, int(_NUM_SAMPLED ** (1 / max(1, tensor.dim()))))
     every = tuple(slice(None, None, math.ceil(size / per_dim) or 1) for size in tensor.shape)
     return tensor.detach()[every].reshape(-1).clone().view(torch.uint8)

@@ -1,6 +1,6 @@
-"""What stays lazy of what is made of lazy logits: casts, and views and slices that keep the last dimension whole.
+"""Lazy versions of torch functions: casts, and views and slices that keep the last dimension whole.
 
-Each says None where it does not; the operation is done with numbers then, and says itself what is wrong with it.
+Each returns None if its result cannot be lazy. Then torch's function runs on the values and raises its own errors.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional as F
 
-from .cross_entropy import LazyLoss, Loss
+from .cross_entropy import CrossEntropyOptions, LazyCrossEntropy
 
 if TYPE_CHECKING:
     from .logits import LazyLogits
@@ -26,7 +26,7 @@ def _to(logits: LazyLogits, *args: Any, dtype: Any = None, device: Any = None, *
     same = device is None or (isinstance(device, (str, torch.device)) and torch.device(device) == logits.device)
     if others or not same or not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
         return None
-    return logits if dtype in (None, logits.dtype) else _other(logits, lambda values: values, dtype)
+    return logits if dtype in (None, logits.dtype) else _lazy_view(logits, lambda values: values, dtype)
 
 
 def _float(logits: LazyLogits, **others: Any) -> Found:
@@ -47,7 +47,7 @@ def _view(logits: LazyLogits, *shape: Any, **others: Any) -> Found:
         last = logits.numel() // (math.prod(batch) or 1)
     if last != logits.shape[-1] or (-1 not in batch and math.prod(batch) != math.prod(logits.shape[:-1])):
         return None
-    return _other(logits, lambda values: values.reshape(*batch, values.shape[-1]))
+    return _lazy_view(logits, lambda values: values.reshape(*batch, values.shape[-1]))
 
 
 def _flatten(logits: LazyLogits, start_dim: Any = 0, end_dim: Any = -1) -> Found:
@@ -55,29 +55,29 @@ def _flatten(logits: LazyLogits, start_dim: Any = 0, end_dim: Any = -1) -> Found
     if not (type(start_dim) is type(end_dim) is int and start_dim in dims and end_dim in dims):
         return None
     start, end = start_dim % logits.dim(), end_dim % logits.dim()
-    return _other(logits, lambda values: values.flatten(start, end)) if end < logits.dim() - 1 else None
+    return _lazy_view(logits, lambda values: values.flatten(start, end)) if end < logits.dim() - 1 else None
 
 
 def _getitem(logits: LazyLogits, index: Any) -> Found:
     parts = list(index) if isinstance(index, tuple) else [index]
     (first, *others) = parts or [None]
     if isinstance(first, torch.Tensor) and not others and first.dtype is torch.bool and 0 < first.dim() < logits.dim():
-        return _other(logits, lambda values: values[index])
+        return _lazy_view(logits, lambda values: values[index])
     if not all(part is Ellipsis or isinstance(part, slice) for part in parts) or parts.count(Ellipsis) > 1:
         return None
     given = [part for part in parts if part is not Ellipsis]
     reaches = len(given) == logits.dim() or (Ellipsis in parts and parts[-1] is not Ellipsis)
     if reaches and parts[-1] != slice(None):
         return None
-    return _other(logits, lambda values: values[index])
+    return _lazy_view(logits, lambda values: values[index])
 
 
-def _other(logits: LazyLogits, change: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype | None = None) -> Found:
-    if logits.requires_grad and not torch.is_grad_enabled():  # of what has a history all the same
+def _lazy_view(logits: LazyLogits, change: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype | None = None) -> Found:
+    if logits.requires_grad and not torch.is_grad_enabled():  # a view under no_grad would keep its autograd history
         return None
     try:
-        return logits.other(change, dtype)
-    except (RuntimeError, IndexError, TypeError, ValueError):  # of hidden states, not of logits
+        return logits.view_of(change, dtype)
+    except (RuntimeError, IndexError, TypeError, ValueError):  # the error would name hidden states, not logits
         return None
 
 
@@ -91,7 +91,7 @@ def _cross_entropy(
     reduction: Any = "mean",
     label_smoothing: Any = 0.0,
 ) -> Found:
-    if weight is not None or size_average is not None or reduce is not None or label_smoothing or logits.watch:
+    if weight is not None or size_average is not None or reduce is not None or label_smoothing or logits.observers:
         return None
     if (
         type(ignore_index) is not int
@@ -99,18 +99,18 @@ def _cross_entropy(
         or not _is_labels(target, logits, ignore_index)
     ):
         return None
-    source = logits.checked()
-    logits.watch.note_loss()
+    source = logits.checked_source()
+    logits.observers.record_loss()
     tensors = [source.hidden, source.weight, source.bias]
     if not logits.requires_grad:  # a view that was made without gradients
         tensors = [each if each is None else each.detach() for each in tensors]
-    loss = Loss(source.choice, ignore_index, reduction, _dtype_of_loss(logits), logits.dtype)
-    found: torch.Tensor = LazyLoss.apply(*tensors, logits, target, loss, logits.watch)  # type: ignore[no-untyped-call]
+    loss = CrossEntropyOptions(source.choice, ignore_index, reduction, _dtype_of_loss(logits), logits.dtype)
+    found: torch.Tensor = LazyCrossEntropy.apply(*tensors, logits, target, loss, logits.observers)  # type: ignore[no-untyped-call]
     return found
 
 
 def _is_labels(target: Any, logits: LazyLogits, ignore_index: int) -> bool:
-    """Whether these are labels of rows; on a GPU, whose kernels trap those of no class, the numbers are not looked at."""
+    """Return whether these are valid labels, one per row. On a GPU their values are not read: its kernels trap on a bad one."""
     if type(target) is not torch.Tensor or target.dtype is not torch.long or target.device != logits.device:
         return False
     if logits.dim() != 2 or target.shape != logits.shape[:1] or not len(target):
@@ -128,7 +128,7 @@ def _dtype_of_loss(logits: LazyLogits) -> torch.dtype:
     return F.cross_entropy(row, torch.zeros(1, dtype=torch.long, device=logits.device)).dtype
 
 
-LAZY: dict[Any, Callable[..., Found]] = {
+LAZY_FUNCTIONS: dict[Any, Callable[..., Found]] = {
     F.cross_entropy: _cross_entropy,
     torch.Tensor.__getitem__: _getitem,
     torch.Tensor.contiguous: _contiguous,
@@ -140,4 +140,4 @@ LAZY: dict[Any, Callable[..., Found]] = {
     torch.flatten: _flatten,
     torch.reshape: _view,
 }
-"""Function of torch to what is done instead."""
+"""Torch function to its lazy version."""

@@ -1,1 +1,1 @@
-"""What finds the modules and patterns that kernels serve, by what they compute."""
+"""Recognition of the modules and graph patterns that kernels can replace, by the operations and numbers of their forwards."""

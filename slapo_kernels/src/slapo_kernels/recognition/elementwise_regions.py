@@ -1,4 +1,4 @@
-"""What a few operations between layers compute, told by what they make of numbers."""
+"""Elementwise regions of a graph, matched with a kernel by their results on probe inputs."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from ..dispatch.dispatcher import run
 from ..implementations.eager import ACTIVATIONS
 from ..replacements.call_guard import DTYPES
 from .forward_observer import ELEMENTWISE, HALVES
-from .numeric_comparison import close, equal, quietly, same_gradients
+from .numeric_comparison import close, equal, probe_context, same_gradients
 
 _GATES: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
     ("swiglu", ()),
     ("geglu", (("approximate", "none"),)),
     ("geglu", (("approximate", "tanh"),)),
 )
-_MORE = 16
-"""Batches in one of a probe: of two formulas of one activation, few numbers differ in the last bit."""
+_PROBE_BATCHES = 16
+"""Factor on a probe's batch: two formulas of one activation differ in the last bit of few numbers only."""
 _EXTREMES = (0.0, 8.0, -8.0, 12.0, -12.0, 60.0, -60.0, torch.nan)
 _LARGE = (120.0, -120.0, 1.1e3, -1.1e3, 1.1e4, -1.1e4)
-"""Among the numbers of a probe, the latter at the same places of all inputs: where activations that are clipped differ from
-those that are not, and where half precision overflows; bfloat16 does not, but such are all that counts of a distance then."""
-_PLACES = 4096
-"""Among which the former are spread."""
+"""Extreme numbers in a probe; the large ones at the same positions of all inputs. They tell clipped activations from others,
+and overflow half precision. Bfloat16 does not overflow, and large numbers would dominate its distance, so it gets none."""
+_MAX_EXTREME_POSITIONS = 4096
+"""Positions over which ``_EXTREMES`` are spread."""
 
 
-class Found(NamedTuple):
-    """A kernel that computes what a function does.
+class KernelMatch(NamedTuple):
+    """A kernel that computes the same as a function.
 
     Args:
-        kernel: Its name.
-        options: Of the kernel.
-        order: Places of the function's inputs in the kernel's order; of one that takes halves of one value, that one's.
-        gate_first: Which half is the gate.
+        kernel: Name of the kernel.
+        options: Options of the kernel.
+        order: Positions of the function's inputs in the kernel's order; the same one twice if both are halves of one input.
+        gate_first: Whether the first half is the gate.
     """
 
     kernel: str
@@ -49,41 +49,41 @@ class Found(NamedTuple):
 
     @property
     def kind(self) -> Any:
-        """What it computes, wherever that stands."""
+        """Kernel and options, without the order of inputs."""
         return self.kernel, self.options, self.gate_first
 
 
 class Region:
-    """Operations of a graph that make one value of others.
+    """Nodes of a graph that compute one value from others.
 
     Args:
-        root: The module whose graph it is; the modules that the operations call are run.
-        output: The value.
-        nodes: The operations, in order.
-        inputs: The values they start from, in order.
+        root: The module of the graph; its children are called.
+        output: The node of the value.
+        nodes: The nodes, in order.
+        inputs: The nodes of the inputs, in order.
     """
 
     def __init__(self, root: nn.Module, output: fx.Node, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> None:
         self.root, self.output, self.nodes, self.inputs = root, output, nodes, inputs
 
-    def recognise(self, kinds: Collection[Any] | None = None) -> Found | None:
-        """The kernel that computes the same; see ``identify``."""
+    def recognise(self, kinds: Collection[Any] | None = None) -> KernelMatch | None:
+        """Return the kernel that computes the same; see ``match_kernel``."""
         calls = [operator_of(node) for node in self.nodes if node.op != "call_module"]
-        if not ELEMENTWISE.union(HALVES).issuperset(calls) or any(map(_does_more, self.nodes)):
+        if not ELEMENTWISE.union(HALVES).issuperset(calls) or any(map(_has_side_effects, self.nodes)):
             return None
         shapes = {tuple(node.meta["val"].shape) for node in self.inputs}
         dtypes = {node.meta["val"].dtype for node in self.inputs}
         if len(shapes) != 1 or len(dtypes) != 1:
             return None
-        return identify(self, len(self.inputs), shapes.pop(), dtypes.pop(), kinds)
+        return match_kernel(self, len(self.inputs), shapes.pop(), dtypes.pop(), kinds)
 
-    def is_still(self, found: Found, dtype: torch.dtype) -> bool:
-        """Whether the same kernel computes it in another dtype."""
+    def matches_in(self, found: KernelMatch, dtype: torch.dtype) -> bool:
+        """Return whether the same kernel matches in another dtype."""
         shape = tuple(self.inputs[0].meta["val"].shape)
-        return identify(self, len(self.inputs), shape, dtype, {found.kind}) is not None
+        return match_kernel(self, len(self.inputs), shape, dtype, {found.kind}) is not None
 
     def __call__(self, *values: torch.Tensor) -> Any:
-        """Run the operations."""
+        """Run the nodes on these inputs."""
         known: dict[fx.Node, Any] = dict(zip(self.inputs, values, strict=True))
         for node in self.nodes:
             args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
@@ -96,26 +96,26 @@ class Region:
         return known[self.output]
 
 
-def identify(
+def match_kernel(
     function: Callable[..., Any], count: int, shape: tuple[int, ...], dtype: torch.dtype, kinds: Collection[Any] | None = None
-) -> Found | None:
-    """The kernel that computes what a function does, values and gradients: to the bit if one does, or but for rounding.
+) -> KernelMatch | None:
+    """Return the kernel with the same values and gradients as a function: a bitwise match, or one up to rounding, or None.
 
     Args:
-        function: Of ``count`` tensors.
-        count: How many.
-        shape: Of each; the first dimension may be another.
-        dtype: Of each.
-        kinds: The only ones it may be.
+        function: Function of ``count`` tensors.
+        count: Number of inputs.
+        shape: Shape of each input; the size of the first dimension may differ.
+        dtype: Dtype of each input.
+        kinds: Admitted values of ``KernelMatch.kind``; None for all.
     """
     if dtype not in DTYPES:
         return None
-    shape = (_MORE * shape[0], *shape[1:])
-    with quietly():
+    shape = (_PROBE_BATCHES * shape[0], *shape[1:])
+    with probe_context():
         values = [_probe(shape, dtype, seed) for seed in range(count)]
         try:
             result = function(*values)
-        except Exception:  # whatever it makes of such numbers
+        except Exception:  # the function is a stranger's and may raise anything
             return None
         for alike in (equal, close):
             for found, kernel in _candidates(count, shape):
@@ -126,30 +126,30 @@ def identify(
     return None
 
 
-def _does_more(node: fx.Node) -> bool:
-    """Whether a call changes a tensor or a module, or draws random numbers."""
+def _has_side_effects(node: fx.Node) -> bool:
+    """Return whether a node changes a tensor or a module, or draws random numbers."""
     return bool(node.meta.get("mutates") or node.meta.get("changes") or node.meta.get("draws"))
 
 
-def _candidates(count: int, shape: tuple[int, ...]) -> Iterator[tuple[Found, Callable[..., Any]]]:
+def _candidates(count: int, shape: tuple[int, ...]) -> Iterator[tuple[KernelMatch, Callable[..., Any]]]:
     if count == 1:
         for name in ACTIVATIONS:
-            yield Found("bias_act", (("activation", name),), (0,)), _activation(name)
+            yield KernelMatch("bias_act", (("activation", name),), (0,)), _activation(name)
         for kernel, options in _GATES if shape[-1] % 2 == 0 else ():
             for first in (True, False):
-                yield Found(kernel, options, (0, 0), first), _halves(kernel, options, first)
+                yield KernelMatch(kernel, options, (0, 0), first), _halves(kernel, options, first)
     elif count == 2:
         for kernel, options in _GATES:
             for order in ((0, 1), (1, 0)):
-                yield Found(kernel, options, order), _gated(kernel, options, order)
+                yield KernelMatch(kernel, options, order), _gated(kernel, options, order)
 
 
 def _probe(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Numbers of ordinary size, and a few that are not."""
+    """Return normal numbers with a few extremes among them."""
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.randn(shape, generator=generator, device="cpu") * 2
     flat = numbers.view(-1)
-    few = min(flat.numel(), _PLACES)
+    few = min(flat.numel(), _MAX_EXTREME_POSITIONS)
     places = torch.randperm(few, generator=generator)[: len(_EXTREMES)] * (flat.numel() // few)
     flat[places] = torch.tensor(_EXTREMES[: len(places)])
     if dtype is not torch.bfloat16:

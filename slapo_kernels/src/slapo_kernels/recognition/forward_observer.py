@@ -1,4 +1,4 @@
-"""What a forward does, seen as it runs on tensors without numbers: its calls of torch, and the attributes that it goes by."""
+"""Observation of a forward on meta tensors: its calls of torch, and the attributes that it reads."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from slapo_tracing.nodes import ATOMS, MODULE_TABLES, Snapshot, is_metadata, name_of, tensors_in
-from slapo_tracing.recording import OF_TORCH, SeparateRandomNumbers
+from slapo_tracing.recording import MODULE_ATTRIBUTES, PythonRandomState
 
-from ..replacements.meta_copies import bare_copy
+from ..replacements.meta_copies import meta_copy
 from .meta_results import result_of
 
-_NO_SETTINGS = OF_TORCH | {"training", *MODULE_TABLES}
+_NO_SETTINGS = MODULE_ATTRIBUTES | {"training", *MODULE_TABLES}
 _DEVICES = ("cpu", "cuda")
 _MANY = 10**6
 FEW_BATCHES = ((), (_MANY,), (_MANY, 1), (1, 2, 1), (1, 1, 1, 1))
 BATCHES = (*FEW_BATCHES, (1,), (7,), (1, 1), (1, _MANY), (_MANY, 2, 3), (2, 3, 1, 2))
-"""Shapes of inputs but for the width: few and many, of every number of dimensions."""
-USUAL = (2, 3)
+"""Batch shapes of inputs, without the width: small and large, with every number of dimensions."""
+TYPICAL_BATCH = (2, 3)
 
 Make = Callable[[tuple[int, ...]], Collection[torch.Tensor]]
 ELEMENTWISE = frozenset(
     "add radd sub rsub mul rmul div rdiv truediv rtruediv pow rpow square neg reciprocal exp tanh sigmoid erf "
     "silu gelu relu".split()
 )
-"""Calls that activations may consist of: none that does something else beyond some number."""
+"""Calls that activations may consist of: none of them has a threshold that a probe could miss."""
 _LAYOUT = frozenset("data_ptr is_contiguous is_inference is_leaf requires_grad storage_offset stride".split())
-"""What a forward may not go by: it differs between calls of equal shape and dtype."""
+"""Properties that a forward may not read, as they differ between calls of equal shape and dtype."""
 HALVES = frozenset("chunk split getitem".split())
 NORM = frozenset(
     "add radd sub rsub mul rmul div rdiv truediv rtruediv pow rpow square neg reciprocal sqrt rsqrt to float double type "
@@ -41,87 +41,89 @@ NORM = frozenset(
 """Calls that norms may consist of."""
 
 
-class Observed:
-    """A bare copy of a module, to run and to watch.
+class ForwardObserver:
+    """A meta copy of a module that records the calls of its runs.
 
     Args:
-        module: Left as it is.
-        dtype: Of floating weights; None keeps that of each.
-        training: The mode.
-        method: What is run.
-        whole: Whether parts count as one call each.
+        module: The module; it does not change.
+        dtype: Dtype of floating weights; None keeps the dtype of each.
+        training: Mode of the copy.
+        method: Name of the method that runs.
+        whole: Whether children count as one call each.
 
     Attributes:
-        reads: Path of the part and name of each attribute that runs have asked for.
+        reads: Path of the submodule and name of each attribute that runs have read.
     """
 
     def __init__(
         self, module: nn.Module, dtype: torch.dtype | None, training: bool, method: str = "forward", whole: bool = False
     ) -> None:
-        self.module = bare_copy(module, dtype, training)
+        self.module = meta_copy(module, dtype, training)
         self.method, self.reads = method, set[tuple[str, str]]()
-        self._watch: _Watch | None = None
-        self._others = SeparateRandomNumbers()
+        self._recorder: _CallRecorder | None = None
+        self._others = PythonRandomState()
         for _, part in self.module.named_children() if whole else ():
             if type(part) is nn.LayerNorm:
-                vars(part)["forward"] = partial(_norm_alone, part)
+                vars(part)["forward"] = partial(_layer_norm_shape, part)
         for path, part in self.module.named_modules():
-            part.__class__ = _listening(type(part), path, self.reads)
+            part.__class__ = _recording_class(type(part), path, self.reads)
         for path, part in self.module.named_children() if whole else ():
             part.register_forward_pre_hook(lambda _, args, kwargs, path=path: self._enter(path, args, kwargs), with_kwargs=True)
             part.register_forward_hook(lambda _part, _args, out: self._leave(out))
 
     def calls(self, *inputs: torch.Tensor, autocast: bool = True, gradients: bool = True) -> tuple[Any, ...] | None:
-        """The calls and their arguments, equal for runs that do the same, and what is returned.
+        """Return the calls with their arguments, and the result, in a form that is equal for equal runs.
 
-        None where the forward does not run on such inputs, goes by numbers in them or by how they lie in memory, draws random
-        numbers but torch's, leaves its module otherwise than it was, turns gradients or autocast off, or has its own backward.
+        Return None if the forward does not run on such inputs, reads their values or memory layout, draws random numbers other
+        than torch's, changes its module, switches gradients or autocast off, or has a backward of its own.
         """
         before = Snapshot({path: vars(part) for path, part in self.module.named_modules()})
-        self._watch = _Watch(self.module, inputs)
+        self._recorder = _CallRecorder(self.module, inputs)
         try:
-            with _autocast(autocast), torch.inference_mode(not gradients), self._watch:
+            with _autocast(autocast), torch.inference_mode(not gradients), self._recorder:
                 out = getattr(type(self.module), self.method)(self.module, *inputs)
-        except Exception:  # whatever a stranger's forward makes of such inputs
+        except Exception:  # a stranger's forward may raise anything
             return None
         finally:
             drawn, changed = self._others.changed(), before.changed()
             if drawn:
-                self._others.put_back()
+                self._others.restore()
             if changed:
                 before.restore()
-        if drawn or changed or self._watch.modes - {(gradients, autocast, autocast)} or _has_own_backward(out):
+        if drawn or changed or self._recorder.modes - {(gradients, autocast, autocast)} or _has_own_backward(out):
             return None
-        return *self._watch.calls, self._watch.meaning(out)
+        return *self._recorder.calls, self._recorder.key(out)
 
     def names(self) -> set[str]:
-        """Of all that was called last."""
-        return self._watch.names if self._watch is not None else set()
+        """Return the names of all functions called in the last run."""
+        return self._recorder.names if self._recorder is not None else set()
 
     def dims(self, calls: tuple[Any, ...], make: Make, batches: Collection[tuple[int, ...]]) -> tuple[int, ...]:
-        """Numbers of dimensions for which the calls are these, whatever the batch, of inputs made for it."""
+        """Return the numbers of input dimensions for which the calls are these, for each of the batches."""
         others = {len(batch) for batch in batches if self.calls(*make(batch)) != calls}
         return tuple(size + 1 for size in sorted({len(batch) for batch in batches} - others))
 
     def _enter(self, path: str, args: Any, kwargs: Any) -> None:
-        if self._watch is not None:
-            self._watch.note(path, args, kwargs)
-            self._watch.depth += 1
+        if self._recorder is not None:
+            self._recorder.record(path, args, kwargs)
+            self._recorder.depth += 1
 
     def _leave(self, out: Any) -> Any:
-        out = out.view_as(out) if isinstance(out, torch.Tensor) else out  # a dropout that is off returns what it is given
-        if self._watch is not None:
-            self._watch.depth -= 1
+        out = (
+            out.view_as(out) if isinstance(out, torch.Tensor) else out
+        )  # an inactive dropout returns its input; a view makes the result another tensor
+        if self._recorder is not None:
+            self._recorder.depth -= 1
         return out
 
 
-class Steady(NamedTuple):
-    """What a forward does in one dtype, the same in both modes.
+class StableCalls(NamedTuple):
+    """The calls of a forward in one dtype, equal in both modes.
 
     Args:
-        calls: On an input of the usual shape.
-        dims: Numbers of dimensions of inputs for which it always does that.
-        reads: Path of the part and name of each attribute that it goes by.
+        calls: Calls on inputs of the typical batch shape.
+        dims: Numbers of input dimensions for which the calls are the same.
+        reads: Path of the submodule and name of each attribute that the forward reads.
     """
 
     calls: tuple[Any, ...]
@@ -129,7 +131,7 @@ class Steady(NamedTuple):
     reads: frozenset[tuple[str, str]]
 
     @classmethod
-    def of(
+    def observe(
         cls,
         module: nn.Module,
         dtype: torch.dtype,
@@ -137,16 +139,16 @@ class Steady(NamedTuple):
         allowed: Collection[str] | None = None,
         method: str = "forward",
         whole: bool = False,
-    ) -> Steady | None:
-        """Of inputs of these widths; None where it does not run, or is not steady, or does what is not allowed."""
+    ) -> StableCalls | None:
+        """Observe a forward on inputs of these widths. Return None if it fails, is not stable, or makes another call."""
         make, is_first = inputs_of(widths, dtype), dtype is torch.float32
-        found: list[Steady] = []
+        found: list[StableCalls] = []
         for training in (True, False):
-            observed = Observed(module, dtype, training, method, whole)
-            calls = observed.calls(*make(USUAL))
-            if calls is None or calls != observed.calls(*make(USUAL), autocast=False):
+            observed = ForwardObserver(module, dtype, training, method, whole)
+            calls = observed.calls(*make(TYPICAL_BATCH))
+            if calls is None or calls != observed.calls(*make(TYPICAL_BATCH), autocast=False):
                 return None
-            if not training and calls != observed.calls(*make(USUAL), gradients=False):
+            if not training and calls != observed.calls(*make(TYPICAL_BATCH), gradients=False):
                 return None
             if not (allowed is None or observed.names() <= set(allowed)):
                 return None
@@ -154,26 +156,26 @@ class Steady(NamedTuple):
                 dims = observed.dims(calls, make, BATCHES if training and is_first else FEW_BATCHES)
             found.append(cls(calls, dims, frozenset(observed.reads)))
         first, second = found
-        steady = (first.calls, first.dims) == (second.calls, second.dims) and len(USUAL) + 1 in first.dims
-        return first._replace(reads=first.reads | second.reads) if steady else None
+        stable = (first.calls, first.dims) == (second.calls, second.dims) and len(TYPICAL_BATCH) + 1 in first.dims
+        return first._replace(reads=first.reads | second.reads) if stable else None
 
 
 def inputs_of(widths: Sequence[int], dtype: torch.dtype) -> Make:
-    """Makes inputs without numbers of these widths, of a batch."""
+    """Return a function from a batch shape to meta inputs of these widths."""
     return lambda batch: [torch.empty(*batch, width, dtype=dtype, device="meta", requires_grad=True) for width in widths]
 
 
-class _Watch(TorchFunctionMode):
-    """Notes calls, tensors by the order in which they are met."""
+class _CallRecorder(TorchFunctionMode):
+    """Torch function mode that records calls; tensors are numbered in the order in which they appear."""
 
     def __init__(self, module: nn.Module, inputs: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.calls: list[Any] = []
         self.names: set[str] = set()
         self.modes: set[tuple[bool, ...]] = set()
-        """Whether gradients are on, and autocast on each device."""
+        """Combinations of grad mode and autocast per device during the calls."""
         self.depth = 0
-        """Of parts that are running and count as one call."""
+        """Number of running children that count as one call; calls inside them are not recorded."""
         self._numbers = {id(tensor): name for name, tensor in module.named_parameters(remove_duplicate=False)}
         self._numbers.update({id(tensor): str(place) for place, tensor in enumerate(inputs)})
         self._alive: list[torch.Tensor] = []
@@ -187,23 +189,23 @@ class _Watch(TorchFunctionMode):
                 raise ValueError(f"{name} is asked for")
             return func(*args, **kwargs)
         if not self.depth:
-            self.note(name, args, kwargs)
-        if _changes(func, name, kwargs) and not self._made.issuperset(map(id, tensors_in(args))):
+            self.record(name, args, kwargs)
+        if _is_in_place(func, name, kwargs) and not self._made.issuperset(map(id, tensors_in(args))):
             raise ValueError("a tensor that was there before is changed")
-        out = result_of(func, _bare(name), args, kwargs)
+        out = result_of(func, _without_underscores(name), args, kwargs)
         made = list(tensors_in(out))
         self._alive += made
         self._made.update(map(id, made))
         return out
 
-    def note(self, name: str, args: Any, kwargs: Any) -> None:
-        """A call of a function or of a part."""
-        self.names.add(_bare(name))
-        self.calls.append((name, self.meaning(args), self.meaning(kwargs)))
+    def record(self, name: str, args: Any, kwargs: Any) -> None:
+        """Record a call of a function or of a child."""
+        self.names.add(_without_underscores(name))
+        self.calls.append((name, self.key(args), self.key(kwargs)))
         self.modes.add((torch.is_grad_enabled(), *map(torch.is_autocast_enabled, _DEVICES)))
 
-    def meaning(self, value: Any) -> Any:
-        """Equal for values that are the same in two runs."""
+    def key(self, value: Any) -> Any:
+        """Return a key that is equal for the same value in two runs."""
         if isinstance(value, torch.Tensor):
             if id(value) not in self._numbers:
                 self._numbers[id(value)] = f"value {len(self._numbers)}"
@@ -212,34 +214,34 @@ class _Watch(TorchFunctionMode):
         if isinstance(value, ATOMS):
             return type(value), value
         if isinstance(value, (list, tuple)):
-            return type(value), tuple(map(self.meaning, value))
+            return type(value), tuple(map(self.key, value))
         if isinstance(value, dict):
-            return dict, tuple((key, self.meaning(part)) for key, part in value.items())
+            return dict, tuple((key, self.key(part)) for key, part in value.items())
         if isinstance(value, slice):
-            return slice, tuple(map(self.meaning, (value.start, value.stop, value.step)))
+            return slice, tuple(map(self.key, (value.start, value.stop, value.step)))
         return type(value), id(value)
 
 
-def _bare(name: str) -> str:
+def _without_underscores(name: str) -> str:
     return name.strip("_") if name.startswith("__") else name
 
 
-def _norm_alone(part: nn.LayerNorm, input: torch.Tensor) -> torch.Tensor:
-    """What a layer norm returns, but for the numbers: torch computes that in Python, by a dozen operations."""
+def _layer_norm_shape(part: nn.LayerNorm, input: torch.Tensor) -> torch.Tensor:
+    """Return a tensor like a layer norm's result: torch's meta function runs a dozen operations in Python."""
     if input.shape[-len(part.normalized_shape) :] != torch.Size(part.normalized_shape):
         raise ValueError("an input of another width")
     return input.view_as(input)
 
 
-def _changes(func: Any, name: str, kwargs: Any) -> bool:
-    """Whether a call may change what it is given."""
+def _is_in_place(func: Any, name: str, kwargs: Any) -> bool:
+    """Return whether a call may change an argument in place."""
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place or name.startswith("__i") or name == "__setitem__" or func.__name__ == "__set__" or "out" in kwargs
 
 
 @contextmanager
 def _autocast(enabled: bool) -> Iterator[None]:
-    """On or off on all devices, those that are not here as well; tensors without numbers are not cast."""
+    """Switch autocast on or off for all device types, including absent ones; meta tensors are never cast."""
     before = [torch.is_autocast_enabled(device) for device in _DEVICES]
     try:
         for device in _DEVICES:
@@ -250,8 +252,8 @@ def _autocast(enabled: bool) -> Iterator[None]:
             torch.set_autocast_enabled(device, value)
 
 
-def _listening(cls: type[nn.Module], path: str, reads: set[tuple[str, str]]) -> type[nn.Module]:
-    """A class that notes which attributes are asked for, but for tensors, parts, and those whose getters ask for others."""
+def _recording_class(cls: type[nn.Module], path: str, reads: set[tuple[str, str]]) -> type[nn.Module]:
+    """Return a subclass that records reads of attributes, except tensors, children, and properties, which read others."""
 
     def getattribute(self: Any, name: str) -> Any:
         if name not in _NO_SETTINGS and not name.startswith("_slapo") and not hasattr(getattr(cls, name, None), "__set__"):
@@ -265,7 +267,7 @@ def _listening(cls: type[nn.Module], path: str, reads: set[tuple[str, str]]) -> 
 
 
 def _has_own_backward(out: Any) -> bool:
-    """Whether a gradient would go through what Python code makes of it."""
+    """Return whether the autograd graph has a node of a Python ``autograd.Function``."""
     todo = [out.grad_fn] if isinstance(out, torch.Tensor) else []
     for node in todo:
         if isinstance(node, torch.autograd.function.BackwardCFunction):

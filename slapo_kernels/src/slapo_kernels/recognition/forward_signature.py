@@ -1,4 +1,4 @@
-"""What a forward takes."""
+"""Signature of a forward whose arguments are all tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def tensor_inputs(module: nn.Module, method: str = "forward") -> tuple[str, ...] | None:
-    """Names of the arguments of a method that is there, takes some and can be called with all of them alone; else None."""
+    """Return the names of a method's arguments if it has some, all positional and required; else None."""
     try:
         parameters = list(inspect.signature(getattr(type(module), method)).parameters.values())[1:]
     except (AttributeError, TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Kernels in modules that are traced: found from the one operation that gives each away, along the data flow from there."""
+"""Kernel patterns in traced modules: each search starts at one characteristic operation and follows the data flow."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _CASTS = ("to", "type", "type_as", "float")
 
 
 class FoundCall(NamedTuple):
-    """Nodes of a traced module that one call of a kernel can stand for."""
+    """Nodes of a traced module that one call of a kernel can replace."""
 
     match: Match
     call: KernelCall
 
 
 class _Nodes(NamedTuple):
-    """A candidate: the kernel, its inputs in order, constants among them, and the nodes of it; the last are its outputs."""
+    """A candidate: name of the kernel, its inputs in order (nodes or constants), all its nodes, its outputs and its options."""
 
     kernel: str
     inputs: list[Any]
@@ -57,7 +57,7 @@ def find_calls(schedule: Schedule, wanted: Collection[str], choices: dict[str, s
                 call = KernelCall(nodes.kernel, nodes.options, choices.get(nodes.kernel))
                 try:
                     graph_edit.check_replace(schedule, match, call)
-                except ScheduleError:  # a value inside is used outside, say
+                except ScheduleError:  # for example, a value inside is used outside
                     continue
                 used.update(nodes.inside)
                 found.append(FoundCall(match, call))
@@ -67,27 +67,27 @@ def find_calls(schedule: Schedule, wanted: Collection[str], choices: dict[str, s
 def _attentions(traced: fx.GraphModule) -> Iterator[_Nodes]:
     """``softmax(q @ k.T * scale + mask) @ v``, with a dropout in between, of ``[batch, heads, length, width]``."""
     for softmax in _nodes(traced, "softmax"):
-        given = _given(softmax)
+        given = _arguments(softmax)
         scores: Any = given.get("self")
         inside = [softmax]
-        masks, scale, masks_out = list[Any](), 1.0, False
+        masks, scale, mask_is_inverted = list[Any](), 1.0, False
         if not isinstance(scores, fx.Node) or given.get("dim") not in (_LAST, 3) or _dim(softmax) != 4:
             continue
-        while _op(scores) == "add" and "alpha" not in _given(scores):
+        while _op(scores) == "add" and "alpha" not in _arguments(scores):
             inside.append(scores)
-            pair = [_given(scores).get("self"), _given(scores).get("other")]
+            pair = [_arguments(scores).get("self"), _arguments(scores).get("other")]
             pair.sort(key=lambda each: _op(each) not in ("mul", "div", "matmul", "add"))
             scores = pair[0]
             masks.insert(0, pair[1])
-        if not masks and _op(scores) == "masked_fill" and _given(scores).get("value") == -math.inf:
+        if not masks and _op(scores) == "masked_fill" and _arguments(scores).get("value") == -math.inf:
             inside.append(scores)
-            masks, masks_out = [_given(scores)["mask"]], True
-            scores = _given(scores)["self"]
-        if _op(scores) in ("mul", "div") and isinstance(factor := _given(scores).get("other"), (int, float)):
+            masks, mask_is_inverted = [_arguments(scores)["mask"]], True
+            scores = _arguments(scores)["self"]
+        if _op(scores) in ("mul", "div") and isinstance(factor := _arguments(scores).get("other"), (int, float)):
             inside.append(scores)
             scale = scale * factor if _op(scores) == "mul" else scale / factor
-            scores = _given(scores)["self"]
-        keys = _given(scores).get("other") if _op(scores) == "matmul" else None
+            scores = _arguments(scores)["self"]
+        keys = _arguments(scores).get("other") if _op(scores) == "matmul" else None
         if not isinstance(keys, fx.Node) or not _swaps_last(keys):
             continue
         inside += [scores, keys]
@@ -96,14 +96,16 @@ def _attentions(traced: fx.GraphModule) -> Iterator[_Nodes]:
             dropout = dropout if _op(user) in _CASTS else _dropout(traced, user) or 0.0
             inside.append(user)
             end = user
-        if user is None or _op(user) != "matmul" or _given(user).get("self") is not end:
+        if user is None or _op(user) != "matmul" or _arguments(user).get("self") is not end:
             continue
-        inputs = [_given(scores)["self"], _given(keys)["self"], _given(user)["other"], *masks]
-        added = all(_dtype(mask) in (torch.float32, _dtype(inputs[0])) for mask in masks)  # not numbers of other kinds
-        if not all(isinstance(each, fx.Node) for each in inputs) or not (masks_out or added):
+        inputs = [_arguments(scores)["self"], _arguments(keys)["self"], _arguments(user)["other"], *masks]
+        added = all(
+            _dtype(mask) in (torch.float32, _dtype(inputs[0])) for mask in masks
+        )  # a mask of another dtype would change the scores' dtype
+        if not all(isinstance(each, fx.Node) for each in inputs) or not (mask_is_inverted or added):
             continue
         if _dtype(user) == _dtype(inputs[0]):
-            options = {"dropout_p": dropout, "scale": float(scale), "masks_out": masks_out}
+            options = {"dropout_p": dropout, "scale": float(scale), "mask_is_inverted": mask_is_inverted}
             yield _Nodes("attention", inputs, [*inside, user], [user], options)
 
 
@@ -114,11 +116,11 @@ def _rms_norms(traced: fx.GraphModule) -> Iterator[_Nodes]:
         if chain is None:
             continue
         add, mean, power = chain
-        eps, wide = _given(add).get("other"), _given(power).get("self")
-        over = {key: value for key, value in _given(mean).items() if key != "self"}
+        eps, wide = _arguments(add).get("other"), _arguments(power).get("self")
+        over = {key: value for key, value in _arguments(mean).items() if key != "self"}
         scaled = _only_user(rsqrt)
         whole = over in ({"dim": [_LAST], "keepdim": True}, {"dim": _LAST, "keepdim": True})
-        if not whole or type(eps) is not float or _given(power).get("exponent") not in (2, 2.0):
+        if not whole or type(eps) is not float or _arguments(power).get("exponent") not in (2, 2.0):
             continue
         if not isinstance(wide, fx.Node) or scaled is None or _op(scaled) != "mul":
             continue
@@ -132,7 +134,7 @@ def _rms_norms(traced: fx.GraphModule) -> Iterator[_Nodes]:
 
 
 def _weighted(scaled: fx.Node, x: fx.Node, inside: list[fx.Node], eps: float) -> Iterator[_Nodes]:
-    """The rest of an RMSNorm: a cast and a product with a weight, in either order."""
+    """Match the end of an RMSNorm: a cast and a product with a weight, in either order."""
     value, cast = scaled, "weight"
     if (user := _only_user(value)) is not None and _casts_like(user, x):
         inside, value, cast = [*inside, user], user, "input"
@@ -141,7 +143,7 @@ def _weighted(scaled: fx.Node, x: fx.Node, inside: list[fx.Node], eps: float) ->
         return
     (weight,) = (each for each in product.all_input_nodes if each is not value)
     inside, offset = [*inside, product], 0.0
-    if _op(weight) == "add" and (one := [v for v in _given(weight).values() if not isinstance(v, fx.Node)]) in ([1], [1.0]):
+    if _op(weight) == "add" and (one := [v for v in _arguments(weight).values() if not isinstance(v, fx.Node)]) in ([1], [1.0]):
         inside, offset = [*inside, weight], float(one[0])
         (weight,) = weight.all_input_nodes
     if _op(weight) in _CASTS and len(weight.users) == 1:
@@ -167,17 +169,17 @@ def _rotaries(traced: fx.GraphModule) -> Iterator[_Nodes]:
             waiting[cos, sin] = (x, end, inside)
             continue
         query, first, before = waiting.pop((cos, sin))
-        nodes, dim = [*before, *inside], _given(cos).get("dim")
+        nodes, dim = [*before, *inside], _arguments(cos).get("dim")
         unsqueezed = all(_op(each) == "unsqueeze" and set(each.users) <= set(nodes) for each in (cos, sin))
-        if unsqueezed and isinstance(dim, int) and _given(sin).get("dim") == dim:
-            inputs = [query, x, _given(cos)["self"], _given(sin)["self"]]
+        if unsqueezed and isinstance(dim, int) and _arguments(sin).get("dim") == dim:
+            inputs = [query, x, _arguments(cos)["self"], _arguments(sin)["self"]]
             yield _Nodes("rotary", inputs, [*nodes, cos, sin], [first, end], {"unsqueeze_dim": dim})
 
 
 def _rotation(cat: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, list[fx.Node]] | None:
     """Match ``x * cos + cat((-x[..., h:], x[..., :h])) * sin`` with this ``cat``: x, the sum, cos, sin, and all nodes."""
-    parts, times = _given(cat).get("tensors"), _only_user(cat)
-    if not isinstance(parts, (list, tuple)) or len(parts) != 2 or _given(cat).get("dim") not in (_LAST, _dim(cat) - 1):
+    parts, times = _arguments(cat).get("tensors"), _only_user(cat)
+    if not isinstance(parts, (list, tuple)) or len(parts) != 2 or _arguments(cat).get("dim") not in (_LAST, _dim(cat) - 1):
         return None
     minus, front = parts
     if _op(minus) != "neg" or _op(front) != "getitem" or times is None or _op(times) != "mul":
@@ -190,7 +192,7 @@ def _rotation(cat: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, list[fx
         return None
     total = _only_user(times)
     sin = next((each for each in times.all_input_nodes if each is not cat), None)
-    if total is None or _op(total) != "add" or "alpha" in _given(total) or sin is None:
+    if total is None or _op(total) != "add" or "alpha" in _arguments(total) or sin is None:
         return None
     other = next((each for each in total.all_input_nodes if each is not times), None)
     if other is None or _op(other) != "mul" or x not in other.all_input_nodes:
@@ -200,7 +202,7 @@ def _rotation(cat: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, list[fx
 
 
 def _plain(value: Any) -> Any:
-    """The arguments of a node with sizes as they were in the trace."""
+    """Return the arguments of a node with traced sizes as integers."""
     return map_arg(value, lambda node: node.meta.get(SIZE, node))
 
 
@@ -218,14 +220,14 @@ def _gates(kernel: str, traced: fx.GraphModule) -> Iterator[_Nodes]:
                 break
 
 
-def _dropped_sums(traced: fx.GraphModule) -> Iterator[_Nodes]:
+def _dropout_residuals(traced: fx.GraphModule) -> Iterator[_Nodes]:
     """``residual + dropout(x)``."""
     for total in _nodes(traced, "add"):
         for dropped, residual in (
             (total.all_input_nodes, total.all_input_nodes[::-1]) if len(total.all_input_nodes) == 2 else ()
         ):
             p = _dropout(traced, dropped)
-            if p is None or len(dropped.users) > 1 or "alpha" in _given(total):
+            if p is None or len(dropped.users) > 1 or "alpha" in _arguments(total):
                 continue
             (x,) = dropped.all_input_nodes
             if _shape(x) == _shape(residual) and _dtype(x) == _dtype(residual) and not _draws_between(dropped, total):
@@ -245,7 +247,7 @@ _FINDERS: dict[str, Any] = {
     "rotary": _rotaries,
     "swiglu": lambda traced: _gates("swiglu", traced),
     "geglu": lambda traced: _gates("geglu", traced),
-    "bias_dropout_residual": _dropped_sums,
+    "bias_dropout_residual": _dropout_residuals,
 }
 
 
@@ -258,8 +260,8 @@ def _op(node: Any) -> Any:
     return operator_of(node) if plain else None
 
 
-def _given(node: Any) -> dict[str, Any]:
-    """Arguments by name; those equal to the default are left out."""
+def _arguments(node: Any) -> dict[str, Any]:
+    """Return the arguments by name, without those equal to their default."""
     return bound_arguments(signatures_of(node, None), node.args, node.kwargs)
 
 
@@ -285,10 +287,10 @@ def _only_user(node: fx.Node) -> fx.Node | None:
 
 
 def _chain(node: fx.Node, ops: Collection[str]) -> list[fx.Node] | None:
-    """The nodes above, each the first argument of the one below and used by it alone."""
+    """Return the chain of first arguments above a node with these operators, each used once; else None."""
     found = []
     for op in ops:
-        node = _given(node).get("self")  # type: ignore[assignment]
+        node = _arguments(node).get("self")  # type: ignore[assignment]
         if _op(node) != op or len(node.users) > 1:
             return None
         found.append(node)
@@ -300,24 +302,24 @@ def _casts_like(node: fx.Node, x: fx.Node) -> bool:
 
 
 def _swaps_last(node: fx.Node) -> bool:
-    dims = {_given(node).get("dim0"), _given(node).get("dim1")}
+    dims = {_arguments(node).get("dim0"), _arguments(node).get("dim1")}
     return _op(node) == "transpose" and {dim % 4 for dim in dims if isinstance(dim, int)} == {2, 3}
 
 
 def _dropout(traced: fx.GraphModule, node: fx.Node) -> float | None:
-    """With what probability a node drops; None of what is no dropout."""
+    """Return the probability of a dropout node, 0 if it is inactive; None for any other node."""
     if node.op == "call_module":
         module = traced.get_submodule(str(node.target))
         if not isinstance(module, nn.Dropout) or type(module) is not nn.Dropout or module.inplace or is_opaque(module):
             return None
         return module.p if module.training else 0.0
-    if _op(node) != "dropout" or _given(node).get("inplace"):
+    if _op(node) != "dropout" or _arguments(node).get("inplace"):
         return None
-    return float(_given(node).get("p", 0.5)) if _given(node).get("training", True) else 0.0
+    return float(_arguments(node).get("p", 0.5)) if _arguments(node).get("training", True) else 0.0
 
 
 def _activation(traced: fx.GraphModule, node: fx.Node) -> str | None:
-    """Name of the activation that a node computes."""
+    """Return the name of the activation that a node computes, or None."""
     if len(node.users) > 1:
         return None
     if node.op == "call_module":
@@ -330,14 +332,14 @@ def _activation(traced: fx.GraphModule, node: fx.Node) -> str | None:
         if type(module) is nn.GELU:
             return "gelu" if module.approximate == "none" else "gelu_tanh"
         return "silu" if type(module) is nn.SiLU and not module.inplace else None
-    given = _given(node) if _op(node) in ("silu", "gelu") else {"inplace": True}
+    given = _arguments(node) if _op(node) in ("silu", "gelu") else {"inplace": True}
     if given.get("inplace"):
         return None
     return "gelu_tanh" if given.get("approximate") == "tanh" else str(_op(node))
 
 
 def _draws_between(start: fx.Node, end: fx.Node) -> bool:
-    """Return whether something draws random numbers, or may, after ``start`` and before ``end``."""
+    """Return whether a node between ``start`` and ``end`` draws random numbers, or may."""
     node = start.next
     while node is not end:
         if node.meta.get("draws"):

@@ -1,4 +1,4 @@
-"""Which modules compute the same with their weights, so that one of them is looked at for all."""
+"""Structural keys of modules: modules with equal keys compute the same function, and are analysed once."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ _OF_TORCH = frozenset((*vars(nn.Module()), "forward"))
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type)
 
 
-def kind_of(module: nn.Module) -> Hashable:
-    """Equal for modules of one class with equal settings, shapes and parts; what cannot be compared is equal to itself only."""
+def structural_key(module: nn.Module) -> Hashable:
+    """Return a key that is equal for modules of one class with equal attributes, shapes and children.
+
+    An attribute that cannot be compared by value is compared by identity.
+    """
     settings = tuple(
         (name, _value(value, module))
         for name, value in vars(module).items()
@@ -23,7 +26,7 @@ def kind_of(module: nn.Module) -> Hashable:
     )
     tensors = [*module._parameters.items(), *module._buffers.items()]
     shapes = tuple((name, None if tensor is None else (tensor.shape, tensor.dtype)) for name, tensor in tensors)
-    parts = tuple((name, child and kind_of(child)) for name, child in module._modules.items())
+    parts = tuple((name, child and structural_key(child)) for name, child in module._modules.items())
     return type(module), settings, shapes, parts
 
 

@@ -1,4 +1,4 @@
-"""What calls return of tensors without numbers, where torch would work that out in Python, by dozens of operations."""
+"""Fast results of calls on meta tensors for which torch runs dozens of operations in Python."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _NORMS = (F.layer_norm, F.rms_norm)
 
 
 def result_of(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a call returns: the same shape, dtype and graph behind it, by calls that torch knows in C++.
+    """Return a tensor of the call's shape, dtype and autograd inputs, by functions whose meta kernel is in C++.
 
     Args:
-        func: Of torch.
-        name: Of it, without underscores around.
-        args: Its arguments.
-        kwargs: By name.
+        func: The torch function.
+        name: Its name, without underscores around.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
     """
     if args and _is_plain(args[0]):
         if _is_like_silu(func, name, args, kwargs):
@@ -46,7 +46,7 @@ def _is_like_silu(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _fits(weight: Any, x: torch.Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether a weight is none, or a leaf that a norm over ``shape`` takes without a cast."""
+    """Return whether a weight is None, or a leaf that a norm over ``shape`` takes without a cast."""
     if weight is None:
         return True
     return _is_plain(weight) and weight.grad_fn is None and tuple(weight.shape) == shape and weight.dtype is x.dtype

@@ -1,4 +1,4 @@
-"""Small modules whose forward is calls of their parts and kernels between them: MLPs, and what follows a sub-layer."""
+"""Recognition of small blocks whose forward calls their children with kernels between: MLPs and dropout-residual blocks."""
 
 from __future__ import annotations
 
@@ -14,76 +14,76 @@ from slapo_tracing import trace_module
 from slapo_tracing.graphs import TracedModule
 from slapo_tracing.matching import operator_of
 
-from ..replacements.call_guard import DTYPES, Conditions, can_be_compared
-from ..replacements.fused_ops import Activate, AddDropped, Call, Gate, Step
-from ..replacements.kernel_modules import Experts, Program
-from ..replacements.meta_copies import bare_copy, is_function, is_linear
-from .elementwise_regions import Found, Region, identify
-from .forward_observer import ELEMENTWISE, HALVES, USUAL, Observed, Steady, inputs_of
+from ..replacements.call_guard import DTYPES, CallGuard, attributes_are_comparable
+from ..replacements.fused_ops import BiasActivation, DropoutResidual, FusedOp, GatedActivation, LayerCall
+from ..replacements.kernel_modules import ExpertGate, FusedForward
+from ..replacements.meta_copies import is_linear, is_stateless, meta_copy
+from .elementwise_regions import KernelMatch, Region, match_kernel
+from .forward_observer import ELEMENTWISE, HALVES, TYPICAL_BATCH, ForwardObserver, StableCalls, inputs_of
 from .forward_signature import tensor_inputs
-from .numeric_comparison import quietly
+from .numeric_comparison import probe_context
 
 _WIDTH = 16
-"""Of a probe of experts."""
-_MOST = 16
-"""Parts that a module may have in it; more than that is a model."""
+"""Width of a probe of experts."""
+_MAX_PARTS = 16
+"""Submodules that a block may have; a module with more is a model."""
 
 
-def recognise_program(module: nn.Module) -> Program | None:
-    """The program that computes what the module does, in both modes and whatever the batch; None where none is known."""
+def recognise_block(module: nn.Module) -> FusedForward | None:
+    """Return the fused forward of a module that is valid in both modes and for any batch shape, or None."""
     names = tensor_inputs(module)
     if names is None or len(names) > 2 or not module._modules or not _is_small(module):
         return None
-    with quietly():
+    with probe_context():
         widths = _input_widths(module, len(names))
-        first = widths and Steady.of(module, torch.float32, widths, whole=True)
+        first = widths and StableCalls.observe(module, torch.float32, widths, whole=True)
         if not widths or not first or not _has_equal_calls_with_own_dtypes(module, widths, first):
             return None
-        reading = _read(module, names, widths)
-        if reading is None or not any(step.kernel for step in reading.steps):
+        reader = _read(module, names, widths)
+        if reader is None or not any(step.kernel for step in reader.steps):
             return None
-        reads = reading.reads(first, torch.float32)
-        if reads is None or not can_be_compared(module, reads):
+        reads = reader.reads(first, torch.float32)
+        if reads is None or not attributes_are_comparable(module, reads):
             return None
         found = {torch.float32: reads}
         for dtype in DTYPES[1:]:
-            other = Steady.of(module, dtype, widths, whole=True)
+            other = StableCalls.observe(module, dtype, widths, whole=True)
             if other is None or (other.calls, other.dims) != (first.calls, first.dims):
                 continue
-            if (reads := reading.reads(other, dtype)) is not None:
+            if (reads := reader.reads(other, dtype)) is not None:
                 found[dtype] = reads
-    conditions = Conditions(tuple(found), first.dims, tuple(sorted(set().union(*found.values()))))
-    return Program(names, tuple(reading.steps), conditions, tuple(reading.absorbed.items()))
+    guard = CallGuard(tuple(found), first.dims, tuple(sorted(set().union(*found.values()))))
+    return FusedForward(names, tuple(reader.steps), guard, tuple(reader.absorbed.items()))
 
 
 def _input_widths(module: nn.Module, count: int) -> tuple[int, ...] | None:
-    """Of inputs that the forward takes."""
-    observed = Observed(module, torch.float32, True, whole=True)
+    """Return the widths of inputs with which the forward runs, or None."""
+    observed = ForwardObserver(module, torch.float32, True, whole=True)
     possible = product(_widths(module), repeat=count)
-    return next((each for each in possible if observed.calls(*inputs_of(each, torch.float32)(USUAL)) is not None), None)
+    return next((each for each in possible if observed.calls(*inputs_of(each, torch.float32)(TYPICAL_BATCH)) is not None), None)
 
 
 def _is_small(module: nn.Module) -> bool:
     inside = list(module.modules())[1:]
-    return len(inside) <= _MOST and all(_is_known(part) for part in inside)
+    return len(inside) <= _MAX_PARTS and all(_is_known(part) for part in inside)
 
 
 def _is_known(module: nn.Module) -> bool:
-    """A part whose forward can be run on tensors without numbers: a layer, a norm, a function, or made of these."""
+    """Return whether a submodule's forward can run on meta tensors: a layer, norm, function, or container of these."""
     if isinstance(module, fx.GraphModule) or module._buffers:
         return False
     return is_linear(module) or all(tensor is None or tensor.dim() <= 1 for tensor in module._parameters.values())
 
 
-def _has_equal_calls_with_own_dtypes(module: nn.Module, widths: tuple[int, ...], first: Steady) -> bool:
-    """Whether weights of several dtypes, where it has such, are no reason to cast."""
+def _has_equal_calls_with_own_dtypes(module: nn.Module, widths: tuple[int, ...], first: StableCalls) -> bool:
+    """Return whether a module with weights of several dtypes makes the same calls as with one: it does not cast."""
     own = dict.fromkeys(tensor.dtype for tensor in module.parameters() if tensor.is_floating_point())
-    observed = Observed(module, None, True, whole=True)
-    return len(own) < 2 or any(observed.calls(*inputs_of(widths, dtype)(USUAL)) == first.calls for dtype in own)
+    observed = ForwardObserver(module, None, True, whole=True)
+    return len(own) < 2 or any(observed.calls(*inputs_of(widths, dtype)(TYPICAL_BATCH)) == first.calls for dtype in own)
 
 
 def _widths(module: nn.Module) -> list[int]:
-    """Numbers of features that the module's layers take or return."""
+    """Return the sizes of all weights' dimensions: candidates for the widths of inputs."""
     found: dict[int, None] = {}
     for part in module.modules():
         shapes = [tensor.shape for tensor in part._parameters.values() if tensor is not None]
@@ -91,122 +91,124 @@ def _widths(module: nn.Module) -> list[int]:
     return list(found)
 
 
-def _read(module: nn.Module, names: tuple[str, ...], widths: tuple[int, ...]) -> _Reading | None:
+def _read(module: nn.Module, names: tuple[str, ...], widths: tuple[int, ...]) -> _GraphReader | None:
     try:
-        inputs = tuple(inputs_of(widths, torch.float32)(USUAL))
-        traced = trace_module(bare_copy(module, torch.float32, True), inputs, leaf=lambda path, child: True)
-        return _Reading(traced, module, names)
-    except (TraceError, _NotKnown):
+        inputs = tuple(inputs_of(widths, torch.float32)(TYPICAL_BATCH))
+        traced = trace_module(meta_copy(module, torch.float32, True), inputs, leaf=lambda path, child: True)
+        return _GraphReader(traced, module, names)
+    except (TraceError, _UnknownOperation):
         return None
 
 
-class _NotKnown(Exception):
-    """The graph has something in it that no program has."""
+class _UnknownOperation(Exception):
+    """Raised if the graph has an operation that no fused forward has."""
 
 
-class _Reading:
-    """A graph as a program.
+class _GraphReader:
+    """Reader of a graph into the operations of a fused forward.
 
     Args:
-        traced: The graph, of a bare copy.
+        traced: The graph of a meta copy.
         module: The module itself.
-        names: Of its arguments.
+        names: Names of its arguments.
 
     Attributes:
-        steps: Of the program.
-        absorbed: Parts whose work a kernel does.
+        steps: Operations of the fused forward.
+        absorbed: Name to child whose work a kernel does.
 
     Raises:
-        _NotKnown: there is no program.
+        _UnknownOperation: no fused forward computes the graph.
     """
 
     def __init__(self, traced: TracedModule, module: nn.Module, names: tuple[str, ...]) -> None:
         self.traced, self.module, self.names = traced, module, names
         self.nodes: list[fx.Node] = list(traced.graph.nodes)
         self.places: dict[fx.Node, int] = {}
-        self.steps: list[Step] = []
+        self.steps: list[FusedOp] = []
         self.absorbed: dict[str, nn.Module] = {}
         self.merged: set[fx.Node] = set()
-        """Calls that the step of a kernel makes."""
-        self.found: list[tuple[Region, Found]] = []
+        """Nodes of children whose call is part of a kernel's operation."""
+        self.found: list[tuple[Region, KernelMatch]] = []
         self.functions: dict[str, int] = {}
-        """Parts that are functions to the width of what they are called with."""
+        """Absorbed stateless children to the width of their input."""
         self._run()
 
-    def reads(self, own: Steady, dtype: torch.dtype) -> set[tuple[str, str]] | None:
-        """The attributes that module and parts go by; None where a kernel computes something else in this dtype.
+    def reads(self, own: StableCalls, dtype: torch.dtype) -> set[tuple[str, str]] | None:
+        """Return the attributes that the module and its absorbed children read; None if a kernel differs in this dtype.
 
         Args:
-            own: What the forward does.
-            dtype: Of all.
+            own: Calls of the forward.
+            dtype: Dtype of inputs and weights.
         """
-        if not all(region.is_still(found, dtype) for region, found in self.found):
+        if not all(region.matches_in(found, dtype) for region, found in self.found):
             return None
         reads = {read for read in own.reads if not read[0]}
         for name, part in self.absorbed.items():
             if _is_dropout(part):
                 reads.add((name, "inplace"))
                 continue
-            steady = Steady.of(part, dtype, (self.functions[name],), ELEMENTWISE)
-            if steady is None or not set(own.dims) <= set(steady.dims):
+            stable = StableCalls.observe(part, dtype, (self.functions[name],), ELEMENTWISE)
+            if stable is None or not set(own.dims) <= set(stable.dims):
                 return None
-            reads |= {(name, attribute) for _, attribute in steady.reads}
+            reads |= {(name, attribute) for _, attribute in stable.reads}
         return reads
 
     def _run(self) -> None:
         inputs = self.traced.graph.find_nodes(op="placeholder")
-        loose = {node for node in self.nodes if self._is_loose(node)}
+        fusible = {node for node in self.nodes if self._is_fusible(node)}
         if [node.target for node in inputs] != list(self.names):
-            raise _NotKnown
+            raise _UnknownOperation
         self.places = {node: index for index, node in enumerate(inputs)}
-        regions = {node: self._region(node, loose) for node in self.nodes if node in loose and not loose.issuperset(node.users)}
-        if loose != {node for region in regions.values() for node in region.nodes}:
-            raise _NotKnown
-        makers = {node: self._dropped_sum(region) or self._kernel(region) for node, region in regions.items()}
+        regions = {
+            node: self._region(node, fusible) for node in self.nodes if node in fusible and not fusible.issuperset(node.users)
+        }
+        if fusible != {node for region in regions.values() for node in region.nodes}:
+            raise _UnknownOperation
+        makers = {node: self._dropout_residual(region) or self._kernel(region) for node, region in regions.items()}
         for node in self.nodes:
             if node in makers:
                 self._emit(node, makers[node]())
-            elif node.op == "call_module" and node not in loose and node not in self.merged:
+            elif node.op == "call_module" and node not in fusible and node not in self.merged:
                 self._emit(node, self._call(node))
         (result,) = self.nodes[-1].args
         if not isinstance(result, fx.Node) or self._place(result) != len(self.names) + len(self.steps) - 1:
-            raise _NotKnown
-        if any(node.op in ("get_attr", "call_function", "call_method") and node not in loose for node in self.nodes):
-            raise _NotKnown
+            raise _UnknownOperation
+        if any(node.op in ("get_attr", "call_function", "call_method") and node not in fusible for node in self.nodes):
+            raise _UnknownOperation
 
     def _part(self, node: fx.Node) -> nn.Module:
-        """The part of the module that a node calls."""
+        """Return the child of the module that a node calls."""
         part = self.module._modules.get(str(node.target))
         if part is None:  # deeper inside
-            raise _NotKnown
+            raise _UnknownOperation
         return part
 
-    def _is_loose(self, node: fx.Node) -> bool:
-        """Whether a node may be work of a kernel."""
+    def _is_fusible(self, node: fx.Node) -> bool:
+        """Return whether a node may be part of a kernel: a function, or a stateless child other than dropout."""
         if node.op != "call_module":
             return node.op in ("call_function", "call_method")
         part = self._part(node)
-        return is_function(part) and not _is_dropout(part) and not isinstance(part, nn.Identity)
+        return is_stateless(part) and not _is_dropout(part) and not isinstance(part, nn.Identity)
 
-    def _region(self, end: fx.Node, loose: set[fx.Node]) -> Region:
-        """What makes the value ``end``, from calls of parts that are not loose, and the inputs."""
+    def _region(self, end: fx.Node, fusible: set[fx.Node]) -> Region:
+        """Return the fusible nodes that compute ``end``; their inputs are placeholders and calls of other children."""
         inside, inputs, todo = {end}, dict[fx.Node, None](), [end]
         for node in todo:
             for other in node.all_input_nodes:
-                if other not in loose:
+                if other not in fusible:
                     inputs[other] = None
                 elif other not in inside:
                     inside.add(other)
                     todo.append(other)
         if any(node is not end and not inside.issuperset(node.users) for node in inside):
-            raise _NotKnown
+            raise _UnknownOperation
         if not all(isinstance(node.meta.get("val"), torch.Tensor) for node in inputs):
-            raise _NotKnown
+            raise _UnknownOperation
         ordered = sorted(inside)
         return Region(self.traced, end, ordered, sorted(inputs))
 
-    def _dropped_sum(self, region: Region) -> Callable[[], Step] | None:
-        """A residual sum with what a dropout leaves."""
+    def _dropout_residual(self, region: Region) -> Callable[[], FusedOp] | None:
+        """Return the maker of a dropout-residual operation if the region is one."""
         end = region.output
         if len(region.nodes) > 1 or operator_of(end) != "add" or len(end.args) != 2 or end.kwargs or len(region.inputs) != 2:
             return None
@@ -225,38 +227,38 @@ class _Reading:
         (residual,) = (node for node in region.inputs if node is not dropout)
         start = layer.args[0] if layer is not None else source
         part = str(layer.target) if layer is not None else None
-        return lambda: AddDropped(self._place(start), self._place(residual), name, part)
+        return lambda: DropoutResidual(self._place(start), self._place(residual), name, part)
 
-    def _kernel(self, region: Region) -> Callable[[], Step]:
-        """Another kernel.
+    def _kernel(self, region: Region) -> Callable[[], FusedOp]:
+        """Return the maker of an activation or gate operation.
 
         Raises:
-            _NotKnown: none computes it.
+            _UnknownOperation: no kernel computes the region.
         """
         found = region.recognise()
         if found is None:
-            raise _NotKnown
+            raise _UnknownOperation
         self.found.append((region, found))
         for node in region.nodes:
             if node.op == "call_module":
                 self._absorb(node)
         if found.kernel != "bias_act":
             gate, up = (region.inputs[place] for place in found.order)
-            return lambda: Gate(found.kernel, self._place(gate), self._place(up), found.options, found.gate_first)
+            return lambda: GatedActivation(found.kernel, self._place(gate), self._place(up), found.options, found.gate_first)
         (source,) = region.inputs
         layer = self._layer(source, region, ())
         start, part = (source, None) if layer is None else (layer.args[0], str(layer.target))
-        return lambda: Activate(self._place(start), dict(found.options)["activation"], part)
+        return lambda: BiasActivation(self._place(start), dict(found.options)["activation"], part)
 
     def _absorb(self, node: fx.Node) -> None:
-        """A function that a region calls."""
+        """Record a stateless child that a region calls."""
         name, (given, *others) = str(node.target), node.args
         if others or node.kwargs or not isinstance(given, fx.Node):
-            raise _NotKnown
+            raise _UnknownOperation
         self.absorbed[name], self.functions[name] = self._part(node), given.meta["val"].shape[-1]
 
     def _layer(self, node: fx.Node, region: Region, but: tuple[fx.Node, ...]) -> fx.Node | None:
-        """The node, if it calls a layer whose bias may be added by what follows; its call is merged with that then."""
+        """Return the node if it calls a linear layer whose bias the next operation can add, and mark it as merged."""
         if node.op != "call_module" or not is_linear(self._part(node)) or not self._is_only_for(node, region, but):
             return None
         if len(node.args) != 1 or node.kwargs or getattr(self._part(node), "bias", None) is None:
@@ -265,26 +267,26 @@ class _Reading:
         return node
 
     def _is_only_for(self, node: fx.Node, region: Region, but: tuple[fx.Node, ...]) -> bool:
-        """Whether nothing else uses the value, and no part is called in between, which might draw random numbers first."""
+        """Return whether only the region uses the value, and no other child, which might draw random numbers, runs between."""
         start, end = self.nodes.index(node), self.nodes.index(region.output)
         between = [
             other for other in self.nodes[start + 1 : end] if other.op == "call_module" and other not in (*region.nodes, *but)
         ]
         return set(region.nodes).issuperset(node.users) and not between
 
-    def _call(self, node: fx.Node) -> Call:
+    def _call(self, node: fx.Node) -> LayerCall:
         if node.kwargs or not node.args or not isinstance(node.meta.get("val"), torch.Tensor):
-            raise _NotKnown
+            raise _UnknownOperation
         self._part(node)
-        return Call(str(node.target), tuple(self._place(arg) for arg in node.args))
+        return LayerCall(str(node.target), tuple(self._place(arg) for arg in node.args))
 
-    def _emit(self, node: fx.Node, step: Step) -> None:
+    def _emit(self, node: fx.Node, step: FusedOp) -> None:
         self.places[node] = len(self.names) + len(self.steps)
         self.steps.append(step)
 
     def _place(self, node: Any) -> int:
         if node not in self.places:
-            raise _NotKnown
+            raise _UnknownOperation
         return self.places[node]
 
 
@@ -292,26 +294,26 @@ def _is_dropout(part: nn.Module) -> bool:
     return isinstance(part, nn.Dropout) and type(part).forward is nn.Dropout.forward and not part.inplace
 
 
-def recognise_experts(module: nn.Module) -> Experts | None:
-    """A mixture's experts that compute what a kernel does in ``_apply_gate``, as those of Transformers do."""
+def recognise_experts(module: nn.Module) -> ExpertGate | None:
+    """Return the gate of a mixture's experts whose method ``_apply_gate`` a kernel can replace, as in Transformers, or None."""
     parts = dict(module.named_children())
     names = tensor_inputs(module, "_apply_gate")
-    if names is None or len(names) > 1 or not all(map(is_function, parts.values())):
+    if names is None or len(names) > 1 or not all(map(is_stateless, parts.values())):
         return None
-    found: Found | None = None
-    seen = dict[torch.dtype, Steady]()
-    with quietly():
+    found: KernelMatch | None = None
+    seen = dict[torch.dtype, StableCalls]()
+    with probe_context():
         for dtype in DTYPES:
-            steady = Steady.of(module, dtype, (_WIDTH,), ELEMENTWISE | HALVES, "_apply_gate")
-            gate: Any = bare_copy(module, dtype, training=False)
-            now = steady and identify(gate._apply_gate, 1, (6, _WIDTH), dtype, found and {found.kind})
-            if steady and now and (not seen or steady.dims == seen[torch.float32].dims):
-                found, seen[dtype] = found or now, steady
+            stable = StableCalls.observe(module, dtype, (_WIDTH,), ELEMENTWISE | HALVES, "_apply_gate")
+            gate: Any = meta_copy(module, dtype, training=False)
+            now = stable and match_kernel(gate._apply_gate, 1, (6, _WIDTH), dtype, found and {found.kind})
+            if stable and now and (not seen or stable.dims == seen[torch.float32].dims):
+                found, seen[dtype] = found or now, stable
             elif not seen:
                 return None
-    reads = {read for steady in seen.values() for read in steady.reads}
-    if found is None or found.kernel == "bias_act" or not can_be_compared(module, reads):
+    reads = {read for stable in seen.values() for read in stable.reads}
+    if found is None or found.kernel == "bias_act" or not attributes_are_comparable(module, reads):
         return None
-    conditions = Conditions(tuple(seen), seen[torch.float32].dims, tuple(sorted(reads)))
-    step = Gate(found.kernel, 0, 0, found.options, found.gate_first)
-    return Experts(names, step, conditions, tuple(parts.items()))
+    guard = CallGuard(tuple(seen), seen[torch.float32].dims, tuple(sorted(reads)))
+    step = GatedActivation(found.kernel, 0, 0, found.options, found.gate_first)
+    return ExpertGate(names, step, guard, tuple(parts.items()))

@@ -1,4 +1,4 @@
-"""All modules below one that kernels serve."""
+"""Search for the modules that kernels can serve."""
 
 from __future__ import annotations
 
@@ -12,72 +12,83 @@ from slapo_core import is_sharded
 from slapo_tracing.nodes import is_opaque, own_forward
 
 from ..lazy.logits import LazyHead, find_heads
-from ..replacements.kernel_modules import Body, Experts, Norm, Program, body_of
-from .identical_modules import kind_of
-from .mlp_blocks import recognise_experts, recognise_program
+from ..replacements.kernel_modules import ExpertGate, FusedForward, KernelForward, NormForward, kernel_forward_of
+from .identical_modules import structural_key
+from .mlp_blocks import recognise_block, recognise_experts
 from .norms import recognise_embedding, recognise_norm
 
 
-class Served(NamedTuple):
-    """A module that kernels serve.
+class ServedModule(NamedTuple):
+    """A module that kernels can serve.
 
     Args:
         path: Its path.
         module: The module.
-        body: What it computes.
-        hooked: Path of the part of it, or of itself, that something was put around; kernels may not do its work then.
+        kernel_forward: The forward that calls kernels.
+        opaque_path: Path of the module, or of a child, whose hooks or wrappers forbid the replacement; None if there are none.
     """
 
     path: str
     module: nn.Module
-    body: Any
-    hooked: str | None
+    kernel_forward: Any
+    opaque_path: str | None
 
 
-def find_modules(root: nn.Module, wanted: Collection[str]) -> list[Served]:
-    """The modules from ``root`` down that the wanted kernels serve, with their paths below it.
+def find_modules(root: nn.Module, wanted: Collection[str]) -> list[ServedModule]:
+    """Return the modules from ``root`` down that the wanted kernels can serve, with paths below it.
 
-    Of modules that are alike one is looked at. Traced modules, and those that are served already, are none.
+    Identical modules are analysed once. Traced modules and kernel modules are skipped.
     """
-    known: dict[Hashable, Body | None] = {}
+    known: dict[Hashable, KernelForward | None] = {}
     heads = find_heads(root) if "linear_cross_entropy" in wanted else {}
     found = [
-        Served(path, head, LazyHead(), path if is_opaque(head) else None) for path, head in heads.items() if not body_of(head)
+        ServedModule(path, head, LazyHead(), path if is_opaque(head) else None)
+        for path, head in heads.items()
+        if not kernel_forward_of(head)
     ]
     graphs = {path: module for path, module in root.named_modules() if isinstance(module, fx.GraphModule)}
     for path, module in root.named_modules():
-        if isinstance(module, fx.GraphModule) or body_of(module) is not None or _is_stock(module):
+        if isinstance(module, fx.GraphModule) or kernel_forward_of(module) is not None or _is_stock(module):
             continue
         if not all(_is_called(path, above, graph) for above, graph in graphs.items()):
             continue
-        kind = kind_of(module)
+        kind = structural_key(module)
         if kind not in known:
             known[kind] = _recognise(module, wanted)
-        body = known[kind]
-        if body is None or not set(body.kernels) & set(wanted):
+        kernel_forward = known[kind]
+        if kernel_forward is None or not set(kernel_forward.kernels) & set(wanted):
             continue
         parts: dict[str, nn.Module] = {}
-        if isinstance(body, (Experts, Program)):
-            absorbed = tuple((name, module._modules[name]) for name, _ in body.absorbed)
-            body = replace(body, absorbed=absorbed)
+        if isinstance(kernel_forward, (ExpertGate, FusedForward)):
+            absorbed = tuple((name, module._modules[name]) for name, _ in kernel_forward.absorbed)
+            kernel_forward = replace(kernel_forward, absorbed=absorbed)
             parts |= dict(absorbed)
-        if isinstance(body, (Experts, Norm, Program)):
-            body = replace(body, conditions=body.conditions.of(module))
-        hooked = next((name for name, part in parts.items() if is_opaque(part)), None if _may_swap(module, body) else "")
-        found.append(Served(path, module, body, hooked if hooked is None else ".".join(filter(None, (path, hooked)))))
+        if isinstance(kernel_forward, (ExpertGate, NormForward, FusedForward)):
+            kernel_forward = replace(kernel_forward, guard=kernel_forward.guard.for_module(module))
+        opaque_path = next(
+            (name for name, part in parts.items() if is_opaque(part)), None if _may_be_replaced(module, kernel_forward) else ""
+        )
+        found.append(
+            ServedModule(
+                path,
+                module,
+                kernel_forward,
+                opaque_path if opaque_path is None else ".".join(filter(None, (path, opaque_path))),
+            )
+        )
     return found
 
 
-def _may_swap(module: nn.Module, body: Body) -> bool:
-    """Whether what is around a module stays right: hooks and wrappers do, not a forward of its own or sharded weights."""
+def _may_be_replaced(module: nn.Module, kernel_forward: KernelForward) -> bool:
+    """Return whether the class's forward is the one that runs and no weight is sharded; hooks and wrappers are no obstacle."""
     own = own_forward(module)
-    if isinstance(body, Experts):  # whose forward stays
+    if isinstance(kernel_forward, ExpertGate):  # only its method is replaced
         return own is None or getattr(own, "__self__", None) is module
     return own is None and not any(map(is_sharded, module._parameters.values()))
 
 
 def _is_called(path: str, above: str, traced: fx.GraphModule) -> bool:
-    """Whether a traced module runs the module at ``path``; of one that is not inside of it, true."""
+    """Return whether a traced module calls the module at ``path``, or the module is not inside it."""
     prefix = f"{above}." if above else ""
     if not path.startswith(prefix):
         return True
@@ -90,16 +101,16 @@ def _targets(traced: fx.GraphModule) -> list[str]:
 
 
 def _is_stock(module: nn.Module) -> bool:
-    """A module that is asked for nothing: a container, or a layer that does a product alone."""
+    """Return whether the module is a container or a plain layer, which no kernel serves."""
     return type(module) in (nn.ModuleList, nn.ModuleDict, nn.Linear, nn.Identity, nn.Dropout)
 
 
-def _recognise(module: nn.Module, wanted: Collection[str]) -> Body | None:
-    body: Body | None = None
+def _recognise(module: nn.Module, wanted: Collection[str]) -> KernelForward | None:
+    kernel_forward: KernelForward | None = None
     if {"rms_norm", "layer_norm"} & set(wanted):
-        body = recognise_norm(module)
-    if body is None and "embedding" in wanted:
-        body = recognise_embedding(module)
-    if body is None and {"bias_act", "swiglu", "geglu", "bias_dropout_residual"} & set(wanted):
-        body = recognise_program(module) or recognise_experts(module)
-    return body
+        kernel_forward = recognise_norm(module)
+    if kernel_forward is None and "embedding" in wanted:
+        kernel_forward = recognise_embedding(module)
+    if kernel_forward is None and {"bias_act", "swiglu", "geglu", "bias_dropout_residual"} & set(wanted):
+        kernel_forward = recognise_block(module) or recognise_experts(module)
+    return kernel_forward

@@ -1,4 +1,4 @@
-"""Compare what two functions make of the same numbers."""
+"""Comparison of two functions by their results and gradients on the same numbers."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 import torch
 
 _CLOSE = {torch.float32: (2e-5, 2e-6), torch.float64: (1e-9, 1e-9)}
-"""Relative and absolute: exact and approximated GELU differ by 5e-4, two formulas of one by 1e-6."""
+"""Relative and absolute tolerance: exact and approximated GELU differ by 5e-4, two formulas of the same by 1e-6."""
 _HALVES_CLOSE = 1e-2
-"""Of halves, the distance by the size of all: a formula that is rounded at every step is far off where it cancels."""
-_SELDOM = 1 / 16
-"""What part of all numbers may be rounded to a neighbour; where steps in between are rounded, a third is another."""
+"""Tolerance of half precision on the norm of the difference: single elements are far off where a formula cancels."""
+_MAX_ROUNDED_SHARE = 1 / 16
+"""Share of elements that may differ by one unit in the last place; with intermediate roundings, a third would."""
 
 
 @contextmanager
-def quietly() -> Iterator[None]:
-    """With gradients, without autocast, and leaving torch's random numbers as they are."""
+def probe_context() -> Iterator[None]:
+    """Enable gradients, disable autocast and inference mode, and restore torch's CPU random state at the end."""
     with (
         torch.random.fork_rng(devices=[]),
         torch.inference_mode(False),
@@ -29,22 +29,22 @@ def quietly() -> Iterator[None]:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """To the bit."""
+    """Return whether two tensors are bitwise equal; NaN equals NaN."""
     return _comparable(one, other) and bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
-def rounded_alike(one: Any, other: Any) -> bool:
-    """To the bit, but for a few that are neighbours: both are computed in the same precision and rounded at the same places."""
+def equal_but_last_bit(one: Any, other: Any) -> bool:
+    """Return whether two tensors are equal but for a few last bits: same precision, rounded at the same operations."""
     if not _comparable(one, other):
         return False
     if one.dtype is torch.float64:
         return close(one, other)
     near = torch.allclose(one, other, rtol=torch.finfo(one.dtype).eps, atol=torch.finfo(one.dtype).tiny, equal_nan=True)
-    return near and bool((one != other).sum() <= _SELDOM * one.numel())
+    return near and bool((one != other).sum() <= _MAX_ROUNDED_SHARE * one.numel())
 
 
 def close(one: Any, other: Any) -> bool:
-    """But for rounding."""
+    """Return whether two tensors are equal up to rounding."""
     if not _comparable(one, other):
         return False
     if one.dtype in _CLOSE:
@@ -58,7 +58,7 @@ def close(one: Any, other: Any) -> bool:
 def same_gradients(
     one: Callable[..., Any], other: Callable[..., Any], inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor] = ()
 ) -> bool:
-    """Whether both functions have the same gradients at these inputs, and at the weights they use."""
+    """Return whether two functions have the same gradients with respect to these inputs and weights."""
     found, factors = [], None
     for function in (one, other):
         leaves = [each.detach().clone().requires_grad_() for each in inputs]
@@ -67,7 +67,7 @@ def same_gradients(
             if factors is None:
                 factors = torch.cos(torch.arange(out.numel(), dtype=out.dtype)).view(out.shape)
             found.append(torch.autograd.grad((out * factors).sum(), [*leaves, *weights]))
-        except Exception:  # nothing that gradients flow through, say
+        except Exception:  # for example a result that requires no gradient
             return False
     tolerance = 1e-4 if inputs[0].dtype in (torch.float32, torch.float64) else 2e-2
     return all(torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True) for a, b in zip(*found, strict=True))

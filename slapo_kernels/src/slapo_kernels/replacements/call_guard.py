@@ -1,4 +1,4 @@
-"""When the kernels of a swapped module are known to compute what its own forward does."""
+"""Guard of a kernel module: the calls for which its kernels compute the same as the original forward."""
 
 from __future__ import annotations
 
@@ -12,55 +12,55 @@ import torch
 from torch import nn
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Those that kernels are tried in."""
+"""Dtypes in which kernels are compared with the original forward."""
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.memory_format)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, type)
 
 
 class Absent:
-    """The value of an attribute that is not there."""
+    """The value of a missing attribute."""
 
 
 @dataclass(frozen=True)
-class Conditions:
-    """What a call of a module has to be like, and the module itself.
+class CallGuard:
+    """Conditions on a call and on the module's attributes under which kernels may replace the forward.
 
     Args:
-        dtypes: Of the inputs, where the kernels compute what the forward does.
-        dims: Numbers of dimensions of the inputs that the forward treats alike.
-        reads: Attributes that the forward goes by: the part of the module that has it, ``""`` for itself, and its name.
-        values: What these are, in their order; a call with others is left to the forward.
+        dtypes: Admitted dtypes of the inputs.
+        dims: Admitted numbers of dimensions of the inputs.
+        attributes: Attributes that the forward reads, as the child that has it, ``""`` for the module, and its name.
+        attribute_values: Expected values of these attributes; a call with other values runs the original forward.
     """
 
     dtypes: tuple[torch.dtype, ...]
     dims: tuple[int, ...]
-    reads: tuple[tuple[str, str], ...]
-    values: tuple[Any, ...] = ()
+    attributes: tuple[tuple[str, str], ...]
+    attribute_values: tuple[Any, ...] = ()
 
-    def of(self, module: nn.Module) -> Conditions:
-        """With the values of this module."""
-        values = (_value(_part(module, part), name) for part, name in self.reads)
-        return replace(self, values=tuple(list(value) if type(value) is list else value for value in values))
+    def for_module(self, module: nn.Module) -> CallGuard:
+        """Return the guard with the attribute values of this module."""
+        values = (_value(_part(module, part), name) for part, name in self.attributes)
+        return replace(self, attribute_values=tuple(list(value) if type(value) is list else value for value in values))
 
-    def hold(self, module: Any, args: tuple[Any, ...]) -> bool:
-        """Whether a call is such a one."""
+    def admits(self, module: Any, args: tuple[Any, ...]) -> bool:
+        """Return whether a call meets the conditions."""
         for arg in args:
             if not isinstance(arg, torch.Tensor) or arg.dtype not in self.dtypes or arg.dim() not in self.dims:
                 return False
-        if len(self.dtypes) < len(DTYPES) and not self._holds_under_autocast(args[0].device.type):
+        if len(self.dtypes) < len(DTYPES) and not self._admits_autocast(args[0].device.type):
             return False
-        for (part, name), known in zip(self.reads, self.values, strict=True):
+        for (part, name), known in zip(self.attributes, self.attribute_values, strict=True):
             value = _value(_part(module, part), name)
-            if value is not known and not _is_still(value, known):
+            if value is not known and not _equal_value(value, known):
                 return False
         return True
 
-    def _holds_under_autocast(self, device: str) -> bool:
+    def _admits_autocast(self, device: str) -> bool:
         return not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) in self.dtypes
 
 
-def can_be_compared(module: nn.Module, reads: Iterable[tuple[str, str]]) -> bool:
-    """Whether a change of any of these attributes would be seen: not that of what is inside an object."""
+def attributes_are_comparable(module: nn.Module, reads: Iterable[tuple[str, str]]) -> bool:
+    """Return whether the guard would notice a change of any of these attributes; it cannot look inside arbitrary objects."""
     return all(_is_plain(_value(_part(module, part), name)) for part, name in reads)
 
 
@@ -69,7 +69,7 @@ def _part(module: Any, part: str) -> Any:
 
 
 def _value(owner: Any, name: str) -> Any:
-    """What the owner has, or its class; of a method of its own, the function."""
+    """Return the value of the attribute; for a method bound to the owner, its function."""
     value = getattr(owner, name, Absent)
     return value.__func__ if type(value) is types.MethodType and value.__self__ is owner else value
 
@@ -82,11 +82,11 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (*_ATOMS, *_FUNCTIONS))
 
 
-def _is_still(value: Any, known: Any) -> bool:
-    """Whether a value that is another object is the same for a forward, as what is in a copy of a list is."""
+def _equal_value(value: Any, known: Any) -> bool:
+    """Return whether two distinct objects are equal for a forward, such as a list and its copy."""
     if type(value) is not type(known):
         return False
     if isinstance(value, _ATOMS):
         return bool(value == known)
     same = isinstance(value, (list, tuple)) and len(value) == len(known)
-    return same and all(one is other or _is_still(one, other) for one, other in zip(value, known, strict=True))
+    return same and all(one is other or _equal_value(one, other) for one, other in zip(value, known, strict=True))

@@ -1,4 +1,4 @@
-"""The steps of a program: calls of a module's parts, and of kernels in the place of what is between them."""
+"""Operations of a fused forward: calls of a module's children, and kernels for the operations between them."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from ..dispatch.dispatcher import choose, run
 from .meta_copies import is_conv1d
 
 Values = list[torch.Tensor]
-"""Inputs of a program, then the result of each step."""
+"""Inputs of a fused forward, then the result of each operation so far."""
 
 
 @dataclass(frozen=True)
-class Call:
-    """A step: call a part of the module."""
+class LayerCall:
+    """Call of a child of the module."""
 
     part: str
     args: tuple[int, ...]
     kernel: ClassVar[str | None] = None
 
     def run(self, module: Any, values: Values, choice: str | None) -> torch.Tensor:
-        """Its result."""
+        """Return the result of the operation."""
         result: torch.Tensor = module._modules[self.part](*[values[index] for index in self.args])
         return result
 
 
 @dataclass(frozen=True)
-class Activate:
-    """A step: an activation, with the bias of the linear layer ``part`` where that can be had apart."""
+class BiasActivation:
+    """Activation, fused with the bias of the linear layer ``part`` if the layer is a plain product and sum."""
 
     arg: int
     activation: str
@@ -43,15 +43,15 @@ class Activate:
     kernel: ClassVar[str] = "bias_act"
 
     def run(self, module: Any, values: Values, choice: str | None) -> torch.Tensor:
-        """Its result."""
-        x, bias = _product(module, self.part, values[self.arg], self.kernel, choice)
+        """Return the result of the operation."""
+        x, bias = _product_and_bias(module, self.part, values[self.arg], self.kernel, choice)
         found: torch.Tensor = run("bias_act", x, bias, choice=choice, activation=self.activation)
         return found
 
 
 @dataclass(frozen=True)
-class Gate:
-    """A step: one value, activated, times another; or one half of a value times the other."""
+class GatedActivation:
+    """Product of an activated value with another, or of the two halves of one value."""
 
     kernel: str
     gate: int
@@ -60,7 +60,7 @@ class Gate:
     gate_first: bool = True
 
     def run(self, module: Any, values: Values, choice: str | None) -> torch.Tensor:
-        """Its result."""
+        """Return the result of the operation."""
         gate, up = values[self.gate], values[self.up]
         if self.gate == self.up:
             first, second = values[self.gate].chunk(2, dim=-1)
@@ -70,8 +70,8 @@ class Gate:
 
 
 @dataclass(frozen=True)
-class AddDropped:
-    """A step: a residual sum with what the module's ``dropout`` leaves of a value, and of the bias of ``part``."""
+class DropoutResidual:
+    """Residual sum with the dropout of a value, fused with the bias of the linear layer ``part``."""
 
     arg: int
     residual: int
@@ -80,23 +80,24 @@ class AddDropped:
     kernel: ClassVar[str] = "bias_dropout_residual"
 
     def run(self, module: Any, values: Values, choice: str | None) -> torch.Tensor:
-        """Its result."""
-        x, bias = _product(module, self.part, values[self.arg], self.kernel, choice)
+        """Return the result of the operation."""
+        x, bias = _product_and_bias(module, self.part, values[self.arg], self.kernel, choice)
         dropout = module._modules[self.dropout]
         residual = values[self.residual]
         found: torch.Tensor = run(self.kernel, x, bias, residual, choice=choice, p=dropout.p, training=dropout.training)
         return found
 
 
-Step = Call | Activate | Gate | AddDropped
+FusedOp = LayerCall | BiasActivation | GatedActivation | DropoutResidual
 
 
-def _product(
+def _product_and_bias(
     module: Any, part: str | None, x: torch.Tensor, kernel: str, choice: str | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What the linear layer ``part`` makes of ``x`` without its bias, and the bias; together where that is as fast.
+    """Return the product of the linear layer ``part`` and its bias; or the layer's result and None.
 
-    Or where the layer may be more than a product: hooked, wrapped, sharded, or of another forward.
+    The layer is called as a whole if the kernel does not fuse the bias, or if the layer may be more than a product: if it has
+    hooks, wrappers, shards or another forward.
     """
     if part is None:
         return x, None
@@ -106,9 +107,9 @@ def _product(
     if (
         bias is None
         or not plain
-        or torch.compiler.is_compiling()  # before the next, which the compiler cannot follow
+        or torch.compiler.is_compiling()  # must come before ``is_opaque``, which the compiler cannot trace
         or is_opaque(linear)
-        or not _fuses(kernel, choice, x.device.type, x.dtype)
+        or not _fuses_bias(kernel, choice, x.device.type, x.dtype)
     ):
         return linear(x), None
     x = x @ linear.weight if transposed else F.linear(x, linear.weight)
@@ -116,6 +117,6 @@ def _product(
 
 
 @functools.cache
-def _fuses(kernel: str, choice: str | None, device: str, dtype: torch.dtype) -> bool:
-    """Whether an implementation adds a bias at no cost, as one operation with the rest."""
+def _fuses_bias(kernel: str, choice: str | None, device: str, dtype: torch.dtype) -> bool:
+    """Return whether the implementation computes the bias and the rest as one operation."""
     return choose(kernel, device, dtype, choice).name != "eager"

@@ -1,4 +1,4 @@
-"""Modules as they are written, without what was put around them and without their weights: to look at, never to train."""
+"""Copies of modules on the meta device, without hooks and wrappers, for analysis."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from slapo_core import HOOK_TABLES
 from slapo_tracing.recording import WRAPPER_ATTRIBUTES
 
 
-def bare_copy(module: nn.Module, dtype: torch.dtype | None, training: bool) -> nn.Module:
-    """A module of the same classes and settings, with weights on the meta device and stand-ins for its linear layers.
+def meta_copy(module: nn.Module, dtype: torch.dtype | None, training: bool) -> nn.Module:
+    """Return a copy of the same classes and attributes, with meta weights and ``MetaLinear`` for its linear layers.
 
     Args:
-        module: Left as it is.
-        dtype: Of floating weights; None keeps that of each.
-        training: The mode.
+        module: The module; it does not change.
+        dtype: Dtype of floating weights; None keeps the dtype of each.
+        training: Mode of the copy.
     """
     copied: nn.Module = object.__new__(type(module))
     state = {name: value for name, value in vars(module).items() if name not in WRAPPER_ATTRIBUTES}
@@ -29,16 +29,16 @@ def bare_copy(module: nn.Module, dtype: torch.dtype | None, training: bool) -> n
         tensors = vars(module)[table].items()
         vars(copied)[table] = {name: None if tensor is None else _empty(tensor, dtype) for name, tensor in tensors}
     vars(copied)["_modules"] = {
-        name: child and (StandIn.of(child, dtype) if is_linear(child) else bare_copy(child, dtype, training))
+        name: child and (MetaLinear.of(child, dtype) if is_linear(child) else meta_copy(child, dtype, training))
         for name, child in module._modules.items()
     }
     vars(copied)["training"] = training
-    rebind(module, copied)
+    rebind_methods(module, copied)
     return copied
 
 
-def rebind(old: nn.Module, new: nn.Module) -> None:
-    """Let methods of ``old`` that ``new`` holds as attributes, as ``self.act = self._gelu`` makes, be methods of ``new``."""
+def rebind_methods(old: nn.Module, new: nn.Module) -> None:
+    """Bind methods of ``old`` that ``new`` holds as attributes, as ``self.act = self._gelu`` makes, to ``new``."""
     for name, value in vars(new).items():
         if isinstance(value, types.MethodType) and value.__self__ is old:
             vars(new)[name] = types.MethodType(value.__func__, new)
@@ -48,23 +48,23 @@ def rebind(old: nn.Module, new: nn.Module) -> None:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """A Linear, whatever it computes, or Transformers' Conv1D, which keeps ``weight[in, out]``."""
+    """Return whether the module is an ``nn.Linear`` or subclass, or Transformers' Conv1D, which keeps ``weight[in, out]``."""
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Transformers' Conv1D; told by its name, as nothing here imports it."""
+    """Return whether the module is Transformers' Conv1D, by its name: nothing here imports Transformers."""
     cls = type(module)
     return cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils"
 
 
-def is_function(module: nn.Module) -> bool:
-    """A module without weights and parts, whose work another could do."""
+def is_stateless(module: nn.Module) -> bool:
+    """Return whether the module has no parameters, buffers or children, so that a kernel could do its work."""
     return not (module._modules or module._parameters or module._buffers)
 
 
-class StandIn(nn.Module):
-    """For a linear layer: takes and returns tensors of the shapes it does, and computes nothing."""
+class MetaLinear(nn.Module):
+    """Stand-in for a linear layer: checks the input and returns an empty tensor of the layer's output shape."""
 
     def __init__(self, width: int, out: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -73,14 +73,14 @@ class StandIn(nn.Module):
         self.bias = None
 
     @classmethod
-    def of(cls, module: nn.Module, dtype: torch.dtype | None) -> StandIn:
-        """For this layer."""
+    def of(cls, module: nn.Module, dtype: torch.dtype | None) -> MetaLinear:
+        """Return the stand-in for a layer."""
         weight: Any = module.weight
         out, width = weight.shape[::-1] if is_conv1d(module) else weight.shape
         return cls(width, out, dtype or weight.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Something of the layer's shape."""
+        """Return an empty tensor of the layer's output shape."""
         if x.shape[-1] != self.width or x.dtype != self.weight.dtype:
             raise ValueError(f"the layer takes {self.width} numbers of {self.weight.dtype}")
         return x.new_empty(*x.shape[:-1], self.out)

@@ -1,4 +1,4 @@
-"""Attention in models of Transformers, which let it be chosen by name: their own interface, with their own masks."""
+"""Choice of the attention in Transformers' models by name, through their own interface and with their own masks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import nn
 
 from slapo_core import ScheduleError
 
-from .fully_masked_queries import keep, plain
+from .fully_masked_queries import keep_fully_masked_results, transformers_name
 
 NAMES = {"native": "sdpa", "flash": "flash_attention_2", "flex": "flex_attention", "eager": "eager"}
-"""Implementation to what Transformers calls it."""
+"""Name of an implementation to Transformers' name of it."""
 _SUPPORT = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn", "flex_attention": "_supports_flex_attn"}
 
 
-def models(root: nn.Module) -> dict[str, Any]:
-    """The models of Transformers from ``root`` down that are in no other one, and can be told how to attend, by path."""
+def transformers_models(root: nn.Module) -> dict[str, Any]:
+    """Return the outermost Transformers' models from ``root`` down whose attention can be chosen, by path."""
     library = sys.modules.get("transformers.modeling_utils")
     if library is None:
         return {}
@@ -31,7 +31,7 @@ def models(root: nn.Module) -> dict[str, Any]:
 
 
 def refusal(model: Any, name: str) -> str | None:
-    """Why a model cannot attend by what Transformers calls ``name``; None where it can."""
+    """Return the reason why a model cannot use Transformers' attention ``name``, or None."""
     kind = type(model).__name__
     for config in configs(model):
         if name not in ("eager", "flex_attention") and getattr(config, "attn_logit_softcapping", None) is not None:
@@ -42,22 +42,22 @@ def refusal(model: Any, name: str) -> str | None:
     return f"a {lacking[0]} does not support {name!r}" if lacking else None
 
 
-def current(model: Any) -> set[str]:
-    """How the model and those inside it attend now."""
-    return {plain(str(config._attn_implementation)) for config in configs(model)}
+def attention_names(model: Any) -> set[str]:
+    """Return Transformers' names of the attention that the model and the models inside it use now."""
+    return {transformers_name(str(config._attn_implementation)) for config in configs(model)}
 
 
-def tell(model: Any, names: Sequence[str]) -> Callable[[], None]:
-    """Let a model attend by the first of these that Transformers accepts here; returns what puts back what it did.
+def set_attention(model: Any, names: Sequence[str]) -> Callable[[], None]:
+    """Set a model's attention to the first of these names that Transformers accepts; return a function that restores it.
 
     Raises:
-        ScheduleError: it accepts none.
+        ScheduleError: Transformers accepts none of them.
     """
     before = [(config, config._attn_implementation) for config in configs(model)]
     for name in names:
         try:
             model.set_attn_implementation(name)
-            keep(model, before)
+            keep_fully_masked_results(model, before)
             return partial(_put_back, before)
         except (ImportError, ValueError) as err:
             _put_back(before)
@@ -67,7 +67,7 @@ def tell(model: Any, names: Sequence[str]) -> Callable[[], None]:
 
 
 def configs(model: Any) -> list[Any]:
-    """The configurations of a model, of those inside it and of what these are made of."""
+    """Return the configs of a model and of the models inside it, with their sub-configs."""
     todo: list[Any] = [part.config for part in _parts(model)]
     found: dict[int, Any] = {}
     for config in todo:

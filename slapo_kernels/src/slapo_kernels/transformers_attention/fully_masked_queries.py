@@ -1,7 +1,7 @@
-"""Attention of Transformers under names of our own, for queries that may look at nothing: they get what they got before.
+"""Attention functions registered with Transformers that keep the results of queries whose mask hides every key.
 
-Such are padding on the left, and padding farther from all tokens than a window. Transformers' ``sdpa`` gives them zeros; its
-eager attention adds the least number there is to all their scores, and so gives them the mean of all values.
+Such queries are padding on the left, and padding farther from all tokens than a window. Transformers' ``sdpa`` returns zeros
+for them. Its eager attention adds the smallest number to all their scores, and so returns the mean of all values.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..implementations._torch_private import is_dry_run, is_watched
+from ..implementations._torch_private import is_dry_run, is_traced_or_compiled
 
-_ZEROS, _MEANS = "slapo_eager", "slapo_sdpa"
-"""The eager attention that gives zeros, and the ``sdpa`` that gives means."""
-_PLAIN = {_ZEROS: "eager", _MEANS: "sdpa"}
-_GIVES = {"eager": "means", "sdpa": "zeros", _ZEROS: "zeros", _MEANS: "means"}
+_EAGER_WITH_ZEROS, _SDPA_WITH_MEANS = "slapo_eager", "slapo_sdpa"
+"""Names of an eager attention that returns zeros, and of an ``sdpa`` that returns means."""
+_TRANSFORMERS_NAMES = {_EAGER_WITH_ZEROS: "eager", _SDPA_WITH_MEANS: "sdpa"}
+_FULLY_MASKED_RESULTS = {"eager": "means", "sdpa": "zeros", _EAGER_WITH_ZEROS: "zeros", _SDPA_WITH_MEANS: "means"}
 _EAGER = "eager_attention_forward"
 _eager: dict[type, Callable[..., Any]] = {}
 """Class of an attention to the eager attention of its model."""
 
 
-def plain(name: str) -> str:
-    """What Transformers calls it."""
-    return _PLAIN.get(name, name)
+def transformers_name(name: str) -> str:
+    """Return Transformers' name of an attention."""
+    return _TRANSFORMERS_NAMES.get(name, name)
 
 
-def keep(model: nn.Module, before: Iterable[tuple[Any, str | None]]) -> None:
-    """Let queries that may look at nothing get what they got before the model was told to attend otherwise.
+def keep_fully_masked_results(model: nn.Module, before: Iterable[tuple[Any, str | None]]) -> None:
+    """Keep the results of fully masked queries after a change of the model's attention.
 
-    Models that go by the names of their attention, or have eager attention of several kinds in one, are left as they are.
+    Models that compare the name of their attention, or have several eager attention functions in one class, do not change.
 
     Args:
-        model: Of Transformers.
-        before: Its configurations, and how each attended.
+        model: A Transformers' model.
+        before: Its configs, with the attention name of each before the change.
     """
-    ours: dict[str, str] = {"eager": _ZEROS, "sdpa": _MEANS}
+    ours: dict[str, str] = {"eager": _EAGER_WITH_ZEROS, "sdpa": _SDPA_WITH_MEANS}
     told = [(config, now) for config, name in before if _differ(name, now := config._attn_implementation)]
     if told and _can_be_renamed(model):
         _register()
@@ -48,7 +48,7 @@ def keep(model: nn.Module, before: Iterable[tuple[Any, str | None]]) -> None:
 
 
 def _differ(before: str | None, now: str | None) -> bool:
-    gave, give = _GIVES.get(str(before)), _GIVES.get(str(now))
+    gave, give = _FULLY_MASKED_RESULTS.get(str(before)), _FULLY_MASKED_RESULTS.get(str(now))
     return gave is not None and give is not None and gave != give
 
 
@@ -74,57 +74,57 @@ def _words(constant: object) -> Collection[object]:
 
 def _register() -> None:
     masks, models = sys.modules["transformers.masking_utils"], sys.modules["transformers.modeling_utils"]
-    models.AttentionInterface.register(_ZEROS, _zeros)
-    models.AttentionInterface.register(_MEANS, _means)
-    masks.AttentionMaskInterface.register(_ZEROS, _bools)
-    masks.AttentionMaskInterface.register(_MEANS, _bools_or_added)
+    models.AttentionInterface.register(_EAGER_WITH_ZEROS, _eager_with_zeros)
+    models.AttentionInterface.register(_SDPA_WITH_MEANS, _sdpa_with_means)
+    masks.AttentionMaskInterface.register(_EAGER_WITH_ZEROS, _bool_mask)
+    masks.AttentionMaskInterface.register(_SDPA_WITH_MEANS, _bool_or_additive_mask)
 
 
-def _bools(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """Whether each key may be looked at; eager attention knows nothing of causality without a mask."""
+def _bool_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """Return the bool mask; never None for causality alone, as eager attention is causal by its mask only."""
     kwargs["allow_is_causal_skip"] = False
     mask: torch.Tensor | None = sys.modules["transformers.masking_utils"].sdpa_mask(*args, **kwargs)
     return mask
 
 
-def _bools_or_added(*args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any) -> torch.Tensor | None:
-    """Added to the scores where a query may look at nothing, or while nobody knows; waits for a GPU."""
+def _bool_or_additive_mask(*args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any) -> torch.Tensor | None:
+    """Return an additive mask if some query is fully masked or the mask cannot be read, else a bool one; synchronises."""
     mask: torch.Tensor | None = sys.modules["transformers.masking_utils"].sdpa_mask(*args, dtype=dtype, **kwargs)
-    if mask is None or not (is_watched() or is_dry_run(mask)) and mask.any(-1).all():
+    if mask is None or not (is_traced_or_compiled() or is_dry_run(mask)) and mask.any(-1).all():
         return mask
-    return _added(mask, dtype)
+    return _additive_mask(mask, dtype)
 
 
-def _zeros(
+def _eager_with_zeros(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The model's own eager attention; with a position bias, queries that see nothing get means from ``sdpa`` too."""
+    """The model's eager attention with zeros for fully masked queries; with a position bias ``sdpa`` has means, too."""
     if mask is None or mask.dtype is not torch.bool:
-        return _own(module, query, key, value, mask, **kwargs)
-    out, weights = _own(module, query, key, value, _added(mask, query.dtype), **kwargs)
+        return _model_eager(module, query, key, value, mask, **kwargs)
+    out, weights = _model_eager(module, query, key, value, _additive_mask(mask, query.dtype), **kwargs)
     if kwargs.get("position_bias") is not None:
         return out, weights
     unseen = ~mask.any(-1, keepdim=True)
     return out.masked_fill(unseen.transpose(1, 2), 0.0), weights.masked_fill(unseen, 0.0)
 
 
-def _means(
+def _sdpa_with_means(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``sdpa``, but for a mask that is added: no kernel makes means with their gradients of it."""
+    """``sdpa`` for a bool mask, and the model's eager attention for an additive one: no kernel has right gradients there."""
     if mask is not None and mask.dtype is not torch.bool:
-        return _own(module, query, key, value, mask, **kwargs)
+        return _model_eager(module, query, key, value, mask, **kwargs)
     found: tuple[torch.Tensor, None] = sys.modules["transformers.modeling_utils"].sdpa_attention_forward(
         module, query, key, value, mask, **kwargs
     )
     return found
 
 
-def _own(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _model_eager(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     eager = next(_eager[cls] for cls in type(module).__mro__ if cls in _eager)
     found: tuple[torch.Tensor, torch.Tensor] = eager(module, *args, **kwargs)
     return found
 
 
-def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(mask, torch.zeros((), device=mask.device, dtype=dtype), torch.finfo(dtype).min)

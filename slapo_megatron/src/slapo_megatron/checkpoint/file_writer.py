@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from slapo_training.checkpoint import Buffers, copied, keep
+from slapo_training.checkpoint import Buffers, copy_to_cpu, drop_other_buffers
 from slapo_training.distributed import Ranks
 from slapo_training.engines import bytes_of
 
@@ -58,47 +58,47 @@ class MegatronFiles:
             own = private.sharded_tensors(found["sharded"])
             tensors.update({(each.key, each.global_offset): each.data for each, is_saved in own if is_saved})
             found["facts"] = [(each.key, each.global_offset, each.local_shape, each.dtype, each.replica_id) for each, _ in own]
-            if ranks.place == 0:
+            if ranks.index == 0:
                 files[private.common_file()] = bytes_of(found["common"])
             return bool(found["facts"] == self._facts)
 
         def copy() -> None:
             if copies is not None:
-                keep(tensors.keys(), copies)
-                tensors.update({key: copied(tensor.detach(), key, copies) for key, tensor in tensors.items()})
+                drop_other_buffers(tensors.keys(), copies)
+                tensors.update({key: copy_to_cpu(tensor.detach(), key, copies) for key, tensor in tensors.items()})
 
-        if not all(ranks.on_all(look)):
+        if not all(ranks.run_on_all(look)):
             self._facts = None
             self._make_plan(found["sharded"], found["common"], ranks)
             self._facts = found["facts"]
-        ranks.on_all(copy)
+        ranks.run_on_all(copy)
         plan, metadata = self._plan, self._metadata
         writer, write_format = FileSystemWriter(folder, thread_count=_FILES_OF_A_RANK), private.format_writer()
 
         def put() -> list[Any]:
             for name, content in files.items():
                 (folder / name).write_bytes(content)
-            writer.set_up_storage_writer(ranks.place == 0)
+            writer.set_up_storage_writer(ranks.index == 0)
             return writer.write_data(plan, _Planner(tensors)).value()
 
         def write(meeting: Ranks) -> None:
-            everyone = meeting.on_all(put)
+            everyone = meeting.run_on_all(put)
 
             def finish() -> None:
                 writer.finish(metadata, everyone)
                 write_format(folder)
 
-            meeting.first(finish)
+            meeting.run_on_first(finish)
 
         return write
 
     def _make_plan(self, sharded: dict[str, Any], common: dict[str, Any], ranks: Ranks) -> None:
         """What this rank writes of what, and the first one's list of all. Collective."""
         planner = private.save_planner()
-        own = ranks.on_all(lambda: private.local_plan(planner, sharded, common, ranks.place == 0))
+        own = ranks.run_on_all(lambda: private.local_plan(planner, sharded, common, ranks.index == 0))
         plans = FileSystemWriter(".").prepare_global_plan(own)
-        self._plan = plans[ranks.place]
-        self._metadata = ranks.first(lambda: planner.create_global_plan(plans)[1])
+        self._plan = plans[ranks.index]
+        self._metadata = ranks.run_on_first(lambda: planner.create_global_plan(plans)[1])
 
 
 class _Planner(DefaultSavePlanner):

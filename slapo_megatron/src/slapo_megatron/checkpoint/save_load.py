@@ -19,8 +19,8 @@ from slapo_training.checkpoint import Buffers, StateLoading
 from slapo_training.checkpoint import folder as checkpoint_folder
 from slapo_training.distributed import Ranks
 from slapo_training.engines import Position, checkpoint_files
-from slapo_training.model import write
-from slapo_training.optimizers import rate_kind, whole_tensor_checkpoint
+from slapo_training.model import copy_into
+from slapo_training.optimizers import lr_scheduler_class, whole_tensor_checkpoint
 
 from ..optimizer.local_tensors import Held
 from ..optimizer.optimizer_state import OptimizerState
@@ -40,7 +40,7 @@ def prepared(
         path: The same folder on every rank.
         position: Where training is.
         ranks: All of the program.
-        copies: Memory that what this rank writes is copied to; None to write it as it is when it comes to that.
+        copies: Memory that what this rank writes is copied to; None to copy_into it as it is when it comes to that.
     """
     program = engine.program
     held = Held(program)
@@ -54,19 +54,19 @@ def prepared(
     def collect(folder: Path, ranks: Ranks) -> Callable[[Ranks], None]:
         if engine.optimizer is not None:
             state["optimizer"], _ = OptimizerState(engine, held).sharded(engine.has_stepped, is_loading=False)
-        write = engine.files.prepared(state, folder, ranks, copies)
+        copy_into = engine.files.prepared(state, folder, ranks, copies)
         found: list[bytes | None] = []
-        ranks.on_all(lambda: found.append(whole_tensor_checkpoint.packed(_inner(engine), _stepped(held))))
+        ranks.run_on_all(lambda: found.append(whole_tensor_checkpoint.packed(_inner(engine), _stepped(held))))
 
         def put(meeting: Ranks) -> None:
             if (states := found[0]) is not None:
-                (folder / whole_tensor_checkpoint.file_of(meeting.place)).write_bytes(states)
-            write(meeting)
+                (folder / whole_tensor_checkpoint.file_of(meeting.index)).write_bytes(states)
+            copy_into(meeting)
 
         return put
 
     compare_across_ranks([f"what Megatron's checkpoint has once for all ranks, {_common(engine)!r}"], program.mesh)
-    ranks.on_all(check)
+    ranks.run_on_all(check)
     if engine.optimizer is not None:
         kept = OptimizerState(engine, held)
         kept.check_alike()
@@ -95,7 +95,7 @@ def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[]
     program = engine.program
     held, found = Held(program), dict[str, Any]()
     ranks = Ranks.of(program)
-    complete = checkpoint_folder.opened(path, engine.options.target, ranks)
+    complete = checkpoint_folder.open_checkpoint(path, engine.options.target, ranks)
     has_stepped = complete.about["has_stepped"]
 
     def read() -> None:
@@ -120,7 +120,7 @@ def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[]
     def put() -> None:
         state = found["state"]
         for key, saved in state["model"].items():
-            write(held.tensors[key], saved)
+            copy_into(held.tensors[key], saved)
         if (inner := _inner(engine)) is not None:
             if not has_stepped:
                 inner.state.clear()
@@ -135,10 +135,10 @@ def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[]
     def hand() -> None:
         if (rate := engine.lr_scheduler) is not None:
             saved = found["state"]["common"]["rate"]
-            loading.load(rate_kind(rate), rate.load_state_dict, saved, lambda: copy.deepcopy(rate.state_dict()))
+            loading.load(lr_scheduler_class(rate), rate.load_state_dict, saved, lambda: copy.deepcopy(rate.state_dict()))
 
     own, loading = _about(engine, held), StateLoading()
-    ranks.on_all(lambda: _check(complete.about, own))
+    ranks.run_on_all(lambda: _check(complete.about, own))
     with checkpoint_folder.reading(complete):
         checkpoint_folder.verify(complete, ranks)
         beside = checkpoint_files.read_beside(complete, program, held.buffers())
@@ -146,15 +146,15 @@ def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[]
         inner = _inner(engine)
         is_new = inner is not None and not inner.state
         try:
-            ranks.on_all(read)  # which makes the optimizer's state
-            ranks.on_all(hand)
+            ranks.run_on_all(read)  # which makes the optimizer's state
+            ranks.run_on_all(hand)
         except Exception:
             loading.roll_back()
             if inner is not None and is_new:
                 inner.state.clear()
             raise
     with reading():
-        ranks.on_all(put)
+        ranks.run_on_all(put)
     engine.averages.put(averages)
     return beside.position
 

@@ -106,10 +106,14 @@ class MegatronOptions(EngineOptions):
             raise BuildError(f"config[{name!r}] is {section!r}; give keyword arguments as a dict")
         return dict(section)
 
-    def agreed(self) -> list[str]:
+    def rank_invariants(self) -> list[str]:
         """Return the options that have to be the same on all ranks."""
         given = {name: sorted(self.section(name).items()) for name in SECTIONS}
-        return [f"distributed_optimizer={self.distributed_optimizer}", f"megatron's config {given!r}", *super().agreed()]
+        return [
+            f"distributed_optimizer={self.distributed_optimizer}",
+            f"megatron's config {given!r}",
+            *super().rank_invariants(),
+        ]
 
     def _given(self) -> Mapping[str, Any]:
         if self.config is None:

@@ -39,7 +39,7 @@ def engine_layer(module: nn.Module, kind: str, spec: ShardSpec, *, sums_gradient
     """
     _tell_of_norms()
     if kind == "loss":
-        return FusedLosses(module, spec) if spec.dealt is None else _UNEVEN
+        return FusedLosses(module, spec) if spec.uneven_ranges is None else _UNEVEN
     if (why := _unlike(module, kind, spec)) is not None:
         return why
     layer = _made(module, kind, spec, sums_gradient)
@@ -63,7 +63,7 @@ def _unlike(module: nn.Module, kind: str, spec: ShardSpec) -> str | None:
     """Why no layer of Megatron's computes exactly this."""
     if type(module) is not (nn.Embedding if kind == "vocabulary" else nn.Linear):
         return f"Megatron-Core has no layer for a {type(module).__name__}"
-    if spec.dealt is not None:
+    if spec.uneven_ranges is not None:
         return _UNEVEN
     if len(spec.blocks) > 1:
         return f"it is fused of {len(spec.blocks)} blocks, each split for itself"

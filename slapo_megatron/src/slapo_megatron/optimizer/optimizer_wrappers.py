@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from slapo_core import Program
-from slapo_training.optimizers import Layout, WholeTensorOptimizer
+from slapo_training.optimizers import ParameterLayout, WholeTensorOptimizer
 from slapo_training.optimizers.introspection import replace_parameters
 
 from ..configuration.options import MegatronOptions
@@ -39,7 +39,7 @@ def megatrons(config: Any, chunks: Sequence[Any], groups: Any) -> Any:
     return several[0] if len(several) == 1 else made
 
 
-def whole_layout(options: MegatronOptions, program: Program, module: nn.Module) -> Layout:
+def whole_layout(options: MegatronOptions, program: Program, module: nn.Module) -> ParameterLayout:
     """Return the layout of the parameters that this rank's optimizer steps; with bf16 fp32 copies of them."""
     dtype = torch.float32 if options.precision == "bf16" else None
     refusal = (
@@ -47,7 +47,7 @@ def whole_layout(options: MegatronOptions, program: Program, module: nn.Module) 
         if options.distributed_optimizer
         else ""
     )
-    return Layout.of_engine(program, module, dtype, is_flat=options.distributed_optimizer, refusal=refusal)
+    return ParameterLayout.of_engine(program, module, dtype, is_flat=options.distributed_optimizer, refusal=refusal)
 
 
 def bind_masters(optimizer: torch.optim.Optimizer) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from slapo_core import BuildError, Program
-from slapo_training.distributed import OwnWorld, on_all
+from slapo_training.distributed import SingleProcessGroup, run_on_all_ranks
 from slapo_training.engines import stale_engines, without_warnings
 
 _AXES = {"tp": "get_tensor_model_parallel_group", "pp": "get_pipeline_model_parallel_group", "dp": "get_data_parallel_group"}
@@ -35,7 +35,7 @@ class ParallelState:
     _world_of_users: Any = None
 
     def __init__(self, program: Program, chunks: int, timeout_minutes: int) -> None:
-        self._world, self._made = OwnWorld(), list[Any]()
+        self._world, self._made = SingleProcessGroup(), list[Any]()
         try:
             self._find(program, chunks, timeout_minutes)
         except BaseException:
@@ -59,7 +59,7 @@ class ParallelState:
                 distributed_timeout_minutes=timeout_minutes,
             )
         else:
-            on_all(lambda: self._check_found(program, chunks), program)
+            run_on_all_ranks(lambda: self._check_found(program, chunks), program)
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
         ParallelState._users += self.is_ours
         ParallelState._world_of_users = dist.group.WORLD

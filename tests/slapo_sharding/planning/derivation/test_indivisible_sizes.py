@@ -95,7 +95,7 @@ def _refused(rank: int, kind: str) -> str:
         pytest.param(
             "heads",
             (
-                "the layer 'encoder.block.0.layer.0.SelfAttention.q' is given",
+                "the layer 'encoder.block.0.layer.0.SelfAttention.q' has an input",
                 "the layer is not split for this reason: 3 heads, or whatever has size 8 here, are not divisible by 2 ranks",
                 "modeling_t5.py:",
             ),

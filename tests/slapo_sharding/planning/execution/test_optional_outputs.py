@@ -79,8 +79,13 @@ ASKED: list[tuple[str, str, dict[str, Any], list[tuple[str, str]]]] = [
     ("llama", "published", INPUTS, [("output_attentions", ATTENTIONS)]),
     ("llama", "given", INPUTS, [("output_attentions", ATTENTIONS)]),
     ("bert", "published", INPUTS, [("output_attentions", ATTENTIONS)]),
-    ("t5", "published", BOTH, [("output_attentions", "encoder_attentions and decoder_attentions and cross_attentions that")]),
-    ("t5", "sequence", BOTH, [("output_hidden_states", "encoder_hidden_states and decoder_hidden_states that")]),
+    (
+        "t5",
+        "published",
+        BOTH,
+        [("output_attentions", "encoder_attentions and decoder_attentions and cross_attentions requested")],
+    ),
+    ("t5", "sequence", BOTH, [("output_hidden_states", "encoder_hidden_states and decoder_hidden_states requested")]),
 ]
 
 

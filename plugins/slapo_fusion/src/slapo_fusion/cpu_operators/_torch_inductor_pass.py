@@ -1,4 +1,4 @@
-"""The one place that knows a pass of torch's compiler over the graphs it makes; imported when a region needs it."""
+"""Private torch API: a custom pass of inductor over its graphs; imported when a region needs it."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 
 def options(inlined: Mapping[Any, Callable[..., Any]]) -> dict[str, Any]:
-    """Of inductor, for regions with operations that it is to fuse as these functions of the same arguments.
+    """Return options of inductor by which it inlines custom operations as these functions of the same arguments.
 
-    Until then, while forward and backward are divided, each is one operation, whose results are kept and not computed again. A
-    product and a sum may be rounded once, together. What sums a CPU's tensors over rows, as a bias's gradient does, is torch's
-    own kernel: the compiler's goes down column by column.
+    The pass runs after the partition into forward and backward, in which each operation is opaque: its results are saved rather
+    than recomputed. A product and a sum may be rounded once, together. Sums over rows on a CPU, as for a bias's gradient, use
+    torch's own kernel: the compiler's goes column by column.
     """
-    return {"post_grad_custom_pre_pass": Inlined(inlined), "cpp.enable_floating_point_contract_flag": "fast"}
+    return {"post_grad_custom_pre_pass": InlinePass(inlined), "cpp.enable_floating_point_contract_flag": "fast"}
 
 
-class Inlined(CustomGraphPass):
-    """Functions in the place of operations, and sums over rows apart, in one graph of the compiler."""
+class InlinePass(CustomGraphPass):
+    """Pass that inlines functions for custom operations and replaces sums over rows, in one graph of the compiler."""
 
     def __init__(self, functions: Mapping[Any, Callable[..., Any]]) -> None:
         self.functions = dict(functions)
 
     def __call__(self, graph: fx.Graph) -> None:
-        """In place."""
+        """Change the graph in place."""
         for operation, function in self.functions.items():
             for node in graph.find_nodes(op="call_function", target=operation):
                 _inline(graph, node, function)
-        _sums_apart(graph)
+        _replace_row_sums(graph)
 
     def uuid(self) -> Any:
-        """For the compiler's cache."""
+        """Return the key of this pass in the compiler's cache."""
         return get_hash_for_files((__file__, *sorted({each.__code__.co_filename for each in self.functions.values()})))
 
 
 def _inline(graph: fx.Graph, node: fx.Node, function: Callable[..., Any]) -> None:
-    """Of an operation on tensors that gives several of them."""
+    """Replace a node of an operation with several result tensors by the operations of a function."""
     inputs: Any = node.args
     examples = [each.meta["val"] for each in inputs]
     with examples[0].fake_mode:
@@ -66,7 +66,7 @@ def _(x: torch.Tensor, dim: Sequence[int], keepdim: bool = False) -> torch.Tenso
     return x.sum(tuple(dim), keepdim)
 
 
-def _sums_apart(graph: fx.Graph) -> None:
+def _replace_row_sums(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.sum.dim_IntList):
         given: Any = node.args
         x, dim = given[0].meta["val"], given[1] or []

@@ -1,6 +1,6 @@
-"""GELU by the error function in compiled regions: on a CPU the forward makes the derivative, too, of the same ``exp``.
+"""Exact GELU in compiled regions: on a CPU the forward also computes the derivative, from the same ``exp``.
 
-By itself the compiler computes ``erf`` in the forward and again in the backward, which takes longer than what fusing it saves.
+Without it, the compiler computes ``erf`` in the forward and again in the backward, which costs more than fusion saves.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Fitted to ``torch.special.erfcx`` in float64 for the least relative error, 3.2e-
 
 @torch.library.custom_op("slapo::gelu", mutates_args=())
 def _gelu(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """GELU and its derivative, of float32 on a CPU: torch's own where nothing inlines ``fusable``."""
+    """Return GELU and its derivative of a float32 CPU tensor; the compiler inlines ``gelu_formula`` for it."""
     return F.gelu(z), torch.ops.aten.gelu_backward(torch.ones_like(z), z)
 
 
@@ -42,7 +42,7 @@ def _(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(z), torch.empty_like(z)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save_derivative(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     ctx.save_for_backward(output[1])
 
 
@@ -51,13 +51,13 @@ def _gradient(ctx: Any, grad: torch.Tensor, _: Any) -> torch.Tensor:
     return found
 
 
-_gelu.register_autograd(_gradient, setup_context=_keep)
+_gelu.register_autograd(_gradient, setup_context=_save_derivative)
 
 
-def fusable(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same of element-wise operations: ``z`` times the normal distribution up to ``z``, and the derivative of that.
+def gelu_formula(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return GELU and its derivative by elementwise operations: ``z`` times the normal distribution function of ``z``.
 
-    As near to the truth as torch's own, and nearer where ``z`` is far below 0.
+    It is as accurate as torch's GELU, and more accurate for ``z`` far below 0.
     """
     density = torch.exp(-0.5 * z * z)
     u = 1 / (1 + _SCALE * z.abs())
@@ -70,9 +70,9 @@ def fusable(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def gelu(input: torch.Tensor, approximate: str = "none") -> torch.Tensor:
-    """``F.gelu``, in what is compiled computed so where it is the exact one of float32 numbers of a CPU.
+    """``F.gelu``; in compiled code, the exact GELU of a float32 CPU tensor uses the custom operator.
 
-    Its gradient has no gradient itself, as nothing that is compiled has.
+    It has no second derivative, as compiled code has none.
     """
     is_plain = type(input) is torch.Tensor and input.device.type == "cpu" and input.dtype == torch.float32
     if approximate != "none" or not is_plain or not torch.compiler.is_compiling():
@@ -82,23 +82,23 @@ def gelu(input: torch.Tensor, approximate: str = "none") -> torch.Tensor:
 
 
 class Gelu(nn.Module):
-    """A GELU computed so, with the settings of another at the time of the call."""
+    """GELU by ``gelu``, with the settings of an ``nn.GELU`` at the time of the call."""
 
     def __init__(self, of: nn.GELU) -> None:
         super().__init__()
         self.of = of
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Of its settings."""
+        """Apply ``gelu`` with the present settings."""
         return gelu(input, self.of.approximate)
 
 
 def options_for(region: fx.GraphModule) -> dict[str, Any]:
-    """Options of inductor for a region: one that computes GELU so is to fuse it."""
+    """Return options of inductor for a region: those of the inlining pass if the region uses ``gelu``."""
     graphs = [part.graph for part in region.modules() if isinstance(part, fx.GraphModule)]
     calls = any(graph.find_nodes(op="call_function", target=gelu) for graph in graphs)
     if not calls and not any(isinstance(part, Gelu) for part in region.modules()):
         return {}
     from . import _torch_inductor_pass  # noqa: PLC0415 - takes seconds
 
-    return _torch_inductor_pass.options({torch.ops.slapo.gelu.default: fusable})
+    return _torch_inductor_pass.options({torch.ops.slapo.gelu.default: gelu_formula})

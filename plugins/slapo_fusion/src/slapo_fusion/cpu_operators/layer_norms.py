@@ -1,6 +1,6 @@
-"""Layer norms in compiled regions: torch's own on a CPU, which goes over its input once, and the rest left to the compiler.
+"""Layer norms in compiled regions: torch's own kernel on a CPU, which reads its input once.
 
-What the compiler makes of a layer norm goes over the input three times there, and takes longer than what fusing it saves.
+The compiler's code for a layer norm reads the input three times there, which costs more than fusion saves.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from torch.nn import functional as F
 
 _TAGS = (torch.Tag.needs_exact_strides,)
 _PLAIN = (torch.Tensor, nn.Parameter)
-_Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_NormResult = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _norm(x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> _Three:
-    """What torch computes, and the mean and the reciprocal of the standard deviation for its backward."""
+def _norm(
+    x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> _NormResult:
+    """Return torch's layer norm, the mean, and the reciprocal of the standard deviation for the backward."""
     return torch.native_layer_norm(x, shape, weight, bias, eps)
 
 
@@ -31,14 +33,14 @@ def _norm_backward(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     wanted: Sequence[bool],
-) -> _Three:
-    """The gradients that are wanted of input, weight and bias; an empty tensor for one that is not."""
+) -> _NormResult:
+    """Return the gradients of input, weight and bias; an empty tensor for each that is not wanted."""
     found = torch.ops.aten.native_layer_norm_backward(grad.contiguous(), x, shape, mean, rstd, weight, bias, wanted)
     first, second, third = (grad.new_empty(0) if each is None else each for each in found)
     return first, second, third
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: _Three) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: _NormResult) -> None:
     x, ctx.shape, weight, bias, _ = inputs
     ctx.save_for_backward(x, *output[1:], weight, bias)
 
@@ -65,7 +67,7 @@ def layer_norm(
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    """``F.layer_norm``, as one operation that is not compiled where the numbers are those of a CPU."""
+    """``F.layer_norm``, as one operation that the compiler does not generate code for on a CPU."""
     if not all(type(each) in _PLAIN and each.device.type == "cpu" for each in (input, weight, bias) if each is not None):
         return F.layer_norm(input, normalized_shape, weight, bias, eps)
     found: torch.Tensor = _forward(input, list(normalized_shape), weight, bias, eps)[0]
@@ -73,19 +75,19 @@ def layer_norm(
 
 
 class LayerNorm(nn.Module):
-    """A layer norm computed so, with the settings of another at the time of the call."""
+    """Layer norm by ``layer_norm``, with the settings of an ``nn.LayerNorm`` at the time of the call."""
 
     def __init__(self, of: nn.LayerNorm) -> None:
         super().__init__()
         self.of = of
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Of its settings."""
+        """Apply ``layer_norm`` with the present settings."""
         return layer_norm(input, self.of.normalized_shape, self.of.weight, self.of.bias, self.of.eps)
 
 
 def call_norm(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A layer called as it is now; one that is torch's layer norm computed so."""
+    """Call a layer with its present weights; use ``layer_norm`` if it is an ``nn.LayerNorm``."""
     if type(layer) is not nn.LayerNorm or len(args) != 1 or kwargs:
         return layer(*args, **kwargs)
     return layer_norm(args[0], layer.normalized_shape, layer.weight, layer.bias, layer.eps)

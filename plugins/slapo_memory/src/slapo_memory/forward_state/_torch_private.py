@@ -1,4 +1,4 @@
-"""The one place that knows what torch does not document."""
+"""Private torch API of this package."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 no_modes = _disable_current_modes
-"""Within it no dispatch mode sees an operator: a policy, which counts the model's calls, must not count ours."""
+"""Context manager that hides operators from dispatch modes: a policy counts the model's calls and must not count ours."""
 no_functions = torch._C.DisableTorchFunction
-"""Within it no mode sees a call of a torch function: one that looks at what the model reads must not see what we read."""
+"""Context manager that hides torch functions from function modes: one that records the model's reads must not see ours."""
 
 
 def runs_eagerly() -> bool:
@@ -26,11 +26,11 @@ def runs_eagerly() -> bool:
 
 
 def uncompiled(function: Any, inside: bool) -> None:
-    """Let torch's compiler leave a function alone, without the second that importing it for ``torch.compiler.disable`` takes.
+    """Exclude a function from compilation without ``torch.compiler.disable``, whose import takes a second.
 
     Args:
-        function: Of Python.
-        inside: Whether what it calls is compiled all the same.
+        function: A Python function.
+        inside: Whether the functions that it calls are compiled.
     """
     function = inspect.unwrap(function)
     function._torchdynamo_disable = True  # where a caller is compiled
@@ -38,7 +38,7 @@ def uncompiled(function: Any, inside: bool) -> None:
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, around))  # where it is called
 
 
-def is_watched() -> bool:
+def has_function_mode() -> bool:
     """Return whether a torch function mode is active, other than that of ``torch.set_default_device``."""
     return any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]
 
@@ -50,25 +50,25 @@ def is_about_fake_tensors(error: Exception) -> bool:
 
 
 def alias_with_version(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without history; both count together how often they are written to, also within a dispatch mode."""
+    """Return a detached alias that shares the version counter, also inside a dispatch mode."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """The same number for all views of one memory, as long as one of them lives."""
-    if tensor.layout is not torch.strided:  # as if indices and values were no views of others
+    """Return a number that all views of one storage share while one of them lives."""
+    if tensor.layout is not torch.strided:  # a sparse tensor has no storage of its own
         return id(tensor)
     return int(tensor.untyped_storage()._cdata)
 
 
 def weak_storage(storage: torch.UntypedStorage) -> Any:
-    """While it lives no other memory gets the storage's ``storage_key``; the memory itself goes when others let go of it."""
+    """Return a weak reference that reserves the storage's ``storage_key`` without keeping its memory alive."""
     return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
-def done_work(collective: Any, args: tuple[Any, ...]) -> Any:
-    """Return what an operator of ``torch.ops.c10d`` does, without communication: its output tensors, and finished work."""
+def completed_work(collective: Any, args: tuple[Any, ...]) -> Any:
+    """Return the result of a ``torch.ops.c10d`` operator without communication: its output tensors and a completed work."""
     from torch._C._distributed_c10d import FakeWork  # noqa: PLC0415  not in every build of torch
 
     work = FakeWork().boxed()

@@ -1,7 +1,7 @@
-"""A call's arguments as tensors and the structure around them, so that a recompute starts from what the forward got.
+"""A call's arguments, split into tensors and the structure around them, for the recomputation.
 
-Autograd keeps the tensors and notices when one is written to in the meantime. Everything else, a cache that the call
-appends to for one, is copied without its tensors before the call.
+Autograd saves the tensors and detects in-place changes. The rest, such as a cache that the call appends to, is copied without
+its tensors before the call.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _BY_REFERENCE = (nn.Module, type, ModuleType, Enum)
 
 
 @dataclass(frozen=True)
-class _Slot:
-    """Where tensor number ``index`` belongs."""
+class _TensorSlot:
+    """Position of tensor number ``index`` in the structure."""
 
     index: int
 
@@ -36,35 +36,35 @@ class Arguments:
         kwargs: Keyword arguments.
 
     Attributes:
-        tensors: The tensors in them, each once, until they are given away.
+        tensors: The tensors in them, each once, until ``take_tensors``.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.tensors: list[torch.Tensor] = []
         self._structure = _copied((args, kwargs), self._take, {})
 
-    def give(self) -> list[torch.Tensor]:
-        """The tensors, which are not held here any longer: autograd keeps them, or what is offloaded of them."""
+    def take_tensors(self) -> list[torch.Tensor]:
+        """Return the tensors and drop them here: autograd saves them, or their offloaded copies, from now on."""
         tensors, self.tensors = self.tensors, []
         return tensors
 
     def rebuild(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments again, in new containers and objects, around ``tensors``."""
+        """Return the arguments with these tensors, in new containers and objects."""
         args, kwargs = _copied(self._structure, lambda slot: tensors[slot.index], {})
         return args, kwargs
 
-    def _take(self, tensor: torch.Tensor) -> _Slot:
+    def _take(self, tensor: torch.Tensor) -> _TensorSlot:
         self.tensors.append(tensor)
-        return _Slot(len(self.tensors) - 1)
+        return _TensorSlot(len(self.tensors) - 1)
 
 
 def _copied(value: Any, leaf: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
-    """A copy of containers and plain objects with ``leaf`` applied to what stands for tensors; the rest is shared."""
+    """Copy containers and plain objects, with ``leaf`` applied to tensors and slots; other values are shared."""
     if type(value) in ATOMS:
         return value
     if id(value) in memo:
         return memo[id(value)]
-    if isinstance(value, (torch.Tensor, _Slot)):
+    if isinstance(value, (torch.Tensor, _TensorSlot)):
         memo[id(value)] = leaf(value)
         return memo[id(value)]
     if isinstance(value, tuple):
@@ -76,7 +76,7 @@ def _copied(value: Any, leaf: Callable[[Any], Any], memo: dict[int, Any]) -> Any
 
 
 def _is_plain_object(value: Any) -> bool:
-    """An object whose state is its ``__dict__``."""
+    """Return whether the object's state is its ``__dict__``."""
     cls: Any = type(value)
     special = cls.__reduce__ is not object.__reduce__ or cls.__new__ is not object.__new__
     return hasattr(value, "__dict__") and not special and not callable(value) and not isinstance(value, _BY_REFERENCE)

@@ -1,7 +1,7 @@
-"""State that a forward changes in its modules beside their parameters: a recompute sees what the forward saw.
+"""State of modules that a forward changes, other than parameters; a recomputation restores it.
 
-These are buffers, such as BatchNorm's running statistics, and plain attributes, such as a counter, with the lists, dicts
-and sets in them. The recompute gets copies of the tensors, so that they advance once, and autograd may keep the copies.
+It consists of buffers, such as BatchNorm's running statistics, and plain attributes, such as a counter, with the lists, dicts
+and sets in them. The recomputation gets copies of the tensors, so the originals advance once, and autograd may save the copies.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import torch
 from torch import nn
 
 from ._torch_private import no_functions, no_modes
-from .random_state import HeldState, generators_in
+from .random_state import GeneratorState, generators_in
 from .value_kinds import ATOMS, Kind, kind_of
 
 _WRAPPERS_OWN = frozenset({*nn.Module().__dict__, "_external_params"})
-"""Parameters, children and hooks: a wrapper that swaps these in a forward, as sharded data parallelism does, knows why. In
-the last, DeepSpeed notes in the forward which other modules' parameters ZeRO has to gather for the recompute as well."""
+"""Attributes that are not restored. Wrappers such as FSDP replace parameters, children and hooks in a forward on purpose, and
+DeepSpeed records in ``_external_params`` which other parameters ZeRO must gather, also for the recomputation."""
 
 
-class StartState:
-    """The state of modules, and of all modules below them, as of now.
+class ForwardState:
+    """The present state of modules and of all modules below them.
 
     Args:
-        modules: Where to look.
-        generators: Of random numbers, beside those found there.
+        modules: The modules.
+        generators: Random generators other than those found in the modules.
     """
 
     def __init__(self, modules: Sequence[nn.Module], generators: Iterable[Any] = ()) -> None:
@@ -40,7 +40,7 @@ class StartState:
         self._attributes: list[tuple[dict[str, Any], _Layout, tuple[Any, ...]]] = []
         self._empty: list[Any] = []  # buffers of modules without any
         self._containers: dict[int, _Container] = {}
-        self._places: list[_Place] = []  # those that have to be put back, after the forward
+        self._places: list[_Place] = []  # after the forward: the containers to restore
         self._tensors: dict[int, _TensorCopy] = {}
         found: dict[int, torch.Tensor] = {}
         for module in self._modules:
@@ -54,14 +54,14 @@ class StartState:
                 self._visit(buffers, found)
             else:
                 self._empty.append(buffers)
-        for live, _, _ in self._attributes if self._containers else ():  # where one is in a container, too
+        for live, _, _ in self._attributes if self._containers else ():  # a module's __dict__ can also be in a container
             self._containers.pop(id(live), None)
         with no_modes() if found or self._generators else nullcontext():
             self._tensors = {key: _TensorCopy(tensor) for key, tensor in found.items()}
-            self._drawn = HeldState(self._generators)
+            self._drawn = GeneratorState(self._generators)
 
     def keep_changed(self) -> None:
-        """Forget what is as it was; call it after the forward."""
+        """Drop the state that did not change; call it after the forward."""
         with no_modes() if self._tensors or self._generators else nullcontext():
             self._drawn.keep_changed()
             self._tensors = {key: tensor for key, tensor in self._tensors.items() if tensor.changed()}
@@ -75,8 +75,8 @@ class StartState:
         self._attributes, self._empty, self._containers = [], [], {}
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """Run a block with the state of the start; afterwards it is that of before the block."""
+    def restored(self) -> Iterator[None]:
+        """Restore the state for the block; afterwards put back the state from before the block."""
         places = self._places
         pairs = zip(self._modules, self._modes, strict=True)
         modes = [(module, module.training) for module, before in pairs if module.training is not before]
@@ -85,10 +85,10 @@ class StartState:
             fresh = {key: tensor.copy.clone() for key, tensor in self._tensors.items()}
         for place in places:
             place.write(place.start(), fresh)
-        for module, other in modes:  # somebody may have called eval() before the backward
+        for module, other in modes:  # the user may have called eval() before the backward
             module.training = not other
         try:
-            with self._drawn.again():
+            with self._drawn.restored():
                 yield
         finally:
             for place, content in now:
@@ -102,7 +102,7 @@ class StartState:
             self._look_into(place.values, found)
 
     def _look_into(self, values: Iterable[Any], found: dict[int, torch.Tensor]) -> None:
-        """Visit the containers among values, and note the tensors and generators."""
+        """Visit the containers among values, and record the tensors and generators."""
         for value in values:
             kind = kind_of(type(value))
             if kind is Kind.CONTAINER:
@@ -131,7 +131,7 @@ class _Place:
 
     Attributes:
         live: The container.
-        values: Those in it at the start.
+        values: Its values at the start.
     """
 
     live: Any
@@ -146,7 +146,7 @@ class _Place:
         raise NotImplementedError
 
     def write(self, content: Any, instead: Mapping[int, torch.Tensor]) -> None:
-        """Make this the content, with other tensors for those of some ids."""
+        """Set the content, with the tensors of some ids replaced."""
         raise NotImplementedError
 
 
@@ -155,7 +155,7 @@ class _Container(_Place):
 
     Args:
         live: The container.
-        start: Its content at the start; by default, that of now.
+        start: Its content at the start; default: the present content.
     """
 
     def __init__(self, live: Any, start: Any = None) -> None:
@@ -178,7 +178,7 @@ class _Container(_Place):
         add([instead.get(id(value), value) for value in content])
 
     def changed(self) -> bool:
-        """Return whether the content is another than at the start."""
+        """Return whether the content differs from the start."""
         live, start = self.live, self._start
         if len(live) != len(start):
             return True
@@ -193,7 +193,7 @@ class _Container(_Place):
 
 
 class _Attributes(_Place):
-    """The ``__dict__`` of a module, without what wrappers use."""
+    """The ``__dict__`` of a module, without the names in ``_WRAPPERS_OWN``."""
 
     def __init__(self, live: dict[str, Any], layout: _Layout, values: tuple[Any, ...]) -> None:
         self.live, self.values, self._names = live, values, layout.names
@@ -239,7 +239,9 @@ class _TensorCopy:
     """A tensor that a forward may write to in place, and its value at the start."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        with no_functions() if type(tensor) is torch.Tensor else nullcontext():  # it would make plain tensors of others
+        with (
+            no_functions() if type(tensor) is torch.Tensor else nullcontext()
+        ):  # it would turn tensor subclasses into plain tensors
             self.tensor, self.copy, self.version = tensor, tensor.detach().clone(), version_of(tensor)
 
     def changed(self) -> bool:
@@ -252,7 +254,7 @@ def _values(content: Any) -> Iterable[Any]:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return how often the tensor was written to; inference tensors do not count, nor may a forward with gradients write."""
+    """Return the tensor's version counter; inference tensors have none, and a forward with gradients cannot write to them."""
     return 0 if tensor.is_inference() else tensor._version
 
 

@@ -1,4 +1,4 @@
-"""Everything that decides which random numbers come next, for a recompute that draws what the forward drew."""
+"""Random states, for a recomputation that draws the same numbers as the forward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .value_kinds import Kind, kind_of, numpy_random
 
 
 class RandomState:
-    """The state as of now of torch's generators with the tracked ones, of Python's ``random``, and of NumPy's where loaded."""
+    """The present state of torch's default and tracked generators, of Python's ``random``, and of NumPy's if it is loaded."""
 
     def __init__(self) -> None:
         self._device = _cuda_device()
@@ -26,10 +26,10 @@ class RandomState:
         self._numpy = None if numpy is None else numpy.get_state()
 
     def covers(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Return whether the state has the generators of all devices of ``tensors``.
+        """Return whether the state includes the generators of all devices of ``tensors``.
 
-        It has those of the CPU and of the CUDA device that was current. Where CUDA could still start in the forward, nothing
-        is covered.
+        It includes those of the CPU and of the current CUDA device. While CUDA is not initialized but could be in the forward,
+        return False.
         """
         if self._device is None and torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
             return False
@@ -37,8 +37,8 @@ class RandomState:
         return all(device.type in ("cpu", "meta") or _is_cuda(device, self._device) for device in devices)
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """Run a block in this state; afterwards the state is that of before the block."""
+    def restored(self) -> Iterator[None]:
+        """Restore this state for the block; afterwards put back the state from before the block."""
         with self._on_device():
             now = RandomState()
             self._restore()
@@ -55,7 +55,7 @@ class RandomState:
             numpy_random().set_state(self._numpy)
 
     def _on_device(self) -> AbstractContextManager[Any]:
-        """Make the CUDA device current whose state this has; a backward may run with another."""
+        """Make the CUDA device of this state current; a backward may run with another."""
         if self._device is None or self._device == _cuda_device():
             return nullcontext()
         return torch.cuda.device(self._device)
@@ -69,11 +69,11 @@ def _is_cuda(device: torch.device, index: int | None) -> bool:
     return device.type == "cuda" and device.index == index
 
 
-class HeldState:
-    """The state as of now of generators that somebody holds beside the default ones.
+class GeneratorState:
+    """The present state of generators other than the default ones.
 
     Args:
-        generators: Of torch, of NumPy, or Python's ``random.Random``; each once or more often.
+        generators: Generators of torch, NumPy or Python's ``random.Random``; duplicates are allowed.
     """
 
     def __init__(self, generators: Iterable[Any]) -> None:
@@ -81,12 +81,12 @@ class HeldState:
         self._start = [(generator, _read(generator)) for generator in once.values()]
 
     def keep_changed(self) -> None:
-        """Forget those that drew nothing since."""
+        """Drop the generators that drew nothing since."""
         self._start = [(generator, state) for generator, state in self._start if not _same(_read(generator), state)]
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """Run a block in these states; afterwards they are those of before the block."""
+    def restored(self) -> Iterator[None]:
+        """Restore these states for the block; afterwards put back the states from before the block."""
         now = [(generator, _read(generator)) for generator, _ in self._start]
         _write(self._start)
         try:
@@ -96,7 +96,7 @@ class HeldState:
 
 
 def generators_in(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
-    """Yield the generators that a value is or, a container, holds at any depth."""
+    """Yield the generators in a value: the value itself, or those in a container at any depth."""
     kind = kind_of(type(value))
     if kind is Kind.GENERATOR:
         yield value
@@ -131,7 +131,7 @@ def _write(states: Iterable[tuple[Any, Any]]) -> None:
 
 
 def _bits(generator: Any) -> Any:
-    """Of a generator of NumPy's what draws its bits."""
+    """Return the bit generator of a NumPy generator."""
     return getattr(generator, "bit_generator", generator)
 
 

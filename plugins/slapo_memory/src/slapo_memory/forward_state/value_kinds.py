@@ -1,4 +1,4 @@
-"""Kinds of values, decided once per class: a checkpoint looks at thousands of values in each forward."""
+"""Kinds of values, cached per class: a checkpoint inspects thousands of values in each forward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 CONTAINERS = frozenset({dict, OrderedDict, defaultdict, Counter, list, deque, set})
-"""Classes of containers whose content a recompute puts back."""
+"""Classes of containers whose content a recomputation restores."""
 
 ATOMS = frozenset(
     {type(None), type(...), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -23,18 +23,18 @@ ATOMS = frozenset(
 
 
 class Kind(Enum):
-    """What a checkpoint does with a value."""
+    """Kind of a value, by its treatment in a checkpoint."""
 
     ATOM = auto()
-    """Nothing: the value cannot change."""
+    """An immutable value; nothing to restore."""
     TENSOR = auto()
     MODULE = auto()
     GENERATOR = auto()
     """A random generator of torch, NumPy or Python."""
     CONTAINER = auto()
-    """Its content is put back; its class is one of ``CONTAINERS``."""
+    """A container of a class in ``CONTAINERS``, whose content is restored."""
     NESTED = auto()
-    """A tuple or another container: generators are looked for in it."""
+    """A tuple or another container, which is only searched for generators."""
     OTHER = auto()
 
 
@@ -54,12 +54,12 @@ kind_of: Callable[[type], Kind] = lru_cache(maxsize=512)(_kind_of)
 
 
 def numpy_random() -> Any:
-    """Return NumPy's module of random numbers; None while nobody imported it, as then nobody draws from it."""
+    """Return NumPy's random module, or None if NumPy was not imported: then nothing draws from it."""
     return getattr(sys.modules.get("numpy"), "random", None)
 
 
 def _generator_classes() -> tuple[type, ...]:
-    """Return the classes of generators; NumPy's have no instance, nor a subclass, before somebody imports it."""
+    """Return the classes of generators; NumPy's have no instances before NumPy is imported."""
     numpy = numpy_random()
     of_numpy = () if numpy is None else (numpy.Generator, numpy.RandomState, numpy.BitGenerator)
     return (torch.Generator, random.Random, *of_numpy)

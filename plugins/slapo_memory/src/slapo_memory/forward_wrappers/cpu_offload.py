@@ -1,4 +1,4 @@
-"""Tensors that autograd keeps, moved to CPU memory in the forward and back in the backward."""
+"""Offload of saved tensors to CPU memory in the forward, and their return in the backward."""
 
 from __future__ import annotations
 
@@ -17,55 +17,55 @@ from ..forward_state._torch_private import storage_key, weak_storage
 
 
 class _Thread(threading.local):
-    """What one thread is doing."""
+    """Offload state of one thread."""
 
     def __init__(self) -> None:
-        self.is_aside = False
-        self.last: Callable[[], _Call | None] = lambda: None
+        self.is_disabled = False
+        self.last_call: Callable[[], _Call | None] = lambda: None
 
 
 _thread = _Thread()
 
 
 @contextmanager
-def offloading_aside() -> Iterator[None]:
-    """Within it nothing is offloaded: a checkpoint's region keeps nothing, and what its recompute keeps is needed at once."""
-    before, _thread.is_aside = _thread.is_aside, True
+def offload_disabled() -> Iterator[None]:
+    """Disable offload in the block: a checkpoint's forward saves nothing, and its recomputation's tensors are used at once."""
+    before, _thread.is_disabled = _thread.is_disabled, True
     try:
         yield
     finally:
-        _thread.is_aside = before
+        _thread.is_disabled = before
 
 
-class Offloaded:
-    """The forward wrapper that ``sch.offload()`` puts around a module.
+class OffloadWrapper:
+    """Forward wrapper that ``sch.offload()`` puts around a module.
 
     Args:
-        min_bytes: Memory smaller than this stays.
+        min_bytes: Storages with fewer bytes stay.
     """
 
     def __init__(self, min_bytes: int) -> None:
         self.min_bytes = min_bytes
 
     def __call__(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the forward; what it keeps is moved."""
-        if _thread.is_aside or not torch.is_grad_enabled():
+        """Run the forward with its saved tensors offloaded."""
+        if _thread.is_disabled or not torch.is_grad_enabled():
             return call(*args, **kwargs)
-        with self.moving(call):
+        with self.offload_hooks(call):
             return call(*args, **kwargs)
 
-    def moving(self, call: Callable[..., Any]) -> AbstractContextManager[Any]:
-        """What autograd keeps within it is moved, but for parameters and buffers of the module whose forward ``call`` is."""
+    def offload_hooks(self, call: Callable[..., Any]) -> AbstractContextManager[Any]:
+        """Return the hooks that offload saved tensors, except parameters and buffers of the module of the forward ``call``."""
         module = _module_of(call)
         own = [] if module is None else [*module.parameters(), *module.buffers()]
         pack = _Packer(self.min_bytes, {storage_key(tensor) for tensor in own})
         return saved_tensors_hooks(pack, _unpack)
 
 
-def offloaded_in(call: Any) -> Offloaded | None:
-    """The wrapper of ``sch.offload()`` inside a wrapped forward."""
+def find_offload(call: Any) -> OffloadWrapper | None:
+    """Return the wrapper of ``sch.offload()`` inside a wrapped forward, or None."""
     while isinstance(call, partial) and call.args:
-        if isinstance(call.func, Offloaded):
+        if isinstance(call.func, OffloadWrapper):
             return call.func
         call = call.args[0]
     return None
@@ -82,33 +82,33 @@ class _Call:
     """One forward of an offloaded module.
 
     Attributes:
-        copies: What it has moved and the backward has not used up.
-        before: The call that this thread ran before it, whose backward comes next.
+        copies: Offloaded copies that the backward has not freed yet.
+        before: The previous call in this thread, whose backward comes next.
     """
 
     def __init__(self) -> None:
-        self.copies: list[weakref.ref[_Copy]] = []
-        self.before, _thread.last = _thread.last, weakref.ref(self)
+        self.copies: list[weakref.ref[_CpuCopy]] = []
+        self.before, _thread.last_call = _thread.last_call, weakref.ref(self)
 
     def fetch(self) -> None:
-        """Start to bring everything back."""
+        """Start the copies of all tensors to the device."""
         for copy in [copy() for copy in self.copies]:
             if copy is not None:
                 copy.fetch()
 
     def fetch_before(self) -> None:
-        """The same for the call before, once."""
+        """Start the copies of the previous call, once."""
         before, self.before = self.before(), lambda: None
         if before is not None:
             before.fetch()
 
 
-class _Copy:
-    """The memory of a tensor, on the CPU until it is fetched.
+class _CpuCopy:
+    """A copy of a storage, on the CPU until it is fetched.
 
     Args:
-        memory: All of it as bytes.
-        call: That it belongs to.
+        memory: The whole storage as bytes.
+        call: The call that it belongs to.
     """
 
     def __init__(self, memory: torch.Tensor, call: _Call) -> None:
@@ -127,20 +127,20 @@ class _Copy:
         memory.record_stream(stream)
 
     def fetch(self) -> None:
-        """Start to bring it back, unless that was done."""
+        """Start the copy to the device, unless it was started."""
         if self.on_cpu is None:
             return
         if self.device.type != "cuda":
             self.back = self.on_cpu.to(self.device)
         else:
-            stream = _side_stream(self.device)  # the one it left on, so that it has arrived
+            stream = _side_stream(self.device)  # the stream of the first copy, so that it has finished
             with torch.cuda.stream(stream):
                 self.back = self.on_cpu.to(self.device, non_blocking=True)
             self.is_fetched = stream.record_event()
         self.on_cpu = None
 
     def get(self) -> torch.Tensor:
-        """Where it was, for the current stream."""
+        """Return the storage on its device; the current stream waits for the copy."""
         self.fetch()
         assert self.back is not None
         if self.is_fetched is not None:
@@ -151,25 +151,25 @@ class _Copy:
 
 
 class _View:
-    """What autograd holds instead of a tensor."""
+    """Placeholder that autograd saves in the place of a tensor."""
 
-    def __init__(self, copy: _Copy, tensor: torch.Tensor) -> None:
+    def __init__(self, copy: _CpuCopy, tensor: torch.Tensor) -> None:
         self.copy, self.dtype = copy, tensor.dtype
         self.place = tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 class _Packer:
-    """Takes tensors from autograd in one call of a module.
+    """Pack hook of one call of a module.
 
     Args:
-        min_bytes: Memory smaller than this stays.
-        own: The memory of the module's parameters and buffers, which stays.
+        min_bytes: Storages with fewer bytes stay.
+        own: Keys of the storages of the module's parameters and buffers, which stay.
     """
 
     def __init__(self, min_bytes: int, own: set[int]) -> None:
         self.min_bytes, self.own, self.call = min_bytes, own, _Call()
-        # by memory and version: one written to between two uses is two; the reference keeps the number from being used again
-        self.known: dict[tuple[int, int], tuple[Any, weakref.ref[_Copy]]] = {}
+        # by storage and version: a storage changed between two uses needs two copies; the weak reference reserves its key
+        self.known: dict[tuple[int, int], tuple[Any, weakref.ref[_CpuCopy]]] = {}
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor | _View:
         if not self._moves(tensor):
@@ -180,7 +180,7 @@ class _Packer:
             storage = tensor.untyped_storage()
             with torch.no_grad():
                 memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-                copy = _Copy(memory, self.call)
+                copy = _CpuCopy(memory, self.call)
             self.call.copies.append(weakref.ref(copy))
             self.known[key] = weak_storage(storage), weakref.ref(copy)
         return _View(copy, tensor)

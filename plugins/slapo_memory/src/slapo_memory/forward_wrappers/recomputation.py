@@ -1,4 +1,4 @@
-"""Run a function without keeping its activations; the backward pass runs it again."""
+"""Recomputation: a function runs without saving its activations, and again in the backward pass."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from torch.utils import checkpoint as torch_checkpoint
 from slapo_core import ScheduleError
 from slapo_tracing.nodes import forward_wrappers
 
-from ..forward_state._torch_private import is_watched, runs_eagerly, uncompiled
+from ..forward_state._torch_private import has_function_mode, runs_eagerly, uncompiled
 from ..forward_state.arguments import Arguments
-from ..forward_state.module_state import StartState, version_of
+from ..forward_state.module_state import ForwardState, version_of
 from ..forward_state.random_state import RandomState
 from ..forward_state.value_kinds import Kind, kind_of
-from ..selective_checkpoint.policies import Listed, contexts_of
-from .cpu_offload import Offloaded, offloaded_in, offloading_aside
-from .result_comparison import Sample
+from ..selective_checkpoint.policies import OperatorPolicy, contexts_of
+from .cpu_offload import OffloadWrapper, find_offload, offload_disabled
+from .result_comparison import ResultSample
 
 _OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 """Keyword arguments that are torch's, not the function's."""
@@ -33,87 +33,90 @@ _OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "e
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = True, **kwargs: Any) -> Any:
     """Checkpoint a model or part of the model.
 
-    As ``torch.utils.checkpoint.checkpoint``, with these differences: the random states that Slapo tracks beside the
-    default one, Python's and NumPy's are put back for the recompute too, keyword arguments reach ``function`` in both
-    modes, and without gradients ``function`` is just called. Buffers and attributes that a forward changes advance once,
-    in the modules that ``function`` is, is a method of, has among its arguments, or refers to as a closure or ``partial``;
-    so do random generators found there. What it changes or draws from elsewhere, in an object of another kind or a global
-    for one, advances again in the recompute, which nobody notices here.
+    It differs from ``torch.utils.checkpoint.checkpoint`` as follows. The recomputation also restores the random states that
+    Slapo tracks, Python's and NumPy's. Keyword arguments reach ``function`` in both modes. Without gradients ``function`` is
+    just called. Buffers, attributes and random generators advance once in the modules that ``function`` is, is a method of,
+    has among its arguments, or refers to as a closure or ``partial``. State elsewhere, in other objects or globals, advances
+    again in the recomputation, without an error here.
 
     Args:
-        function: What to run, and to run again in the backward pass.
+        function: The function to run, and to run again in the backward pass.
         *args: Its positional arguments.
-        use_reentrant: Torch's older implementation; it gives no gradients unless a tensor argument requires one.
+        use_reentrant: Use torch's older implementation; it gives no gradients unless a tensor argument requires one.
         **kwargs: Its keyword arguments, and torch's options: ``preserve_rng_state``, and without ``use_reentrant``
             ``context_fn``, ``determinism_check``, ``debug``, ``early_stop``.
 
     Returns:
-        What ``function`` returns.
+        The result of ``function``.
 
     Raises:
-        ScheduleError: it gets an iterator, returns a generator, writes to an argument in place, or, with ``use_reentrant``,
-            returns tensors in anything but a tuple.
+        ScheduleError: an argument is an iterator, the result is a generator, the function writes to an argument in place, or,
+            with ``use_reentrant``, it returns tensors in anything but a tuple.
     """
     options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    if torch.compiler.is_compiling():  # its own way to recompute sees to random states
+    if torch.compiler.is_compiling():  # the compiler's recomputation restores random states itself
         return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
     _check_arguments("", *args, *kwargs.values())
-    region = _Region(function, args, kwargs, _found_in((function, args, kwargs)), options.get("preserve_rng_state", True))
+    region = _RecomputedRegion(
+        function, args, kwargs, _stateful_objects((function, args, kwargs)), options.get("preserve_rng_state", True)
+    )
     region.check = partial(_check_result, "", use_reentrant)
     options["preserve_rng_state"] = region.leaves_random_states_to_torch
-    return torch_checkpoint.checkpoint(region, *region.arguments.give(), use_reentrant=use_reentrant, **options)
+    return torch_checkpoint.checkpoint(region, *region.arguments.take_tensors(), use_reentrant=use_reentrant, **options)
 
 
-class Checkpointed:
-    """The forward wrapper that ``sch.checkpoint()`` puts around a module; every keyword is the module's.
+class CheckpointWrapper:
+    """Forward wrapper that ``sch.checkpoint()`` puts around a module; all keyword arguments go to the module.
 
     Args:
-        policy: What is kept, see ``contexts_of``.
-        path: Of the module, for messages.
+        policy: Policy of the outputs to keep; see ``contexts_of``.
+        path: Path of the module, for messages.
     """
 
     def __init__(self, policy: Any = None, path: str = "") -> None:
-        self._policy = Listed.of(policy) or policy  # what can be pickled with the model
+        self._policy = OperatorPolicy.of(policy) or policy  # a form that can be pickled with the model
         self._path = path
 
     def __call__(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the forward, and again in the backward."""
+        """Run the forward; the backward runs it again."""
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
         _check_arguments(self._path, *args, *kwargs.values())
-        found = _found_in(call)
-        region = _Region(call, args, kwargs, found + _generators_in(args, kwargs))
+        found = _stateful_objects(call)
+        region = _RecomputedRegion(call, args, kwargs, found + _generators_in(args, kwargs))
         region.check = partial(_check_result, self._path, False)
         contexts = contexts_of(self._policy)
         options: dict[str, Any] = {"preserve_rng_state": region.leaves_random_states_to_torch}
         if contexts is not None:
             options["context_fn"] = contexts
-        if self not in _compared and not _partitioned_by_zero(found):
+        if self not in _verified_wrappers and not _partitioned_by_zero(found):
             region.compare = self._compare
-            options["early_stop"] = False  # to the result
-        offloaded = offloaded_in(call)
-        with offloaded.moving(call) if offloaded is not None else nullcontext():  # the inputs are all that is kept
-            return torch_checkpoint.checkpoint(region, *region.arguments.give(), use_reentrant=False, **options)
+            options["early_stop"] = False  # the comparison needs the result
+        offloaded = find_offload(call)
+        with (
+            offloaded.offload_hooks(call) if offloaded is not None else nullcontext()
+        ):  # only the inputs are saved, so only they are offloaded
+            return torch_checkpoint.checkpoint(region, *region.arguments.take_tensors(), use_reentrant=False, **options)
 
-    def _compare(self, before: Sample, now: Sample) -> None:
+    def _compare(self, before: ResultSample, now: ResultSample) -> None:
         if before.differs(now):
-            what = "the recompute finds other numbers than the forward, and gradients would be wrong"
+            what = "the recomputation gives other numbers than the forward, and gradients would be wrong"
             advice = "keep random generators and counts in attributes of the module, or leave the module as it is"
-            raise ScheduleError(f"{what}: something that it draws from or changes went on; {advice}", **_of(self._path))
-        _compared.add(self)
+            raise ScheduleError(f"{what}: it uses state that has advanced since; {advice}", **_error_location(self._path))
+        _verified_wrappers.add(self)
 
 
-# whose recompute has found what the forward did; beside the wrappers, as these are part of a model
-_compared: WeakSet[Checkpointed] = WeakSet()
+# wrappers whose recomputation gave the forward's result once; outside the wrappers, which are part of the model
+_verified_wrappers: WeakSet[CheckpointWrapper] = WeakSet()
 
 
 def _partitioned_by_zero(found: list[Any]) -> bool:
-    """Return whether DeepSpeed's ZeRO has parts of the parameters.
+    """Return whether DeepSpeed's ZeRO shards the parameters.
 
-    Behind a module's forward, which a recompute that goes on to the result reaches, it frees what the backward of that module
-    waits to use.
+    ZeRO frees parameters at the end of a module's forward. A recomputation without early stop reaches that end, and would free
+    what the module's backward is about to use.
     """
     modules = (each for each in found if isinstance(each, nn.Module))
     return any(hasattr(parameter, "ds_status") for module in modules for parameter in module.parameters())
@@ -121,14 +124,14 @@ def _partitioned_by_zero(found: list[Any]) -> bool:
 
 def is_checkpointed(module: nn.Module) -> bool:
     """Return whether ``sch.checkpoint()`` has wrapped a module's forward."""
-    return any(isinstance(wrapper, Checkpointed) for wrapper in forward_wrappers(module))
+    return any(isinstance(wrapper, CheckpointWrapper) for wrapper in forward_wrappers(module))
 
 
-class _Region:
-    """The function with its arguments: called once for the forward, and once for each recompute.
+class _RecomputedRegion:
+    """A function with its arguments, called once for the forward and once for each recomputation.
 
     Attributes:
-        leaves_random_states_to_torch: Whether torch has to put back the states of devices that are not seen to here.
+        leaves_random_states_to_torch: Whether torch must restore the states of devices that ``RandomState`` lacks.
     """
 
     def __init__(
@@ -145,87 +148,87 @@ class _Region:
         self._original: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._random = RandomState() if preserve_rng_state else None
         self.leaves_random_states_to_torch = self._random is not None and not self._random.covers(self.arguments.tensors)
-        self._state = StartState(modules, [each for each in found if not isinstance(each, nn.Module)])
-        self._is_eager, self._is_watched = runs_eagerly(), is_watched()
+        self._state = ForwardState(modules, [each for each in found if not isinstance(each, nn.Module)])
+        self._is_eager, self._has_function_mode = runs_eagerly(), has_function_mode()
         self.check: Callable[[Any, bool], None] = lambda result, wrote: None
-        self.compare: Callable[[Sample, Sample], None] | None = None
-        self._sample: Sample | None = None
+        self.compare: Callable[[ResultSample, ResultSample], None] | None = None
+        self._sample: ResultSample | None = None
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
-        if self._original is not None:  # the forward: what it does to its arguments, the caller sees
+        if self._original is not None:  # the forward gets the caller's arguments, so that the caller sees its changes
             (args, kwargs), self._original = self._original, None
             versions = [*map(version_of, tensors)]
-            with offloading_aside():
+            with offload_disabled():
                 result = self.function(*args, **kwargs)
             self.check(result, versions != [*map(version_of, tensors)])
             self._state.keep_changed()
-            self._sample = Sample(result) if self.compare is not None else None
+            self._sample = ResultSample(result) if self.compare is not None else None
             return result
         args, kwargs = self.arguments.rebuild(tensors)
         with (
-            self._random.again() if self._random else nullcontext(),
-            self._state.again(),
-            self._as_before(),
-            offloading_aside(),
+            self._random.restored() if self._random else nullcontext(),
+            self._state.restored(),
+            self._same_compile_mode(),
+            offload_disabled(),
         ):
             result = self.function(*args, **kwargs)
         if self.compare is not None and self._sample is not None:
             before, self._sample = self._sample, None
-            self.compare(before, Sample(result))
+            self.compare(before, ResultSample(result))
         return result
 
     @contextmanager
-    def _as_before(self) -> Iterator[None]:
-        """Run inside as the forward ran, compiled or not: compiled code and kernels save other tensors than eager code."""
+    def _same_compile_mode(self) -> Iterator[None]:
+        """Run the block compiled or eager as the forward ran: compiled code and kernels save other tensors than eager code."""
         stance = torch.compiler.set_stance("force_eager") if self._is_eager and not runs_eagerly() else nullcontext()
-        with stance, _Onlooker() if self._is_watched and not is_watched() else nullcontext():
+        with stance, _PassThroughMode() if self._has_function_mode and not has_function_mode() else nullcontext():
             yield
 
 
-class _Onlooker(TorchFunctionMode):
-    """Looks at torch functions, and does nothing."""
+class _PassThroughMode(TorchFunctionMode):
+    """Function mode without an effect; under it kernels run eagerly, as under the mode of the forward."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
 def _check_arguments(path: str, *given: Any) -> None:
-    """Refuse what the forward uses up."""
+    """Refuse iterators, which the forward exhausts."""
     for value in given:
         if isinstance(value, Iterator):
             what = f"an argument is a {type(value).__name__}, of which nothing is left for the recompute"
-            raise ScheduleError(f"{what}; pass a list", **_of(path))
+            raise ScheduleError(f"{what}; pass a list", **_error_location(path))
 
 
 def _check_result(path: str, use_reentrant: bool, result: Any, wrote: bool) -> None:
-    """Refuse what a recompute cannot stand for; ``wrote`` tells that an argument was written to."""
+    """Refuse a result that a recomputation cannot reproduce; ``wrote`` says that an argument was changed in place."""
     if wrote and (use_reentrant or any(tensor.requires_grad for tensor in Arguments((result,), {}).tensors)):
         what = "the forward writes to an argument in place, which a recompute needs as it was"
-        raise ScheduleError(f"{what}; let it write to a copy, as x.clone() or inplace=False", **_of(path))
+        raise ScheduleError(f"{what}; let it write to a copy, as x.clone() or inplace=False", **_error_location(path))
     parts = result if isinstance(result, (tuple, list)) else [result]
     for part in parts:
         if isinstance(part, (Generator, Coroutine, AsyncGenerator)):
             what = f"the forward returns a {type(part).__name__}, which runs when the checkpoint is over; return its values"
-            raise ScheduleError(what, **_of(path))
+            raise ScheduleError(what, **_error_location(path))
     if not use_reentrant:
         return
     inside = [part for part in result if not isinstance(part, torch.Tensor)] if isinstance(result, tuple) else [result]
     for part in inside if not isinstance(result, torch.Tensor) else ():
         if any(tensor.is_floating_point() for tensor in Arguments((part,), {}).tensors):
             what = f"the function returns tensors in a {type(part).__name__}, which get no gradients with use_reentrant=True"
-            raise ScheduleError(f"{what}; pass use_reentrant=False", **_of(path))
+            raise ScheduleError(f"{what}; pass use_reentrant=False", **_error_location(path))
 
 
-def _of(path: str) -> dict[str, Any]:
+def _error_location(path: str) -> dict[str, Any]:
     return {"path": path, "primitive": "checkpoint"}
 
 
 def _generators_in(*given: Any) -> list[Any]:
-    return [found for found in _found_in(given) if not isinstance(found, nn.Module)]
+    return [found for found in _stateful_objects(given) if not isinstance(found, nn.Module)]
 
 
-def _found_in(value: Any) -> list[Any]:
-    """The modules and random generators that a call can see to change: itself, its object, arguments, what it closes over."""
+def _stateful_objects(value: Any) -> list[Any]:
+    """Return the modules and random generators that a call refers to: itself, its object, arguments and closures."""
     found: list[Any] = []
     seen: dict[
         int, Any
@@ -240,12 +243,12 @@ def _found_in(value: Any) -> list[Any]:
         if kind is Kind.MODULE or kind is Kind.GENERATOR:
             found.append(value)
         else:
-            waiting += _inside(value)
+            waiting += _referenced_objects(value)
     return found
 
 
-def _inside(value: Any) -> list[Any]:
-    """Return what ``_found_in`` looks at next in a value."""
+def _referenced_objects(value: Any) -> list[Any]:
+    """Return the objects that ``_stateful_objects`` visits next from a value."""
     if type(value) in (tuple, list):
         return [*value]
     if type(value) is dict:
@@ -261,17 +264,17 @@ def _inside(value: Any) -> list[Any]:
     return inside
 
 
-# inside of a compiled module the compiler would try, and warn; what torch's checkpoint calls it leaves alone by itself
-uncompiled(Checkpointed.__call__, inside=True)
+# inside a compiled module the compiler would try these and warn; it skips what torch's checkpoint calls by itself
+uncompiled(CheckpointWrapper.__call__, inside=True)
 for _ours in (
     _check_arguments,
-    _Region.__init__,
-    Arguments.give,
-    _found_in,
-    _inside,
+    _RecomputedRegion.__init__,
+    Arguments.take_tensors,
+    _stateful_objects,
+    _referenced_objects,
     _generators_in,
     contexts_of,
-    offloaded_in,
-    Offloaded.moving,
+    find_offload,
+    OffloadWrapper.offload_hooks,
 ):
     uncompiled(_ours, inside=False)

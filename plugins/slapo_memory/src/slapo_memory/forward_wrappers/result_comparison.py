@@ -1,4 +1,4 @@
-"""Whether a recompute finds what the forward found: some numbers of the result, looked at in a module's first backward."""
+"""Comparison of a recomputation with its forward, by samples of their results, in a module's first backward."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from torch import nn
 from ..forward_state._torch_private import no_modes
 from ..forward_state.arguments import Arguments
 
-NUMBERS = 512
-"""Of each tensor, at most."""
+SAMPLE_SIZE = 512
+"""Elements sampled from each tensor; fewer than twice as many."""
 
 
-class Sample:
-    """Some numbers of a result's tensors, evenly from each.
+class ResultSample:
+    """Evenly spaced elements of each tensor in a result.
 
     Args:
-        result: What a forward returned.
+        result: Result of a forward.
     """
 
     def __init__(self, result: Any) -> None:
         with torch.no_grad(), no_modes():
-            self._parts = [_some(tensor) for tensor in Arguments((result,), {}).tensors if _has_numbers(tensor)]
+            self._parts = [_subsample(tensor) for tensor in Arguments((result,), {}).tensors if _has_numbers(tensor)]
 
-    def differs(self, other: Sample) -> bool:
-        """Whether the other's numbers are not these, by more than an operator whose sums have no order may cause."""
+    def differs(self, other: ResultSample) -> bool:
+        """Return whether the other sample differs by more than nondeterministic sums can cause."""
         if [part.shape for part in self._parts] != [part.shape for part in other._parts]:
-            return False  # torch compares what the backward needs of it
+            return False  # torch itself checks the metadata of recomputed tensors
         with torch.no_grad(), no_modes():
-            return not all(map(_alike, self._parts, other._parts))
+            return not all(map(_is_close, self._parts, other._parts))
 
 
 def _has_numbers(tensor: torch.Tensor) -> bool:
@@ -38,12 +38,12 @@ def _has_numbers(tensor: torch.Tensor) -> bool:
     return is_plain and not tensor.is_meta and not tensor.is_quantized and tensor.numel() > 0
 
 
-def _some(tensor: torch.Tensor) -> torch.Tensor:
+def _subsample(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // NUMBERS)].clone()
+    return flat[:: max(1, flat.numel() // SAMPLE_SIZE)].clone()
 
 
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.dtype != other.dtype or torch.equal(one, other):
         return one.dtype == other.dtype
     if not one.is_floating_point():

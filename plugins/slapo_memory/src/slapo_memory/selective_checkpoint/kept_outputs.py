@@ -1,8 +1,8 @@
-"""Outputs of chosen operators, kept by a forward for its recompute, which then does not run these operators.
+"""Outputs of chosen operators that a forward keeps, so that the recomputation does not run these operators.
 
-As torch's ``create_selective_checkpoint_contexts``, with these differences: an operator knows which call of its kind it is, an
-output that somebody writes to later is computed again, an operator that draws random numbers leaves the random state behind
-it as in the forward, and a second backward computes again what the first has used up.
+It differs from torch's ``create_selective_checkpoint_contexts`` as follows. A policy gets the index of each operator call.
+An output that is changed later is recomputed. A kept operator that draws random numbers sets the random state as after its
+run in the forward. A second backward recomputes the outputs that the first has freed.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from ..forward_state._torch_private import alias_with_version, storage_key
 
-Keeps = Callable[[Any, int, tuple[Any, ...], dict[str, Any], Any], bool]
-"""Of an operator, how many calls of it came before, its arguments and its output: whether this is kept."""
+KeepDecision = Callable[[Any, int, tuple[Any, ...], dict[str, Any], Any], bool]
+"""Function of an operator, the index of its call, its arguments and its output to whether the output is kept."""
 
 
-def contexts(keeps: Keeps) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """The contexts of a forward and of its recompute, as ``torch.utils.checkpoint.checkpoint`` takes them."""
+def contexts(keeps: KeepDecision) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """Return the contexts of a forward and of its recomputation, as ``context_fn`` of torch's checkpoint returns them."""
     kept: _Kept = {}
-    return _Keeping(keeps, kept), _Taking(kept)
+    return _SaveMode(keeps, kept), _RestoreMode(kept)
 
 
-class _Entry:
-    """An output, with what tells whether somebody has written to it since."""
+class _KeptOutput:
+    """A kept output, with version counters that tell whether it was changed later."""
 
     def __init__(self, output: Any, draws: bool) -> None:
         self.output = tree_map_only(torch.Tensor, alias_with_version, output)
@@ -37,26 +37,26 @@ class _Entry:
         self.random = _random_states() if draws else None
 
     def watch(self, alias: torch.Tensor) -> None:
-        """Notice what is written to by this name, too."""
+        """Also detect changes through an alias with a version counter of its own."""
         self.versions.append((alias_with_version(alias), alias._version))
 
     def is_written(self) -> bool:
-        """Whether somebody has written to it, behind the module say."""
+        """Return whether the output was changed in place, after the module's forward for example."""
         return any(tensor._version != version for tensor, version in self.versions)
 
     def take(self) -> Any:
-        """The output, and the random state behind it."""
+        """Return the output, and set the random state as after its operator."""
         if self.random is not None:
             for device, state in self.random.items():
                 torch.set_rng_state(state) if device is None else torch.cuda.set_rng_state(state, device)
         return self.output
 
 
-_Kept = dict[tuple[Any, int], _Entry]
+_Kept = dict[tuple[Any, int], _KeptOutput]
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the calls of each operator."""
+    """Dispatch mode that counts the calls of each operator."""
 
     supports_higher_order_operators = True
 
@@ -67,7 +67,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Whether compiled code runs as it is; torch would not compile inside the mode else."""
+        """Return True, so that torch compiles code inside the mode."""
         return True
 
     def __enter__(self) -> Any:
@@ -83,44 +83,44 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.run(func, index, args, kwargs)
 
     def run(self, func: Any, index: int, args: Any, kwargs: Any) -> Any:
-        """Run an operator, or not."""
+        """Return the output of an operator, by running it or from a kept output."""
         raise NotImplementedError
 
 
-class _Keeping(_Mode):  # type: ignore[no-untyped-call]
-    """Of a forward."""
+class _SaveMode(_Mode):  # type: ignore[no-untyped-call]
+    """Mode of a forward, which keeps outputs."""
 
-    def __init__(self, keeps: Keeps, kept: _Kept) -> None:
+    def __init__(self, keeps: KeepDecision, kept: _Kept) -> None:
         super().__init__(kept)
         self.keeps = keeps
         self.places: dict[int, list[tuple[Any, int]]] = {}  # by memory
 
     def run(self, func: Any, index: int, args: Any, kwargs: Any) -> Any:
-        for tensor in written(func, args, kwargs):
+        for tensor in mutated_tensors(func, args, kwargs):
             for key in self.places.pop(storage_key(tensor), ()):
                 self.kept.pop(key, None)
         output = func(*args, **kwargs)
-        if func is torch.ops.aten._unsafe_view.default:  # the same memory, but another count of versions
+        if func is torch.ops.aten._unsafe_view.default:  # the same memory with another version counter
             for key in self.places.get(storage_key(output), ()):
                 self.kept[key].watch(output)
-        elif self.keeps(func, index, args, kwargs, output) and is_fresh(func, args, kwargs, output):
-            self.kept[func, index] = _Entry(output, is_random(func))
+        elif self.keeps(func, index, args, kwargs, output) and has_own_storage(func, args, kwargs, output):
+            self.kept[func, index] = _KeptOutput(output, is_random(func))
             for tensor in tensors_in(output):
                 self.places.setdefault(storage_key(tensor), []).append((func, index))
         return output
 
 
-class _Taking(_Mode):  # type: ignore[no-untyped-call]
-    """Of a recompute."""
+class _RestoreMode(_Mode):  # type: ignore[no-untyped-call]
+    """Mode of a recomputation, which returns kept outputs."""
 
     def run(self, func: Any, index: int, args: Any, kwargs: Any) -> Any:
         entry = self.kept.pop((func, index), None)
         return func(*args, **kwargs) if entry is None or entry.is_written() else entry.take()
 
 
-def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors that a call of an operator writes to."""
-    if func.namespace == "c10d":  # collectives do, to their first argument, without saying so
+def mutated_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors that a call of an operator writes to."""
+    if func.namespace == "c10d":  # collectives write to their first argument, which their schema does not say
         yield from tensors_in(args[:1])
     if not _is_mutable(func):
         return
@@ -129,8 +129,8 @@ def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterato
             yield from tensors_in(args[place] if place < len(args) else kwargs.get(argument.name))
 
 
-def is_fresh(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> bool:
-    """Whether the output is memory of its own, and nothing but the default generators has moved."""
+def has_own_storage(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> bool:
+    """Return whether the output shares no memory with the inputs and no generator argument has advanced."""
     outputs = list(tensors_in(output))
     if not outputs or _is_mutable(func) or func.namespace == "c10d":
         return False
@@ -141,23 +141,23 @@ def is_fresh(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: A
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in containers."""
+    """Yield the tensors in containers."""
     return (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 def is_random(func: Any) -> bool:
-    """Whether an operator draws random numbers."""
+    """Return whether an operator draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
 def _is_mutable(func: Any) -> bool:
-    """Whether an operator writes to its arguments; operators of higher order, which have no schema, should not."""
+    """Return whether an operator writes to its arguments; higher-order operators have no schema and should not."""
     schema = getattr(func, "_schema", None)
     return schema is not None and schema.is_mutable
 
 
 def _random_states() -> dict[int | None, torch.Tensor]:
-    """Of the default generators; by number of the current CUDA device, None for the CPU."""
+    """Return the states of the default generators, by index of the current CUDA device and None for the CPU."""
     states: dict[int | None, torch.Tensor] = {None: torch.get_rng_state()}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states[torch.cuda.current_device()] = torch.cuda.get_rng_state()

@@ -21,13 +21,13 @@ from slapo_core import MODEL_PARALLEL_RNG, get_cuda_rng_tracker, split_inputs
 from slapo_tracing.nodes import wrap_forward
 from slapo_tracing.recording import Sandbox
 
-from ..forward_state._torch_private import done_work, storage_key
+from ..forward_state._torch_private import completed_work, storage_key
 from ..forward_state.arguments import Arguments
-from ..forward_state.random_state import HeldState, RandomState, generators_in
-from .kept_outputs import is_fresh, tensors_in, written
+from ..forward_state.random_state import GeneratorState, RandomState, generators_in
+from .kept_outputs import has_own_storage, mutated_tensors, tensors_in
 
 FLOPS_PER_BYTE = 100
-"""FLOPs that moving a byte counts as: a CPU does about 10 in that time, an H100 300 in bf16."""
+"""FLOPs that count as much as moving a byte: in that time a CPU does about 10, an H100 300 in bf16."""
 
 
 @dataclass
@@ -35,10 +35,10 @@ class Operator:
     """One call of an operator whose output can be kept.
 
     Args:
-        name: As ``"aten.mm.default"``.
-        index: Which of its calls in the module's forward, from 0.
+        name: Name of the operator, such as ``"aten.mm.default"``.
+        index: Index of the call among the operator's calls in the module's forward.
         size: Bytes of the output.
-        cost: FLOPs to compute it again, memory traffic counted in.
+        cost: FLOPs of a recomputation, including those that count for memory traffic.
     """
 
     name: str
@@ -48,13 +48,13 @@ class Operator:
 
 
 @dataclass
-class Call:
-    """One call of a module.
+class CallCost:
+    """Memory and operators of one call of a module.
 
     Args:
-        inputs: Bytes of its tensor arguments, which a checkpoint always keeps, but for those that an earlier call had too.
-        saved: Bytes that autograd keeps without a checkpoint, parameters and buffers apart.
-        operators: Those that a recompute runs, in order.
+        inputs: Bytes of its tensor arguments, which a checkpoint always keeps, without those that an earlier call had, too.
+        saved: Bytes that autograd saves without a checkpoint, except parameters and buffers.
+        operators: Operators that a recomputation runs, in order.
     """
 
     inputs: int = 0
@@ -62,19 +62,19 @@ class Call:
     operators: list[Operator] = field(default_factory=list)
 
 
-def measure(root: nn.Module, modules: Iterable[nn.Module], example_inputs: Any) -> list[Call | None]:
-    """Each module's call, the one that keeps most where there are several; None for one that is not called.
+def measure_calls(root: nn.Module, modules: Iterable[nn.Module], example_inputs: Any) -> list[CallCost | None]:
+    """Return per module the call that saves most bytes, or None if the module is not called.
 
-    The model is in train mode meanwhile, and afterwards as it was.
+    The model runs in train mode and is restored afterwards.
 
     Args:
         root: The model.
-        modules: In it.
-        example_inputs: One call's arguments, see ``slapo_core.modules.forward_arguments.split_inputs``.
+        modules: Modules of the model.
+        example_inputs: Arguments of one call; see ``slapo_core.modules.forward_arguments.split_inputs``.
     """
     sandbox = Sandbox(root, example_inputs, fake=True)
-    held = HeldState(each for module in root.modules() for each in generators_in(vars(module)))
-    with held.again(), _tracked_random_states(), sandbox.open(grad=True):
+    held = GeneratorState(each for module in root.modules() for each in generators_in(vars(module)))
+    with held.restored(), _tracked_random_states(), sandbox.open(grad=True):
         own = {storage_key(tensor) for tensor in [*root.parameters(), *root.buffers()]}
         for module in root.modules():
             module.training = True
@@ -83,17 +83,17 @@ def measure(root: nn.Module, modules: Iterable[nn.Module], example_inputs: Any) 
         for module, meter in zip(modules, meters, strict=True):
             wrap_forward(module, meter)
         args, kwargs = tree_map_only(torch.Tensor, sandbox.enter_input, split_inputs(example_inputs, root))
-        with _Unsent():  # type: ignore[no-untyped-call]
+        with _NoCommunicationMode():  # type: ignore[no-untyped-call]
             root(*args, **kwargs)
     return [max(meter.calls, key=lambda call: call.saved, default=None) for meter in meters]
 
 
 @contextmanager
 def _tracked_random_states() -> Iterator[None]:
-    """There is one to draw from, and afterwards all are as before."""
+    """Provide a tracked random state in the block, and restore all of them afterwards."""
     tracker = get_cuda_rng_tracker()
     if tracker.get_states():
-        with RandomState().again():
+        with RandomState().restored():
             yield
         return
     tracker.add(MODEL_PARALLEL_RNG, 0)
@@ -103,20 +103,20 @@ def _tracked_random_states() -> Iterator[None]:
         tracker.reset()
 
 
-class _Unsent(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Collectives send no fake tensors."""
+class _NoCommunicationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Mode in which collectives return at once, as fake tensors cannot be sent."""
 
     supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return done_work(func, args) if func.namespace == "c10d" else func(*args, **(kwargs or {}))
+        return completed_work(func, args) if func.namespace == "c10d" else func(*args, **(kwargs or {}))
 
 
 class _Meter:
-    """A forward wrapper that notes each call; outside of the others, as a checkpoint is."""
+    """Forward wrapper that records each call, outside other wrappers as a checkpoint is."""
 
     def __init__(self, own: set[int], known: dict[int, torch.Tensor]) -> None:
-        self.own, self.known, self.calls = own, known, list[Call]()
+        self.own, self.known, self.calls = own, known, list[CallCost]()
 
     def __call__(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -132,32 +132,34 @@ class _Meter:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees the operators of one call."""
+    """Mode that records the operators of one call."""
 
     supports_higher_order_operators = True
 
     def __init__(self, own: set[int], inputs: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.own = own
-        self.formulas = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(_ATTENTION, _attention_flops)).flop_registry
+        self.formulas = FlopCounterMode(
+            display=False, custom_mapping=dict.fromkeys(_ATTENTION_OPERATORS, _attention_flops)
+        ).flop_registry
         self.counts: dict[Any, int] = defaultdict(int)
         self.operators: list[tuple[Operator, set[int]]] = []
-        self.ran = 0  # of them, before autograd saved something the last time: a recompute ends there
+        self.ran = 0  # operators before the last saved tensor: a recomputation stops there
         self.saved: dict[int, torch.Tensor] = {}  # by memory
         self.written: set[int] = set()
         self.held: list[Any] = []
         self.inputs = inputs
 
-    def finish(self) -> Call:
-        """The call."""
+    def finish(self) -> CallCost:
+        """Return the record of the call."""
         kept = [operator for operator, places in self.operators[: self.ran] if places.isdisjoint(self.written)]
         saved = sum(map(_bytes, self.saved.values()))
-        self.held.clear()  # autograd's graph, which these hold, holds us by the hook: a cycle that no collector finds
+        self.held.clear()  # they hold autograd's graph, which holds us by the hook: a cycle that no collector finds
         self.saved.clear()
-        return Call(self.inputs, saved, kept)
+        return CallCost(self.inputs, saved, kept)
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Autograd keeps a tensor."""
+        """Record a tensor that autograd saves."""
         self.ran = len(self.operators)
         if storage_key(tensor) not in self.own:
             self.saved[storage_key(tensor)] = tensor
@@ -171,9 +173,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.counts[func] += 1
         output = func(*args, **kwargs)
         self.held.append(output)
-        self.written |= {storage_key(tensor) for tensor in written(func, args, kwargs)}
-        # a rank with other sizes may choose otherwise, and a collective that not all ranks repeat never ends
-        if "c10d" not in func.namespace and is_fresh(func, args, kwargs, output):
+        self.written |= {storage_key(tensor) for tensor in mutated_tensors(func, args, kwargs)}
+        # ranks with other sizes may choose differently, and a collective that only some ranks repeat would hang
+        if "c10d" not in func.namespace and has_own_storage(func, args, kwargs, output):
             places = {storage_key(tensor): _bytes(tensor) for tensor in tensors_in(output)}
             cost = self._cost(func, args, kwargs, output)
             if cost:
@@ -187,8 +189,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return int(flops) + FLOPS_PER_BYTE * moved
 
 
-def choose(operators: list[Operator], budget: int) -> list[Operator]:
-    """Those of at most ``budget`` bytes together that cost most: exact but for sizes rounded up to 1/4096 of the budget."""
+def select_operators(operators: list[Operator], budget: int) -> list[Operator]:
+    """Select the most expensive operators within ``budget`` bytes; exact up to sizes rounded to 1/4096 of the budget."""
     if sum(operator.size for operator in operators) <= budget:
         return operators
     fitting = [operator for operator in operators if operator.size <= budget]
@@ -196,7 +198,7 @@ def choose(operators: list[Operator], budget: int) -> list[Operator]:
 
 
 def _greedy(operators: list[Operator], budget: int) -> list[Operator]:
-    """By cost per byte."""
+    """Select by cost per byte."""
     chosen = []
     for operator in sorted(operators, key=lambda operator: -operator.cost / max(operator.size, 1)):
         if operator.size <= budget:
@@ -206,7 +208,7 @@ def _greedy(operators: list[Operator], budget: int) -> list[Operator]:
 
 
 def _knapsack(operators: list[Operator], budget: int, steps: int = 4096) -> list[Operator]:
-    """By dynamic programming over steps of the budget."""
+    """Select by dynamic programming over steps of the budget."""
     unit = max(1, math.ceil(budget / steps))
     steps = budget // unit
     best = torch.zeros(steps + 1, dtype=torch.float64)
@@ -226,11 +228,11 @@ def _knapsack(operators: list[Operator], budget: int, steps: int = 4096) -> list
     return chosen
 
 
-_ATTENTION = (
+_ATTENTION_OPERATORS = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
     torch.ops.aten._scaled_dot_product_fused_attention_overrideable,
 )
-"""Operators that torch's own table leaves out."""
+"""Operators that the table of torch's ``FlopCounterMode`` lacks."""
 
 
 def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *args: Any, **kwargs: Any) -> int:

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of its forward, so that the recompute need not compute it again."""
+"""Policies of a checkpoint: the operator outputs that it keeps for the recomputation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from .kept_outputs import contexts
 
-KEPT = (
+MATMUL_OPERATORS = (
     "mm",
     "addmm",
     "bmm",
@@ -33,23 +33,23 @@ Contexts = Callable[[], Any]
 
 
 def contexts_of(policy: Any) -> Contexts | None:
-    """What a policy is to torch; None recomputes everything.
+    """Return the ``context_fn`` of a policy; None recomputes everything.
 
     Args:
-        policy: See ``CheckpointPrimitive``, or what ``Plan`` a budget gave.
+        policy: See ``CheckpointPrimitive``; or the ``CallPolicy`` of a budget.
 
     Raises:
-        ValueError: no policy.
+        ValueError: the argument is not a policy.
     """
     if policy is None:
         return None
-    if isinstance(policy, (Plan, Listed)):
+    if isinstance(policy, (CallPolicy, OperatorPolicy)):
         return partial(contexts, policy.keeps)
     if policy == "matmuls":
         return partial(contexts, MATMULS.keeps)
-    if (listed := Listed.of(policy)) is not None:
+    if (listed := OperatorPolicy.of(policy)) is not None:
         return partial(contexts, listed.keeps)
-    if callable(policy) and not isinstance(policy, nn.Module) and _takes_a_call(policy):
+    if callable(policy) and not isinstance(policy, nn.Module) and _is_policy_function(policy):
         return partial(contexts, partial(_is_saved, policy))
     raise ValueError(
         f"policy is {policy!r}; give None, 'matmuls', a list of operators such as torch.ops.aten.mm.default, or a policy "
@@ -57,57 +57,57 @@ def contexts_of(policy: Any) -> Contexts | None:
     )
 
 
-def _takes_a_call(policy: Callable[..., Any]) -> bool:
-    """Whether a function can be called as a policy function is."""
+def _is_policy_function(policy: Callable[..., Any]) -> bool:
+    """Return whether a function takes the arguments of a policy function."""
     try:
         inspect.signature(policy).bind(None, None, None, None)
     except TypeError:
         return False
-    except ValueError:  # a built-in function that tells nobody; none of them is a policy
+    except ValueError:  # a built-in function without a signature is not a policy
         return False
     return True
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Calls of operators whose outputs are kept, by names, so that it can be pickled with a model.
+class CallPolicy:
+    """Policy that keeps the outputs of given calls of operators; it has names, so that it can be pickled with a model.
 
     Args:
-        calls: Of an operator, as ``"aten.mm.default"``, which of its calls in the forward, from 0.
+        calls: Name of an operator, such as ``"aten.mm.default"``, to the indices of its calls in the forward.
     """
 
     calls: dict[str, frozenset[int]]
 
     def keeps(self, func: Any, index: int, *rest: Any) -> bool:
-        """Whether the output of this call is kept."""
+        """Return whether the output of this call is kept."""
         return index in self.calls.get(str(func), ())
 
 
 @dataclass(frozen=True)
-class Listed:
-    """Operators whose outputs are kept, by names, as torch's objects cannot be pickled."""
+class OperatorPolicy:
+    """Policy that keeps the outputs of given operators; it has their names, as torch's objects cannot be pickled."""
 
     names: frozenset[str]
 
     @classmethod
-    def of(cls, policy: Any) -> Listed | None:
-        """An operator or several, as objects of torch or by name; None if it is something else."""
+    def of(cls, policy: Any) -> OperatorPolicy | None:
+        """Make the policy from one operator or several, as torch's objects or names; return None for anything else."""
         found = [*map(_names, policy if isinstance(policy, (list, tuple)) else [policy])]
         return cls(frozenset().union(*found)) if found and all(found) else None
 
     def keeps(self, func: Any, *rest: Any) -> bool:
-        """Whether the output of this operator is kept."""
+        """Return whether the output of this operator is kept."""
         return str(func) in self.names
 
 
 def _is_saved(policy: Callable[..., Any], func: Any, index: int, args: Any, kwargs: Any, output: Any) -> bool:
-    """What a policy function of torch's says."""
+    """Return whether a policy function of torch keeps the output."""
     context = SelectiveCheckpointContext(is_recompute=False, op_output=output)
     return policy(context, func, *args, **kwargs) in (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
 def _names(operator: Any) -> frozenset[str]:
-    """Of the overloads of an operator, as ``"aten.mm.default"``; none where it is no operator."""
+    """Return the names of an operator's overloads, such as ``"aten.mm.default"``; none if it is no operator."""
     if isinstance(operator, str):
         namespace, _, rest = operator.partition(".")
         operator = getattr(torch.ops, namespace, None) if namespace.isidentifier() and rest else None
@@ -119,10 +119,10 @@ def _names(operator: Any) -> frozenset[str]:
 
 
 def _overloads() -> Iterator[Any]:
-    for name in KEPT:
+    for name in MATMUL_OPERATORS:
         packet = getattr(torch.ops.aten, name, None)  # some are new in torch
         if packet is not None:
             yield packet.default
 
 
-MATMULS = Listed(frozenset(map(str, _overloads())))
+MATMULS = OperatorPolicy(frozenset(map(str, _overloads())))

@@ -6,7 +6,7 @@ from typing import Any
 
 from slapo_core import Schedule
 
-from ..shared_steps.blocks import base_of, blocks_of, cut_blocks, recomputed
+from ..shared_steps.blocks import base_model, blocks_of, checkpointed_blocks, stage_end_blocks
 from ..shared_steps.configuration import Configuration
 from ..shared_steps.transformer import schedule_transformer
 
@@ -19,8 +19,8 @@ def schedule(sch: Schedule, **options: Any) -> Schedule:
     ``ckpt_ratio`` is a share of the groups. ``pipeline_cuts`` counts layers; a stage ends only where a group's last one does.
     """
     config = Configuration.read(sch, "albert", options, _LACKS)
-    encoder: Any = base_of(sch, config, "encoder.albert_layer_groups")["encoder"]
+    encoder: Any = base_model(sch, config, "encoder.albert_layer_groups")["encoder"]
     groups, layers = blocks_of(encoder["albert_layer_groups"]), encoder.mod.config.num_hidden_layers
     of = [int(layer / (layers / len(groups))) for layer in range(layers)]
     ends = [groups[of[layer]] if [*of, None][layer + 1] != of[layer] else None for layer in range(layers)]
-    return schedule_transformer(sch, config, recomputed(sch, config, groups), cut_blocks(sch, config, ends))
+    return schedule_transformer(sch, config, checkpointed_blocks(sch, config, groups), stage_end_blocks(sch, config, ends))

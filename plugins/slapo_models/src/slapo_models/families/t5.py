@@ -6,7 +6,7 @@ from typing import Any
 
 from slapo_core import Schedule
 
-from ..shared_steps.blocks import base_of, blocks_of, cut_blocks, recomputed
+from ..shared_steps.blocks import base_model, blocks_of, checkpointed_blocks, stage_end_blocks
 from ..shared_steps.configuration import Configuration
 from ..shared_steps.transformer import schedule_transformer
 
@@ -17,10 +17,10 @@ def schedule(sch: Schedule, **options: Any) -> Schedule:
     A model of the encoder alone has one list of blocks, and ``pipeline_cuts`` are numbers of these.
     """
     config = Configuration.read(sch, "t5", options)
-    base = base_of(sch, config, "encoder.block")
+    base = base_model(sch, config, "encoder.block")
     lists = [blocks_of(base[name]) for name in ("encoder.block", "decoder.block") if name in base]
-    cuts = cut_blocks(sch, config, *lists)
+    cuts = stage_end_blocks(sch, config, *lists)
     if config.pipeline_cuts and len(lists) > 1:
         cuts.append(base["encoder"])
-    recompute = [block for blocks in lists for block in recomputed(sch, config, blocks)]
+    recompute = [block for blocks in lists for block in checkpointed_blocks(sch, config, blocks)]
     return schedule_transformer(sch, config, recompute, cuts)

@@ -6,10 +6,10 @@ from typing import Any
 
 from slapo_core import Schedule
 
-from ..shared_steps.blocks import base_of, blocks_of, cut_blocks, recomputed
+from ..shared_steps.blocks import base_model, blocks_of, checkpointed_blocks, stage_end_blocks
 from ..shared_steps.configuration import Configuration
 from ..shared_steps.input_broadcast import broadcast_input
-from ..shared_steps.precision import convert
+from ..shared_steps.precision import convert_precision
 
 _LISTS = ("layer1", "layer2", "layer3", "layer4")
 _LACKS = {
@@ -23,11 +23,11 @@ _LACKS = {
 def schedule(sch: Schedule, **options: Any) -> Schedule:
     """Schedule a residual network, whose blocks are in ``layer1`` to ``layer4``, with ``conv1``, ``bn1``, ``conv2`` in each."""
     config = Configuration.read(sch, "wideresnet", options, _LACKS)
-    base = base_of(sch, config, *_LISTS)
+    base = base_model(sch, config, *_LISTS)
     lists = [blocks_of(base[name]) for name in _LISTS]
     blocks = [block for each in lists for block in each]
-    recompute, cuts = recomputed(sch, config, blocks), cut_blocks(sch, config, *lists)
-    convert(sch, config)
+    recompute, cuts = checkpointed_blocks(sch, config, blocks), stage_end_blocks(sch, config, *lists)
+    convert_precision(sch, config)
     for block in blocks if sch.world_size > 1 else []:
         split(block)
     broadcast_input(sch, config)

@@ -1,4 +1,4 @@
-"""The repeated blocks of a model: where they are, which are recomputed, behind which a stage ends."""
+"""The repeated blocks of a model: their paths, the share that is recomputed, and the blocks that end a stage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slapo_core import Schedule
 from .configuration import Configuration
 
 
-def base_of(schedule: Schedule, config: Configuration, *lists: str) -> Schedule:
+def base_model(schedule: Schedule, config: Configuration, *lists: str) -> Schedule:
     """The schedule of the base model, which holds these lists of blocks.
 
     Raises:
@@ -36,12 +36,12 @@ def base_of(schedule: Schedule, config: Configuration, *lists: str) -> Schedule:
 
 
 def blocks_of(*lists: Schedule) -> list[Schedule]:
-    """The blocks of some lists, in order."""
+    """Return the blocks of some lists, in order."""
     return [each[name] for each in lists for name in each.mod._modules]
 
 
-def recomputed(schedule: Schedule, config: Configuration, blocks: Sequence[Schedule]) -> list[Schedule]:
-    """The share of the blocks that ``ckpt_ratio`` asks for.
+def checkpointed_blocks(schedule: Schedule, config: Configuration, blocks: Sequence[Schedule]) -> list[Schedule]:
+    """Return the share of the blocks that ``ckpt_ratio`` asks for.
 
     Raises:
         ScheduleError: it is less than one block.
@@ -57,8 +57,8 @@ def recomputed(schedule: Schedule, config: Configuration, blocks: Sequence[Sched
     return [block for index, block in enumerate(blocks) if (index + 1) * count // total > index * count // total]
 
 
-def cut_blocks(schedule: Schedule, config: Configuration, *lists: Sequence[Schedule | None]) -> list[Schedule]:
-    """The blocks behind which ``pipeline_cuts`` ends a stage.
+def stage_end_blocks(schedule: Schedule, config: Configuration, *lists: Sequence[Schedule | None]) -> list[Schedule]:
+    """Return the blocks after which ``pipeline_cuts`` ends a stage.
 
     Args:
         schedule: Of the model.

@@ -1,4 +1,4 @@
-"""The classic configuration names: what each may be, and what each schedule does with it."""
+"""The classic configuration names, with their values and checks."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from typing import Any
 
 from slapo_core import Schedule, ScheduleError, UnknownNameError
 
-CREATION = ("example_inputs", "group", "mesh", "plugins")
-"""Names that go to ``create_schedule``, where ``apply_schedule`` is given a model."""
+CREATE_SCHEDULE_OPTIONS = ("example_inputs", "group", "mesh", "plugins")
+"""Options for ``create_schedule``, if ``apply_schedule`` is given a model."""
 
 METHODS = ("uniform", "head")
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """Options of a ready schedule by the classic names. Defaults ask for nothing.
+    """Options of a ready schedule by the classic names. Defaults change nothing.
 
     Args:
         key: Name of the schedule, for errors.
         prefix: Path of the base model in the model; None finds it by its blocks.
-        attn_op_name: How to attend, see ``kernels.ATTENTIONS``; None leaves it as it is.
-        disable_flash_attn: True is ``attn_op_name="native_xformers"``, False ``attn_op_name="cuda"``.
+        attn_op_name: Attention kernel, a key of ``kernels.ATTENTIONS``; None keeps the model's.
+        disable_flash_attn: True means ``attn_op_name="native_xformers"``, False ``attn_op_name="cuda"``.
         disable_fuse_bias_gelu: False computes bias and activation of the MLPs in one kernel.
         ckpt_ratio: Share of the blocks that are recomputed, from 0 to 1.
-        checkpoint_method: ``"uniform"`` spreads these over the model, ``"head"`` takes the first.
-        bcast_input: All ranks of the tensor-parallel group take the inputs of its first.
-        pipeline_cuts: Blocks behind which a stage ends; a list of such lists where the model has several lists of blocks.
-        sequence_parallel: Values between the sharded layers are split along the sequence.
-        fp16: Parameters and buffers become float16 first.
-        bf16: They become bfloat16.
-        delay_init: Accepted; no module is put in whose weights would have to be made.
-        fuse_conv: Refused.
-        model_config: Accepted where it is the model's own.
+        checkpoint_method: ``"uniform"`` spreads these blocks over the model, ``"head"`` takes the first ones.
+        bcast_input: Whether the first rank of the tensor-parallel group broadcasts the inputs.
+        pipeline_cuts: Blocks after which a stage ends; a list of such lists if the model has several lists of blocks.
+        sequence_parallel: Whether activations between the sharded layers are split along the sequence.
+        fp16: Whether parameters and buffers are converted to float16 first.
+        bf16: Whether they are converted to bfloat16 first.
+        delay_init: No effect; no step adds a module with new weights.
+        fuse_conv: Not supported.
+        model_config: No effect; it must equal the model's own config.
     """
 
     key: str
@@ -58,30 +58,30 @@ class Configuration:
         """Read the configuration of one schedule.
 
         Args:
-            schedule: Of the model.
+            schedule: Schedule of the model.
             key: Name of the schedule.
-            options: Names to values, as they were given.
+            options: The given names and values.
             lacks: Name that this schedule cannot serve, to the rest of a sentence: why, and what replaces it.
 
         Raises:
-            UnknownNameError: a name that is none.
-            ScheduleError: a value that the name cannot have, or a name that this schedule cannot serve.
+            UnknownNameError: an unknown name.
+            ScheduleError: an invalid value, or a name that this schedule cannot serve.
         """
         known = [field.name for field in fields(cls) if field.name != "key"]
         for name in options:
             if name not in known:
                 whose = f"the schedule {key!r}"
-                raise UnknownNameError.of("configuration name", name, [*known, *CREATION], whose=whose)
+                raise UnknownNameError.of("configuration name", name, [*known, *CREATE_SCHEDULE_OPTIONS], whose=whose)
         given = {name: value for name, value in options.items() if value is not None}
         configuration = cls(key, **given)
         configuration._check_values(schedule)
-        for name, reason in {**_LACKS, **lacks}.items():
+        for name, reason in {**_UNSUPPORTED, **lacks}.items():
             if getattr(configuration, name) != getattr(cls, name):
                 raise configuration.error(schedule, f"{name}={getattr(configuration, name)!r} cannot be served, {reason}")
         return configuration
 
     def error(self, schedule: Schedule, message: str) -> ScheduleError:
-        """The error that names this schedule."""
+        """Return an error that names this schedule."""
         return ScheduleError(f"apply_schedule({self.key!r}): {message}", path=schedule.path)
 
     def _check_values(self, schedule: Schedule) -> None:
@@ -109,7 +109,7 @@ class Configuration:
         self._check_model_config(schedule)
 
     def _check_model_config(self, schedule: Schedule) -> None:
-        """Sizes are read from the modules, so those of another model would silently be of no effect."""
+        """Refuse the config of another model: sizes are read from the modules, so it would silently have no effect."""
         own: Any = getattr(schedule.mod, "config", None)
         if self.model_config is None or self.model_config is own or not hasattr(own, "to_dict"):
             return
@@ -122,4 +122,4 @@ class Configuration:
             raise self.error(schedule, message)
 
 
-_LACKS = {"fuse_conv": "its schedules fuse no convolutions; call compile() on the blocks, which does"}
+_UNSUPPORTED = {"fuse_conv": "its schedules fuse no convolutions; call compile() on the blocks, which does"}

@@ -36,11 +36,11 @@ def broadcast_from_first(module: nn.Module, args: tuple[Any, ...], kwargs: dict[
     group = _group_of(module)
     if group is None:
         return args, kwargs
-    named = {name: _received(name, value, group) for name, value in kwargs.items()}
-    return tuple(_received(index, value, group) for index, value in enumerate(args)), named
+    named = {name: _broadcast_tensors(name, value, group) for name, value in kwargs.items()}
+    return tuple(_broadcast_tensors(index, value, group) for index, value in enumerate(args)), named
 
 
-def _received(name: object, value: Any, group: dist.ProcessGroup) -> Any:
+def _broadcast_tensors(name: object, value: Any, group: dist.ProcessGroup) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if value.requires_grad:

@@ -47,12 +47,12 @@ def use_kernels(schedule: Schedule, config: Configuration) -> None:
     if asked and "use_kernels" not in schedule.registry.names("primitive"):
         raise config.error(schedule, f"{' and '.join(asked)} by kernels needs slapo-kernels; pip install slapo-kernels")
     if name is not None:
-        _attend(schedule, config, name)
+        _use_attention_kernel(schedule, config, name)
     if not config.disable_fuse_bias_gelu:
         schedule.use_kernels("bias_act")
 
 
-def _attend(schedule: Schedule, config: Configuration, name: str) -> None:
+def _use_attention_kernel(schedule: Schedule, config: Configuration, name: str) -> None:
     implementation = ATTENTIONS[name]
     try:
         schedule.use_kernels("attention", force={"attention": implementation} if implementation else None)

@@ -1,4 +1,4 @@
-"""``fp16`` and ``bf16``: the numbers of a model in half precision."""
+"""``fp16`` and ``bf16``: conversion of a model to half precision."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slapo_core import Schedule
 from .configuration import Configuration
 
 
-def convert(schedule: Schedule, config: Configuration) -> None:
+def convert_precision(schedule: Schedule, config: Configuration) -> None:
     """Convert parameters and buffers in place, as ``model.half()`` does, before the first step.
 
     Raises:
@@ -32,7 +32,7 @@ def convert(schedule: Schedule, config: Configuration) -> None:
 
 @contextmanager
 def restored_on_error(module: nn.Module) -> Iterator[None]:
-    """Give parameters and buffers the data back that they had, where what is inside fails."""
+    """Restore the data of parameters and buffers if the block fails."""
     before = [(tensor, tensor.data) for tensor in _floating(module)]
     try:
         yield

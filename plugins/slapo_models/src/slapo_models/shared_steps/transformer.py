@@ -6,17 +6,17 @@ from collections.abc import Iterable
 
 from slapo_core import Schedule
 
-from .blocks import base_of, blocks_of, cut_blocks, recomputed
+from .blocks import base_model, blocks_of, checkpointed_blocks, stage_end_blocks
 from .configuration import Configuration
 from .input_broadcast import broadcast_input
 from .kernels import use_kernels
-from .precision import convert
+from .precision import convert_precision
 
 
 def schedule_blocks(sch: Schedule, config: Configuration, path: str) -> Schedule:
     """Take the steps of a model whose blocks are one list, at this path in the base model."""
-    blocks = blocks_of(base_of(sch, config, path)[path])
-    return schedule_transformer(sch, config, recomputed(sch, config, blocks), cut_blocks(sch, config, blocks))
+    blocks = blocks_of(base_model(sch, config, path)[path])
+    return schedule_transformer(sch, config, checkpointed_blocks(sch, config, blocks), stage_end_blocks(sch, config, blocks))
 
 
 def schedule_transformer(
@@ -30,7 +30,7 @@ def schedule_transformer(
         recomputed: Blocks whose activations are recomputed.
         stage_ends: Modules behind which a pipeline stage ends.
     """
-    convert(sch, config)
+    convert_precision(sch, config)
     use_kernels(sch, config)
     if sch.world_size > 1:
         sch.tensor_parallel(sequence_parallel=config.sequence_parallel)

@@ -1,4 +1,4 @@
-"""Gradients that a forward itself takes: each stage has an autograd graph of its own, which ends at what it receives."""
+"""Check of ``torch.autograd.grad`` inside a forward: the autograd graph of a stage ends at the values the stage receives."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from torch import fx, nn
 
 from slapo_core import TraceError
 
-from .alias_analysis import Memory, changes
+from .alias_analysis import AliasAnalysis, mutated_values
 
 
-def check_gradients(
+def check_autograd_calls(
     order: Sequence[fx.Node],
     stages: Mapping[fx.Node, Set[int]],
     received: Sequence[Set[fx.Node]],
-    memory: Memory,
+    aliases: AliasAnalysis,
     root: nn.Module,
 ) -> None:
-    """Refuse ``torch.autograd.grad`` where a path from its inputs to its outputs goes over a boundary: it would be missing.
+    """Refuse ``torch.autograd.grad`` if a path from its inputs to its outputs crosses a boundary.
+
+    Autograd would not see that path, and the gradient would lack its share.
 
     Args:
         order: All nodes of the graph.
-        stages: Where each runs.
+        stages: Node to the stages that run it.
         received: Per stage the values it receives.
-        memory: Of the graph.
+        aliases: Alias analysis of the graph.
         root: The model.
 
     Raises:
@@ -37,7 +39,7 @@ def check_gradients(
         outputs, inputs = (list(_argument(node, place, name)) for place, name in enumerate(("outputs", "inputs")))
         before = _ancestors(outputs)
         for source in inputs:
-            between = _followers(source, order, memory, root)
+            between = _descendants(source, order, aliases, root)
             for stage in sorted(stages[node]):
                 if late := next((value for value in received[stage] if value in between and value in before), None):
                     where = node.meta.get("module") or "the forward"
@@ -54,24 +56,24 @@ def _argument(node: fx.Node, place: int, name: str) -> Iterator[fx.Node]:
     return (part for part in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(part, fx.Node))
 
 
-def _followers(source: fx.Node, order: Sequence[fx.Node], memory: Memory, root: nn.Module) -> set[fx.Node]:
-    """What autograd reaches from ``source`` on: through inputs, memory changed in place, and modules that hold a parameter."""
+def _descendants(source: fx.Node, order: Sequence[fx.Node], aliases: AliasAnalysis, root: nn.Module) -> set[fx.Node]:
+    """Return the nodes that autograd reaches from ``source``: by inputs, mutated memory, and holders of the parameter."""
     found: set[fx.Node] = set()
     changed: set[int] = set()
-    holders = _holders(source, order, root)
+    holders = _other_uses_of_parameter(source, order, root)
     for node in order:
         value = node.meta.get("val")
         if node is source or (value is not None and not value.requires_grad):
             continue
         inputs: Collection[fx.Node] = node.all_input_nodes
-        if node in holders or any(other is source or other in found or memory.of(other) & changed for other in inputs):
+        if node in holders or any(other is source or other in found or aliases.memory_of(other) & changed for other in inputs):
             found.add(node)
-            changed |= {number for other in changes(node) for number in memory.of(other)}
+            changed |= {number for other in mutated_values(node) for number in aliases.memory_of(other)}
     return found
 
 
-def _holders(source: fx.Node, order: Sequence[fx.Node], root: nn.Module) -> set[fx.Node]:
-    """Where the parameter that ``source`` reads is used without it."""
+def _other_uses_of_parameter(source: fx.Node, order: Sequence[fx.Node], root: nn.Module) -> set[fx.Node]:
+    """Return the nodes that use the parameter ``source`` reads, under any of its names, other than ``source``."""
     tensor = dict(root.named_parameters(remove_duplicate=False)).get(str(source.target)) if source.op == "get_attr" else None
     if tensor is None:
         return set()

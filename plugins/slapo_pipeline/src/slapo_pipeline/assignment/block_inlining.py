@@ -1,8 +1,8 @@
-"""The flat graph of a model and which stage runs what: finer where blocks hand on more than one value.
+"""The division of a flat graph into stages, with blocks inlined where that sends fewer bytes.
 
-A block stays whole as a rule, and what it returns is sent. Where several of its results cross a boundary, some may follow from
-the batch, or from a small table in the block, as T5's position bias does: then all blocks of the kind are taken apart, each
-stage makes those values for itself, and the table is a tied parameter. That is done if it makes fewer bytes cross.
+A block is one node as a rule, and its results are sent. If several results cross a boundary, some may be computable from the
+batch, or from a small embedding inside the block, as T5's position bias is. Then all blocks of that class are inlined, each
+stage computes those values itself, and the embedding becomes a tied parameter.
 """
 
 from __future__ import annotations
@@ -18,95 +18,102 @@ from slapo_tracing.graphs import TracedModule
 from slapo_tracing.nodes import is_opaque
 
 from ..tracing.flat_trace import cut_positions, is_custom, trace_flat
-from .alias_analysis import is_part
-from .min_cut import nbytes
+from .alias_analysis import is_container_item
+from .min_cut import node_bytes
 from .node_assignment import Assigner, Assignment
 
-_TABLE_BYTES = 1 << 20
-"""Larger embeddings are not held by several stages."""
+_MAX_SHARED_EMBEDDING_BYTES = 1 << 20
+"""Embeddings with more bytes are held by one stage only."""
 
 
-class Flat(NamedTuple):
-    """A flat graph and how it is divided.
+class DividedGraph(NamedTuple):
+    """A flat graph and its assignment to stages.
 
     Args:
         traced: The graph.
-        parts: Which stage runs what.
+        assignment: The nodes and received values of each stage.
     """
 
     traced: TracedModule
-    parts: Assignment
+    assignment: Assignment
 
     @property
-    def sent(self) -> int:
+    def boundary_bytes(self) -> int:
         """Bytes that cross all boundaries, forward and backward."""
-        return sum(nbytes(node) * (1 + node.meta["val"].requires_grad) for received in self.parts.received for node in received)
+        return sum(
+            node_bytes(node) * (1 + node.meta["val"].requires_grad)
+            for received in self.assignment.received
+            for node in received
+        )
 
 
-def divided(root: nn.Module, traced: TracedModule, cuts: Sequence[str], apart: Collection[str] = ()) -> Flat:
-    """A flat graph, divided at the cuts.
+def divide_graph(root: nn.Module, traced: TracedModule, cuts: Sequence[str], inlined: Collection[str] = ()) -> DividedGraph:
+    """Divide a flat graph at the cuts.
 
     Args:
         root: The model.
         traced: Its flat graph.
         cuts: Paths of the modules that end a stage.
-        apart: Paths of the modules that were taken apart for it.
+        inlined: Paths of the blocks that are inlined in the graph.
 
     Raises:
-        ScheduleError: a cut leaves a stage without anything to run.
-        TraceError: something that is no tensor would have to cross.
+        ScheduleError: a cut leaves a stage with no node to run.
+        TraceError: a value that is not a tensor would have to cross a boundary.
     """
     positions = [position for position, _ in cut_positions(root, traced.graph, cuts)]
-    return Flat(traced, Assigner(traced.graph, root, positions, _tables(root, apart)).run())
+    return DividedGraph(traced, Assigner(traced.graph, root, positions, _small_embeddings(root, inlined)).run())
 
 
-def finer(root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str], coarse: Flat) -> Flat | None:
-    """The same with blocks taken apart; None where that is of no use."""
-    apart = sorted(_of_the_kind(root, _several(coarse.parts)))
-    if not apart:
+def with_inlined_blocks(
+    root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str], coarse: DividedGraph
+) -> DividedGraph | None:
+    """Return the division of the model with blocks inlined, or None if it sends no fewer bytes than ``coarse``."""
+    inlined = sorted(_inlinable_modules_like(root, _modules_with_several_crossing_values(coarse.assignment)))
+    if not inlined:
         return None
     try:
-        found = divided(root, trace_flat(root, inputs, cuts, apart), cuts, apart)
+        found = divide_graph(root, trace_flat(root, inputs, cuts, inlined), cuts, inlined)
     except SlapoError:
-        return None  # it can be cut with its blocks whole
-    return found if found.sent < coarse.sent else None
+        return None  # the division with whole blocks is valid
+    return found if found.boundary_bytes < coarse.boundary_bytes else None
 
 
-def _several(parts: Assignment) -> set[str]:
-    """Paths of the modules of which more than one value crosses a boundary."""
+def _modules_with_several_crossing_values(assignment: Assignment) -> set[str]:
+    """Return the paths of the modules with more than one result that crosses the same boundary."""
     found: set[str] = set()
-    for received in parts.received:
-        sources = Counter(source for node in received if (source := _source(node)))
+    for received in assignment.received:
+        sources = Counter(source for node in received if (source := _source_module(node)))
         found |= {source for source, times in sources.items() if times > 1}
     return found
 
 
-def _source(node: fx.Node) -> str | None:
-    """Path of the module whose result the node is a part of."""
-    while is_part(node) and isinstance(node.args[0], fx.Node):
+def _source_module(node: fx.Node) -> str | None:
+    """Return the path of the module whose result the node is, or is an item of."""
+    while is_container_item(node) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return str(node.target) if node.op == "call_module" else None
 
 
-def _of_the_kind(root: nn.Module, paths: Collection[str]) -> Iterator[str]:
-    """Paths of all modules of the classes that these have; those that are wrapped, or recompute themselves, stay whole."""
+def _inlinable_modules_like(root: nn.Module, paths: Collection[str]) -> Iterator[str]:
+    """Yield the paths of all modules of the same classes that can be inlined."""
     kinds = {type(root.get_submodule(path)) for path in paths}
-    return (path for path, module in root.named_modules() if type(module) in kinds and _opens(module))
+    return (path for path, module in root.named_modules() if type(module) in kinds and _can_be_inlined(module))
 
 
-def _opens(module: nn.Module) -> bool:
+def _can_be_inlined(module: nn.Module) -> bool:
+    # Transformers' own recomputation and wrappers act on the module's forward, which a graph would bypass
     return is_custom(module) and not is_opaque(module) and not getattr(module, "gradient_checkpointing", False)
 
 
-def _tables(root: nn.Module, apart: Collection[str]) -> set[str]:
-    """Paths of the small embeddings inside of these modules."""
+def _small_embeddings(root: nn.Module, inlined: Collection[str]) -> set[str]:
+    """Return the paths of the small embeddings inside these modules."""
     return {
         f"{path}.{name}"
-        for path in apart
+        for path in inlined
         for name, module in root.get_submodule(path).named_modules()
         if type(module) is nn.Embedding
         and not is_opaque(module)
         and module.max_norm is None
         and not (module.sparse or module.scale_grad_by_freq)
-        and module.weight.nbytes <= _TABLE_BYTES
+        and module.weight.nbytes <= _MAX_SHARED_EMBEDDING_BYTES
     }

@@ -1,11 +1,11 @@
-"""What crosses the boundaries: the values of fewest bytes from which all that runs behind can be had.
+"""The values that cross the boundaries: the fewest bytes from which the later stages can compute the rest.
 
-What is cheap is run again behind a boundary where what it is made from is there or takes fewer bytes to send: a cast, a
-mask, an expanded position. That is a minimum cut. Per boundary each value has two places in a network, ``in`` and ``out``, an
-edge of its bytes between them, and further edges that no cut can take: from all that runs once to the source, from all that
-is used behind to the sink, and from a value to what can be made from it. ``out`` behind the cut means that the value is there
-behind the boundary, ``in`` behind the cut that it is made there. The boundaries are cut at once: what is there behind one must
-be there behind the one before it, or be made in between.
+A cheap node, such as a cast, a mask or an expanded position, runs again behind a boundary if its inputs are there or take
+fewer bytes to send. The choice is a minimum cut. The network has two vertices per boundary and value, ``in`` and ``out``, and
+an edge between them whose capacity is the bytes of the value. Edges without a capacity cannot be cut. They join the source to
+each node that runs once, each value that is used behind the boundary to the sink, and each value to those computed from it.
+``out`` on the sink's side means that the value exists behind the boundary; ``in`` on that side, that it is computed there.
+All boundaries are cut at once: a value that exists behind one boundary exists behind the one before, or is computed in between.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from slapo_tracing.nodes import function_name
 
-from .alias_analysis import Memory
+from .alias_analysis import AliasAnalysis
 
 Value = fx.Node
 _Place = tuple[Value, int, str]
@@ -36,44 +36,44 @@ _CHEAP = frozenset(
     cat stack repeat repeat_interleave flip roll pad tril triu
     """.split()
 )
-"""Functions and methods that cost next to nothing and give the same numbers whenever they run."""
+"""Deterministic functions and methods of negligible cost."""
 
-_PARTS = frozenset("T mT H mH real imag".split())
-_MARKS = frozenset("requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook setattr".split())
-"""What does something to a tensor besides its numbers."""
+_TENSOR_VIEW_ATTRIBUTES = frozenset("T mT H mH real imag".split())
+_TENSOR_SETTERS = frozenset("requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook setattr".split())
+"""Calls that change a tensor other than in its values; a recomputed copy would lack the change."""
 
 
 class Crossing(NamedTuple):
-    """What is sent and what is run again.
+    """The values that are sent, and those that are recomputed.
 
     Args:
         received: Per stage the values it receives, none for the first.
-        runs: Per stage the values that it makes, of those that may be made in any.
+        runs: Per stage the movable values that it computes.
     """
 
     received: list[set[Value]]
     runs: list[set[Value]]
 
 
-def cheap(
+def recomputable_nodes(
     order: Sequence[Value],
     home: Mapping[Value, int],
-    free: Set[Value],
-    memory: Memory,
+    batch_only: Set[Value],
+    aliases: AliasAnalysis,
     root: nn.Module,
     tables: Collection[str],
 ) -> set[Value]:
-    """The nodes that may run again behind a boundary, with the same result and the same gradients.
+    """Return the nodes that can run again behind a boundary with the same result and the same gradients.
 
-    They read no parameter or buffer, but for those of ``tables``, draw no random numbers, change nothing, and nothing changes
-    what they give, or what they read unless it is free. Where gradients are rounded to half precision they are rounded once, as
-    in the model: such nodes are for one stage only.
+    Such a node reads no parameter or buffer except ``tables``, draws no random numbers and changes nothing. No node changes its
+    result, or its inputs unless they need the batch alone. A node with gradients in half precision must be used in one stage
+    only: the model rounds its gradient once, and copies would round their shares.
 
     Args:
         order: All nodes.
-        home: The stage that each node runs in by its place.
-        free: Those that every stage can run for itself from the batch.
-        memory: Of the graph.
+        home: The stage that each node runs in by its position.
+        batch_only: Nodes that every stage can run from the batch alone.
+        aliases: Alias analysis of the graph.
         root: The module that holds what the graph reads.
         tables: Paths of embeddings that several stages may hold, tied.
     """
@@ -83,9 +83,16 @@ def cheap(
         if (
             inputs
             and (_is_cheap(node) or (node.op == "call_module" and node.target in tables))
-            and not any(memory.of(other) & memory.changed.keys() for other in (node, *inputs) if not _is_made(other, free))
-            and all(not _is_held(other, root) and ("val" in other.meta or other in found or other in free) for other in inputs)
-            and not any(function_name(user) in _MARKS for other in (node, *inputs) for user in other.users)
+            and not any(
+                aliases.memory_of(other) & aliases.mutations.keys()
+                for other in (node, *inputs)
+                if not _is_remade_in_every_stage(other, batch_only)
+            )
+            and all(
+                not _reads_state(other, root) and ("val" in other.meta or other in found or other in batch_only)
+                for other in inputs
+            )
+            and not any(function_name(user) in _TENSOR_SETTERS for other in (node, *inputs) for user in other.users)
         ):
             found.add(node)
     used: dict[Value, set[int]] = {}
@@ -95,9 +102,9 @@ def cheap(
     return {node for node in found if len(used[node]) < 2 or not _rounds_gradients(node)}
 
 
-def _is_made(node: Value, free: Set[Value]) -> bool:
-    """Whether every stage makes the value for itself, with all that changes it."""
-    return node in free and node.op != "get_attr"
+def _is_remade_in_every_stage(node: Value, batch_only: Set[Value]) -> bool:
+    """Return whether every stage computes the value itself, including all mutations of it."""
+    return node in batch_only and node.op != "get_attr"
 
 
 def _rounds_gradients(node: Value) -> bool:
@@ -110,55 +117,62 @@ def _is_cheap(node: Value) -> bool:
     if node.op not in ("call_function", "call_method") or any(map(node.meta.get, ("draws", "mutates", "changes", "dynamic"))):
         return False
     if node.target is getattr:
-        return node.args[1] in _PARTS
+        return node.args[1] in _TENSOR_VIEW_ATTRIBUTES
     home = (inspect.getmodule(node.target) or torch).__name__ if callable(node.target) else "torch"
     return function_name(node) in _CHEAP and home.split(".")[0] in ("torch", "operator", "_operator", "builtins")
 
 
-def _is_held(node: Value, root: nn.Module) -> bool:
-    """Whether it reads a parameter or a buffer, rather than a constant of the graph."""
+def _reads_state(node: Value, root: nn.Module) -> bool:
+    """Return whether the node reads a parameter or a buffer, rather than a constant of the graph."""
     return node.op == "get_attr" and ("." in str(node.target) or hasattr(root, str(node.target)))
 
 
-def nbytes(node: Value) -> int:
-    """Bytes of a tensor, as it is sent."""
+def node_bytes(node: Value) -> int:
+    """Return the bytes of a node's tensor, as it is sent: contiguous."""
     value: torch.Tensor = node.meta["val"]
     return value.numel() * value.dtype.itemsize
 
 
-def least_traffic(
-    order: Sequence[Value], home: Mapping[Value, int], free: Set[Value], again: Set[Value], num_stages: int
+def minimum_crossing(
+    order: Sequence[Value], home: Mapping[Value, int], batch_only: Set[Value], recomputable: Set[Value], num_stages: int
 ) -> Crossing:
-    """Choose what crosses.
+    """Choose the values that cross each boundary.
 
     Args:
         order: All nodes.
-        home: The stage that each node runs in by its place; nodes that only put values together have none.
-        free: Nodes that every stage can run for itself from the batch.
-        again: Nodes that may run in later stages too.
-        num_stages: Of the whole pipeline.
+        home: The stage that each node runs in by its position; nodes that only build a container have none.
+        batch_only: Nodes that every stage can run from the batch alone.
+        recomputable: Nodes that may run in later stages too.
+        num_stages: Number of stages of the pipeline.
     """
-    return _LeastTraffic(order, home, free, again, num_stages).run()
+    return _MinCut(order, home, batch_only, recomputable, num_stages).run()
 
 
-class _LeastTraffic:
+class _MinCut:
     def __init__(
-        self, order: Sequence[Value], home: Mapping[Value, int], free: Set[Value], again: Set[Value], num_stages: int
+        self,
+        order: Sequence[Value],
+        home: Mapping[Value, int],
+        batch_only: Set[Value],
+        recomputable: Set[Value],
+        num_stages: int,
     ) -> None:
         self.num_stages = num_stages
-        self.inputs = {node: [other for other in node.all_input_nodes if other not in free] for node in order}
-        self.level: dict[Value, int] = {}
+        self.inputs = {node: [other for other in node.all_input_nodes if other not in batch_only] for node in order}
+        self.earliest_stage: dict[Value, int] = {}
         for node in order:
-            self.level[node] = home.get(node, max((self.level.get(other, 0) for other in self.inputs[node]), default=0))
-        self.anywhere = {node for node in order if node not in free and (node in again or node not in home)}
-        self.parts = {node for node in self.anywhere if node not in home}
-        roots = [node for node in order if node not in free and node not in self.anywhere]
-        self.live = self._with_sources(roots, lambda node: True)
-        self.fixed = [[node for node in roots if self.level[node] == stage] for stage in range(num_stages)]
+            self.earliest_stage[node] = home.get(
+                node, max((self.earliest_stage.get(other, 0) for other in self.inputs[node]), default=0)
+            )
+        self.movable = {node for node in order if node not in batch_only and (node in recomputable or node not in home)}
+        self.containers = {node for node in self.movable if node not in home}
+        roots = [node for node in order if node not in batch_only and node not in self.movable]
+        self.used = self._with_sources(roots, lambda node: True)
+        self.fixed = [[node for node in roots if self.earliest_stage[node] == stage] for stage in range(num_stages)]
 
     def run(self) -> Crossing:
         needs = [self._needed_behind(stage) for stage in range(self.num_stages - 1)]
-        wanted = [self._with_sources(need, self.anywhere.__contains__) for need in needs]
+        wanted = [self._with_sources(need, self.movable.__contains__) for need in needs]
         made = self._made_behind(needs, wanted)
         received: list[set[Value]] = [set() for _ in range(self.num_stages)]
         runs: list[set[Value]] = [set() for _ in range(self.num_stages)]
@@ -167,8 +181,8 @@ class _LeastTraffic:
             work = [*sent, *(other for node in self.fixed[stage] for other in self.inputs[node])]
             while work:
                 node = work.pop()
-                here = self.level[node] == stage
-                if node in self.anywhere and (here or node in made[stage - 1]):
+                here = self.earliest_stage[node] == stage
+                if node in self.movable and (here or node in made[stage - 1]):
                     work += self.inputs[node] if node not in runs[stage] else ()
                     runs[stage].add(node)
                 elif not here:
@@ -176,7 +190,7 @@ class _LeastTraffic:
         return Crossing(received, runs)
 
     def _with_sources(self, nodes: Iterable[Value], through: Callable[[Value], bool]) -> set[Value]:
-        """These nodes and what they are made from, as far as ``through`` lets one look."""
+        """Return these nodes and their sources, followed through nodes for which ``through`` is true."""
         found: set[Value] = set()
         work = list(nodes)
         while work:
@@ -187,23 +201,23 @@ class _LeastTraffic:
         return found
 
     def _needed_behind(self, stage: int) -> set[Value]:
-        """What runs up to this stage and is used in later ones."""
-        users = (node for node in self.live if self.level[node] > stage)
-        return {other for node in users for other in self.inputs[node] if self.level[other] <= stage}
+        """Return the values that are computed up to this stage and used in later ones."""
+        users = (node for node in self.used if self.earliest_stage[node] > stage)
+        return {other for node in users for other in self.inputs[node] if self.earliest_stage[other] <= stage}
 
     def _made_behind(self, needs: list[set[Value]], wanted: list[set[Value]]) -> list[set[Value]]:
-        """Per boundary what is made again behind it rather than received."""
-        if not any(node in self.anywhere and node not in self.parts for values in wanted for node in values):
-            return [values & self.parts for values in wanted]
+        """Return per boundary the values that are recomputed behind it rather than received."""
+        if not any(node in self.movable and node not in self.containers for values in wanted for node in values):
+            return [values & self.containers for values in wanted]
         import networkx  # type: ignore[import-untyped]  # noqa: PLC0415  comes with torch; few models need it
 
         network = networkx.DiGraph()
         network.add_nodes_from(("source", "sink"))
         for boundary, values in enumerate(wanted):
             for node in values:
-                begin, end = (node, boundary, "in") if node in self.anywhere else "source", (node, boundary, "out")
+                begin, end = (node, boundary, "in") if node in self.movable else "source", (node, boundary, "out")
                 network.add_edge(begin, end, capacity=self._cost(node))
-                if node in self.anywhere:
+                if node in self.movable:
                     network.add_edges_from(((other, boundary, "out"), begin) for other in self.inputs[node])
                 if node in needs[boundary]:
                     network.add_edge(end, "sink")
@@ -213,7 +227,7 @@ class _LeastTraffic:
         return [{node for node in values if (node, stage, "in") in behind} for stage, values in enumerate(wanted)]
 
     def _cost(self, node: Value) -> int:
-        """Bytes forward and backward; of equal ones fewer values are better, and what is no tensor is not sent."""
-        if node in self.parts or "val" not in node.meta:
-            return 1 << 80
-        return (nbytes(node) * (1 + bool(node.meta["val"].requires_grad)) << 20) + 1
+        """Return the bytes forward and backward, scaled so that of equal sums the one with fewer values is less."""
+        if node in self.containers or "val" not in node.meta:
+            return 1 << 80  # more than any sum: only tensors can be sent
+        return (node_bytes(node) * (1 + bool(node.meta["val"].requires_grad)) << 20) + 1

@@ -1,9 +1,8 @@
-"""Which stage runs which node of the flat graph, and what crosses from stage to stage.
+"""The assignment of a flat graph's nodes to stages, and the values that cross between stages.
 
-A node belongs to the stage its place in the order of execution gives it. Exceptions: parts of a module's result belong to
-the stage of that module, and what can be had from the batch alone without parameters (masks, positions, rotary tables) runs
-in every stage that needs it, so that it need not be sent. Of the rest, what is cheap runs again behind a boundary where that
-makes fewer bytes cross: see ``least_traffic``.
+A node runs in the stage that its position in the order of execution gives it, with three exceptions. Items of a module's
+result belong to the stage of that module. Nodes that need the batch alone and no parameter (masks, positions, rotary tables)
+run in every stage that uses them. Cheap nodes run again behind a boundary if fewer bytes cross then (``minimum_crossing``).
 """
 
 from __future__ import annotations
@@ -17,26 +16,26 @@ from torch import fx, nn
 from slapo_core import TraceError
 from slapo_tracing.nodes import expect, function_name, is_mode_node
 
-from .alias_analysis import Memory, changes, is_part
-from .autograd_calls import check_gradients
-from .min_cut import cheap, least_traffic
+from .alias_analysis import AliasAnalysis, is_container_item, mutated_values
+from .autograd_calls import check_autograd_calls
+from .min_cut import minimum_crossing, recomputable_nodes
 
-_SEND = ("conv", "fft", "stft", "attention")
-"""Parts of the names of functions that are dearer to run again than their result is to send."""
+_EXPENSIVE_FUNCTIONS = ("conv", "fft", "stft", "attention")
+"""Substrings of the names of functions whose result is cheaper to send than to recompute."""
 
 
 class Assignment(NamedTuple):
-    """A flat graph, taken apart.
+    """The nodes that each stage of a flat graph runs, and the values that it receives.
 
     Args:
         nodes: Per stage the nodes it runs, in order.
         received: Per stage the nodes whose values it receives, in order; none for the first.
-        memory: Of the graph.
+        aliases: Alias analysis of the graph.
     """
 
     nodes: list[list[fx.Node]]
     received: list[list[fx.Node]]
-    memory: Memory
+    aliases: AliasAnalysis
 
 
 class Assigner:
@@ -45,82 +44,87 @@ class Assigner:
     Args:
         graph: Flat graph, with ``val``, ``mutates`` and ``source`` in the nodes' ``meta``.
         root: The module that holds what the graph calls.
-        positions: Where each stage but the last ends, ascending.
-        tables: Paths of embeddings that several stages may hold, tied, rather than one send what it looks up.
+        positions: Index of the last node of each stage but the last, ascending.
+        tables: Paths of embeddings that several stages may hold as tied parameters, instead of sending their results.
     """
 
     def __init__(self, graph: fx.Graph, root: nn.Module, positions: Sequence[int], tables: Collection[str] = ()) -> None:
         self.root, self.tables = root, tables
         self.num_stages = len(positions) + 1
         self.positions = positions
-        self.place = {node: index for index, node in enumerate(graph.nodes)}
+        self.index = {node: index for index, node in enumerate(graph.nodes)}
         self.order = [node for node in graph.nodes if not is_mode_node(node)]
-        self.memory = Memory(self.order)
-        self.home: dict[fx.Node, int] = {}
-        """Stage of each node that runs once; the others run wherever they are used."""
-        self.shared: set[fx.Node] = set()
-        """Nodes that every stage can run for itself from the batch alone, with the same result."""
-        self.once: set[int] = set()
-        """Memory that one stage makes, as a change of it is done once."""
+        self.aliases = AliasAnalysis(self.order)
+        self.home_stage: dict[fx.Node, int] = {}
+        """Stage of each node that runs once; the other nodes run wherever they are used."""
+        self.batch_only: set[fx.Node] = set()
+        """Nodes that every stage can run from the batch alone, with the same result."""
+        self.single_owner_memory: set[int] = set()
+        """Memory that a node which runs once changes; one stage computes the value and applies the change."""
 
     def run(self) -> Assignment:
         """Assign every node.
 
         Raises:
-            TraceError: a value that is no tensor, one changed in place, or a gradient the forward takes would have to cross.
+            TraceError: a value that is not a tensor, a value changed in place, or the path of a gradient that the forward
+                takes would have to cross a boundary.
         """
-        while not self._divide():
-            pass
-        again = cheap(self.order, self.home, self.shared, self.memory, self.root, self.tables)
-        crossing = least_traffic(self.order, self.home, self.shared, again, self.num_stages)
-        stages = self._stages(again, crossing.runs)
+        while not self._find_home_stages():
+            pass  # each pass that is not the last adds memory with a single owner
+        recomputable = recomputable_nodes(self.order, self.home_stage, self.batch_only, self.aliases, self.root, self.tables)
+        crossing = minimum_crossing(self.order, self.home_stage, self.batch_only, recomputable, self.num_stages)
+        stages = self._stages(recomputable, crossing.runs)
         self._check_objects(stages)
-        received = [[node for node in self.home if node in values] for values in crossing.received]
-        self._check_changes(received)
-        check_gradients(self.order, stages, crossing.received, self.memory, self.root)
+        received = [[node for node in self.home_stage if node in values] for values in crossing.received]
+        self._check_received_aliases(received)
+        check_autograd_calls(self.order, stages, crossing.received, self.aliases, self.root)
         nodes = [[node for node in self.order if stage in stages[node]] for stage in range(self.num_stages)]
-        return Assignment(nodes, received, self.memory)
+        return Assignment(nodes, received, self.aliases)
 
     # ---- where a node runs
 
-    def _divide(self) -> bool:
-        """Divide the nodes into those with a home and the others; False to begin anew, with more memory that has one.
+    def _find_home_stages(self) -> bool:
+        """Find the nodes that run once. Return False if more memory turned out to have a single owner, to run again.
 
-        What is changed by a node that runs once is made once, as is what a change reaches that outlives the call.
+        Memory has a single owner if a node that runs once changes it, or if its mutation outlives the call, as that of a
+        buffer or of an argument does.
         """
-        self.home, self.shared = {}, set()
+        self.home_stage, self.batch_only = {}, set()
         for node in self.order:
             if node.op == "output":
-                self.home[node] = self.num_stages - 1
-            elif self._is_shared(node):
-                self.shared.add(node)
-            elif not _is_record(node):
-                self.home[node] = self._home(node)
-        lasting = {memory for node in self.order if node.op in ("placeholder", "get_attr") for memory in self.memory.of(node)}
-        changed = self.memory.changed.items()
-        once = {memory for memory, by in changed if memory in lasting or any(node in self.home for node in by)}
-        done = once <= self.once
-        self.once |= once
+                self.home_stage[node] = self.num_stages - 1
+            elif self._is_batch_only(node):
+                self.batch_only.add(node)
+            elif not _is_container(node):
+                self.home_stage[node] = self._find_home(node)
+        persistent = {
+            memory for node in self.order if node.op in ("placeholder", "get_attr") for memory in self.aliases.memory_of(node)
+        }
+        changed = self.aliases.mutations.items()
+        once = {memory for memory, by in changed if memory in persistent or any(node in self.home_stage for node in by)}
+        done = once <= self.single_owner_memory
+        self.single_owner_memory |= once
         return done
 
-    def _is_shared(self, node: fx.Node) -> bool:
+    def _is_batch_only(self, node: fx.Node) -> bool:
         if node.op == "get_attr":
             return True  # read where it is used
-        if self.memory.of(node) & self.once:
-            return False  # the change is done once, and what is a view of it sees it
+        if self.aliases.memory_of(node) & self.single_owner_memory:
+            return False  # the change is applied once, and every view sees it
         if node.op == "placeholder":
             return True
         if node.target is expect:
-            return False  # nobody uses it, and yet it has to run
+            return False  # it has no users, and yet has to run
         if node.meta.get("draws") or not all(
-            other in self.shared and not self._is_parameter(other) for other in node.all_input_nodes
+            other in self.batch_only and not self._is_parameter(other) for other in node.all_input_nodes
         ):
             return False
         if node.op == "call_module":
-            return isinstance(self.root.get_submodule(str(node.target)), (nn.Identity, nn.Dropout))  # of one that is off
+            # a dropout that draws was excluded above; this one is off
+            return isinstance(self.root.get_submodule(str(node.target)), (nn.Identity, nn.Dropout))
         value = node.meta.get("val")
         differentiable = value is not None and value.requires_grad
-        return not differentiable and not any(part in function_name(node).lower() for part in _SEND)
+        return not differentiable and not any(part in function_name(node).lower() for part in _EXPENSIVE_FUNCTIONS)
 
     def _is_parameter(self, node: fx.Node) -> bool:
         if node.op != "get_attr":
@@ -128,41 +132,51 @@ class Assigner:
         *parents, name = str(node.target).split(".")
         return name in self.root.get_submodule(".".join(parents))._parameters
 
-    def _home(self, node: fx.Node) -> int:
-        if node.op == "placeholder":  # where it is used first
-            return min(map(self._by_place, node.users), default=0)
-        asked = next((other for other in node.all_input_nodes if other in self.home), None) if node.target is expect else None
+    def _find_home(self, node: fx.Node) -> int:
+        if node.op == "placeholder":  # the stage that uses it first
+            return min(map(self._stage_by_order, node.users), default=0)
+        asked = (
+            next((other for other in node.all_input_nodes if other in self.home_stage), None) if node.target is expect else None
+        )
         if asked is not None:
-            return self.home[asked]  # others have a copy of what is asked
-        if is_part(node) and node.args[0] in self.home:
-            return self.home[node.args[0]]  # type: ignore[index]
-        return max([self._by_place(node), *(self.home[other] for other in node.all_input_nodes if other in self.home)])
+            return self.home_stage[asked]  # other stages have a copy of the value that is checked
+        if is_container_item(node) and node.args[0] in self.home_stage:
+            return self.home_stage[node.args[0]]  # type: ignore[index]
+        return max(
+            [
+                self._stage_by_order(node),
+                *(self.home_stage[other] for other in node.all_input_nodes if other in self.home_stage),
+            ]
+        )
 
-    def _by_place(self, node: fx.Node) -> int:
-        return sum(position < self.place[node] for position in self.positions)
+    def _stage_by_order(self, node: fx.Node) -> int:
+        return sum(position < self.index[node] for position in self.positions)
 
-    def _stages(self, again: Set[fx.Node], runs: Sequence[Set[fx.Node]]) -> dict[fx.Node, set[int]]:
-        """Stages in which each node runs: its home, those that run it ``again``, or every stage that uses it."""
+    def _stages(self, recomputable: Set[fx.Node], runs: Sequence[Set[fx.Node]]) -> dict[fx.Node, set[int]]:
+        """Return the stages that run each node: its home, those that recompute it, or all that use it."""
         stages = {node: {stage for stage, nodes in enumerate(runs) if node in nodes} for node in self.order}
-        for node, home in self.home.items():
-            stages[node] |= set() if node in again else {home}
+        for node, home in self.home_stage.items():
+            stages[node] |= set() if node in recomputable else {home}
         for node in reversed(self.order):
             for other in node.all_input_nodes:
-                if other not in self.home:
+                if other not in self.home_stage:
                     stages[other] |= stages[node]
-        return self._with_changes(stages)
+        return self._with_mutations(stages)
 
-    def _with_changes(self, stages: dict[fx.Node, set[int]]) -> dict[fx.Node, set[int]]:
-        """Where a shared value runs, what changes it in place runs too, with all that needs: its users may only see a view."""
+    def _with_mutations(self, stages: dict[fx.Node, set[int]]) -> dict[fx.Node, set[int]]:
+        """Add to each stage that computes a value the in-place changes of that value, with their inputs.
+
+        The users of the value may hold only a view of it, so the change need not be among their inputs.
+        """
         work = [
             (other, stage)
             for node in self.order
-            for other in (self.memory.changes_of(node) if node not in self.home else ())
+            for other in (self.aliases.mutations_of(node) if node not in self.home_stage else ())
             for stage in stages[node]
         ]
         while work:
             node, stage = work.pop()
-            if node in self.home or stage in stages[node]:
+            if node in self.home_stage or stage in stages[node]:
                 continue
             stages[node].add(stage)
             work += [(other, stage) for other in node.all_input_nodes]
@@ -171,14 +185,18 @@ class Assigner:
     # ---- what crosses
 
     def _check_objects(self, stages: Mapping[fx.Node, set[int]]) -> None:
-        """Values that are no tensors stay in one stage, unless every stage can make them anew."""
+        """Refuse a value that is not a tensor and would have to cross, unless every stage can compute it."""
         for node in self.order:
-            if "val" in node.meta or node.op in ("get_attr", "output") or (node.op == "placeholder" and node not in self.home):
+            if (
+                "val" in node.meta
+                or node.op in ("get_attr", "output")
+                or (node.op == "placeholder" and node not in self.home_stage)
+            ):
                 continue
-            used = {stage for user in node.users if user in stages and not is_part(user) for stage in stages[user]}
-            crosses = bool(used - stages[node]) if node in self.home else len(used) > 1 and _is_mutable(node)
+            used = {stage for user in node.users if user in stages and not is_container_item(user) for stage in stages[user]}
+            crosses = bool(used - stages[node]) if node in self.home_stage else len(used) > 1 and _is_mutable_object(node)
             if crosses:
-                kind = _kind(node)
+                kind = _type_name(node)
                 cache = "set use_cache=False in the model's config, or give it in example_inputs and every batch"
                 remedy = cache if "Cache" in kind else "cut where it is not in use"
                 numbers = " and ".join(map(str, sorted(used | stages[node])))
@@ -187,13 +205,13 @@ class Assigner:
                     source=node.meta.get("source"),
                 )
 
-    def _check_changes(self, received: Sequence[Sequence[fx.Node]]) -> None:
-        """What is received is a copy: two views of one memory must not be changed behind a boundary."""
+    def _check_received_aliases(self, received: Sequence[Sequence[fx.Node]]) -> None:
+        """Refuse two received views of one memory that is changed later: each is received as a copy of its own."""
         for stage in range(1, self.num_stages):
             seen: dict[int, fx.Node] = {}
             for node in received[stage]:
-                late = any(self.home.get(other, 0) >= stage for other in self.memory.changes_of(node))
-                for memory in self.memory.of(node):
+                late = any(self.home_stage.get(other, 0) >= stage for other in self.aliases.mutations_of(node))
+                for memory in self.aliases.memory_of(node):
                     if late and memory in seen:
                         pair = f"{seen[memory].name!r} and {node.name!r}"
                         message = f"{pair} share memory that stage {stage} changes in place; cut elsewhere"
@@ -202,21 +220,21 @@ class Assigner:
 
 
 def _template(node: fx.Node) -> Any:
-    """The object that the node makes anew at every call, or None."""
+    """Return the object that the node builds anew at every call, or None."""
     return getattr(node.args[0], "value", None) if function_name(node) == "rebuild" and node.args else None
 
 
-def _is_record(node: fx.Node) -> bool:
-    """Whether the node only puts values together, so that each stage that uses the result can."""
+def _is_container(node: fx.Node) -> bool:
+    """Return whether the node only builds a container that nothing changes, so that every stage can build its own."""
     value = _template(node)
-    return (dataclasses.is_dataclass(value) or isinstance(value, (Mapping, tuple))) and not any(map(changes, node.users))
+    return (dataclasses.is_dataclass(value) or isinstance(value, (Mapping, tuple))) and not any(map(mutated_values, node.users))
 
 
-def _is_mutable(node: fx.Node) -> bool:
-    return _template(node) is not None and not _is_record(node)
+def _is_mutable_object(node: fx.Node) -> bool:
+    return _template(node) is not None and not _is_container(node)
 
 
-def _kind(node: fx.Node) -> str:
+def _type_name(node: fx.Node) -> str:
     if node.op == "placeholder":
         return f"value that changes, given for {node.target!r},"
     value = _template(node)

@@ -1,4 +1,4 @@
-"""Buffers and parameters that the forward changes have one owner: each rank has its own copy of them."""
+"""Owners of the buffers and parameters that a forward changes: one stage each, as every rank has its own copy."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from slapo_core import TraceError
 from .node_assignment import Assignment
 
 
-class State:
-    """Which stages change and which use each buffer and parameter, over all plans of one model.
+class StateOwnership:
+    """The stages that change and that use each buffer and parameter, over all programs of one model.
 
     Args:
         root: The model.
@@ -26,15 +26,15 @@ class State:
         self._weights: dict[str, str] = {}
         self._held: list[set[str]] = []
 
-    def check_holders(self, used: Sequence[set[str]], keep: Sequence[set[str]]) -> None:
-        """The first plan decides which process holds which weights; a later one must do with that.
+    def check_weight_owners(self, used: Sequence[set[str]], keep: Sequence[set[str]]) -> None:
+        """Record the weights that each stage of the first program holds; refuse a later program that needs others.
 
         Args:
-            used: Per stage the paths of modules, parameters and buffers that it calls or reads.
+            used: Per stage the paths of the modules, parameters and buffers that it calls or reads.
             keep: Per stage the paths that it holds.
 
         Raises:
-            TraceError: a stage uses a weight that another one holds.
+            TraceError: a stage uses a weight that another stage holds.
         """
         if not self._held:
             names = self._names()
@@ -51,21 +51,23 @@ class State:
                 )
 
     def _weights_in(self, paths: set[str]) -> set[str]:
-        return {name for place, name in self._weights.items() if place in paths or any(map(paths.__contains__, _above(place)))}
+        return {
+            name for place, name in self._weights.items() if place in paths or any(map(paths.__contains__, _outer_paths(place)))
+        }
 
-    def check(self, parts: Assignment) -> None:
-        """Add a plan to what is known.
+    def check(self, assignment: Assignment) -> None:
+        """Record the stages that use and change each tensor in one more program.
 
         Raises:
-            TraceError: one stage changes what another one uses too, other than as a value it receives.
+            TraceError: one stage changes a tensor that another stage uses other than as a received value.
         """
         names = self._names()
         changed, used = copy.deepcopy((self._changed, self._used))
-        for stage, nodes in enumerate(parts.nodes):
+        for stage, nodes in enumerate(assignment.nodes):
             for node in nodes:
                 for name in self._touched(node, names):
                     used.setdefault(name, set()).add(stage)
-                for name in self._written(node, parts, names):
+                for name in self._written(node, assignment, names):
                     changed.setdefault(name, set()).add(stage)
         for name, by in changed.items():
             if len(everywhere := by | used.get(name, set())) > 1:
@@ -76,7 +78,7 @@ class State:
         self._changed, self._used = changed, used
 
     def _names(self) -> dict[int, str]:
-        """One name for each tensor, wherever it is registered."""
+        """Return one name per tensor, even if it is registered at several paths."""
         root = self._root
         named = [*root.named_buffers(), *root.named_parameters()]
         return {id(tensor): name for name, tensor in named}
@@ -91,19 +93,19 @@ class State:
         return set()
 
     def _name(self, place: str, names: dict[int, str]) -> str:
-        """The one name of what is at ``place``: of a tensor that of ``names``, of anything else its own."""
+        """Return the name that ``names`` has for the tensor at ``place``, or ``place`` if that is no such tensor."""
         path, _, name = place.rpartition(".")
         return names.get(id(getattr(self._root.get_submodule(path), name, None)), place)
 
-    def _written(self, node: fx.Node, parts: Assignment, names: dict[int, str]) -> set[str]:
-        touched = parts.memory.touched_by([node])
-        reads = [read for read in parts.memory.reads if touched & parts.memory.of(read)]
+    def _written(self, node: fx.Node, assignment: Assignment, names: dict[int, str]) -> set[str]:
+        touched = assignment.aliases.memory_mutated_by([node])
+        reads = [read for read in assignment.aliases.reads if touched & assignment.aliases.memory_of(read)]
         written = {name for read in reads for name in self._touched(read, names)}
         return written | {self._name(place, names) for place in node.meta.get("changes", ())}
 
 
-def _above(place: str) -> Iterator[str]:
-    """Paths of the modules that a parameter is in."""
+def _outer_paths(place: str) -> Iterator[str]:
+    """Return the paths of the modules around a parameter."""
     return (place[:end] for end, letter in enumerate(place) if letter == ".")
 
 

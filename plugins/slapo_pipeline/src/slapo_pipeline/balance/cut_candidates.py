@@ -1,4 +1,4 @@
-"""The places at which stages of a model can end: its blocks, in the order in which they run."""
+"""Candidates for cuts: the ends of a model's blocks, in the order in which they run."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from torch import nn
 from slapo_core import TraceError, is_module_list, paths
 from slapo_tracing.nodes import is_opaque
 
-from ..assignment.block_inlining import Flat, finer
-from ..assignment.min_cut import nbytes
+from ..assignment.block_inlining import DividedGraph, with_inlined_blocks
+from ..assignment.min_cut import node_bytes
 from ..assignment.node_assignment import Assigner
-from ..assignment.state_ownership import State
-from ..tracing.flat_trace import cut_positions, is_custom, is_table, trace_flat
-from ..tracing.trace_cache import KeptTrace
+from ..assignment.state_ownership import StateOwnership
+from ..tracing.flat_trace import cut_positions, is_custom, is_parameterless, trace_flat
+from ..tracing.trace_cache import CachedTrace
 
 
 class Units:
-    """A model as a row of units: what runs from the end of one module to that of the next.
+    """A model as a sequence of units: the nodes from the end of one module to the end of the next.
 
     Args:
         root: The model.
-        inputs: Its arguments by name, each with a tensor of its own.
-        whole: Paths of modules that stay whole, and what is around each is taken apart.
-        ends: Those that end a unit, at any depth; default: all of ``whole`` that run.
-        all_end: Whether one of ``ends`` after which nothing runs is an error; else it is left out.
+        inputs: Its arguments by name; no tensor appears twice.
+        whole: Paths of the modules that are one node each; the modules around them are inlined.
+        ends: Paths of the modules that end a unit, at any depth; default: all of ``whole`` that run.
+        all_end: Whether an entry of ``ends`` with nothing after it is an error; else it is left out.
 
     Raises:
-        ScheduleError: one of ``ends`` does not run, or nothing runs between two of them, or after the last.
+        ScheduleError: an entry of ``ends`` does not run, or nothing runs between two of them, or after the last.
         TraceError: the model cannot be traced.
     """
 
@@ -52,27 +52,27 @@ class Units:
             final = [] if all_end else self._finals()
             found = cut_positions(root, self.flat.graph, [path for path in ends if path not in final])
         self.paths = [path for _, path in found]
-        """After which module each unit but the last ends."""
+        """Path of the module that ends each unit but the last."""
         self.positions = [position for position, _ in found]
 
     def __len__(self) -> int:
         return len(self.positions) + 1
 
-    def kept(self) -> KeptTrace:
-        """The trace, for the build."""
-        return KeptTrace(self.root, self.inputs, self.whole, self.flat)
+    def cached_trace(self) -> CachedTrace:
+        """Return the trace, for the build."""
+        return CachedTrace(self.root, self.inputs, self.whole, self.flat)
 
     def unit_of(self, position: int) -> int:
-        """The unit of the node at a place in the graph."""
+        """Return the unit of the node at a position in the graph."""
         return bisect_left(self.positions, position)
 
     def calls(self) -> list[tuple[int, str]]:
-        """Unit and path of each call of a module, in order."""
+        """Return unit and path of each call of a module, in order."""
         nodes = enumerate(self.nodes)
         return [(self.unit_of(position), str(node.target)) for position, node in nodes if node.op == "call_module"]
 
     def crossing(self) -> list[int | None]:
-        """Bytes that cross each place where a unit ends; None where no stage can end."""
+        """Return the bytes that cross the end of each unit but the last; None where no stage can end."""
         cuts = range(1, len(self))
         try:
             return list(self.crossing_at(cuts))
@@ -86,7 +86,7 @@ class Units:
             return None
 
     def crossing_at(self, cuts: Sequence[int]) -> list[int]:
-        """Bytes that cross each of these cuts, numbers of the units after them.
+        """Return the bytes that cross each of these cuts, given as the index of the unit after the cut.
 
         Raises:
             TraceError: the stages between them cannot run.
@@ -94,22 +94,22 @@ class Units:
         return _crossing(self._at(cuts))
 
     def sent_at(self, cuts: Sequence[int]) -> list[int]:
-        """The same when the stages are built, which may take blocks apart that hand on what could be made again."""
+        """Return the bytes that cross these cuts in the built stages, which may have blocks inlined to send fewer."""
         coarse = self._at(cuts)
-        return _crossing(finer(self.root, self.inputs, [self.paths[cut - 1] for cut in cuts], coarse) or coarse)
+        return _crossing(with_inlined_blocks(self.root, self.inputs, [self.paths[cut - 1] for cut in cuts], coarse) or coarse)
 
     def refusal(self, cuts: Sequence[int]) -> TraceError | None:
-        """Why the stages between these cuts cannot run; None where they can."""
+        """Return the error of the stages between these cuts, or None if they can run."""
         try:
             self.crossing_at(cuts)
         except TraceError as err:
             return err
         return None
 
-    def _at(self, cuts: Sequence[int]) -> Flat:
-        parts = Assigner(self.flat.graph, self.root, [self.positions[cut - 1] for cut in cuts]).run()
-        State(self.root).check(parts)
-        return Flat(self.flat, parts)
+    def _at(self, cuts: Sequence[int]) -> DividedGraph:
+        assignment = Assigner(self.flat.graph, self.root, [self.positions[cut - 1] for cut in cuts]).run()
+        StateOwnership(self.root).check(assignment)
+        return DividedGraph(self.flat, assignment)
 
     def _last_runs(self) -> list[tuple[int, str]]:
         names = {id(module): name for name, module in self.root.named_modules()}
@@ -119,7 +119,7 @@ class Units:
         return sorted((index, path) for path, index in calls.items() if path in known and index < end)
 
     def _finals(self) -> list[str]:
-        """Paths of what runs last, and of what that is in."""
+        """Return the paths of the module that runs last and of the modules around it."""
         calls = self._last_calls()
         last = max(calls, key=calls.__getitem__, default="")
         return [path for path, _ in self.root.named_modules() if f"{last}.".startswith(f"{path}.")]
@@ -130,50 +130,50 @@ class Units:
 
 
 def blocks(root: nn.Module, leaves: Collection[str] = ()) -> list[str]:
-    """Paths of the modules that stay whole at first: members of lists, what stands beside the lists, and ``leaves``."""
-    return list(_inside(root, "", leaves))
+    """Return the paths of the blocks: members of module lists, modules beside such lists, and ``leaves``."""
+    return list(_blocks_inside(root, "", leaves))
 
 
 def is_member(root: nn.Module, path: str) -> bool:
-    """Return whether the module is one of a list's."""
+    """Return whether the module is a member of a module list."""
     return _is_list(root.get_submodule(paths.split(path)[0]))
 
 
-def taken_apart(root: nn.Module, path: str, leaves: Collection[str] = ()) -> list[str]:
-    """Return the parts of a block: only itself, where nothing is known to be inside."""
+def inner_blocks(root: nn.Module, path: str, leaves: Collection[str] = ()) -> list[str]:
+    """Return the blocks inside a block, or the block itself if it cannot be divided."""
     module = root.get_submodule(path)
     is_whole = path in leaves or is_opaque(module) or not (is_custom(module) or _is_list(module))
-    return [path] if is_whole else list(_inside(module, path, leaves)) or [path]
+    return [path] if is_whole else list(_blocks_inside(module, path, leaves)) or [path]
 
 
-def _inside(module: nn.Module, path: str, leaves: Collection[str]) -> Iterator[str]:
+def _blocks_inside(module: nn.Module, path: str, leaves: Collection[str]) -> Iterator[str]:
     for name, child in module._modules.items():
         here = paths.join(path, name)
-        if child is None or is_table(child):
+        if child is None or is_parameterless(child):
             continue
-        if here in leaves or (not _runs_nothing(child) and (_is_list(module) or not _is_opened(child))):
+        if here in leaves or (not _has_no_forward(child) and (_is_list(module) or not _is_divided(child))):
             yield here
         else:
-            yield from _inside(child, here, leaves)
+            yield from _blocks_inside(child, here, leaves)
 
 
 def _is_list(module: nn.Module) -> bool:
     return is_module_list(module) or isinstance(module, nn.Sequential)
 
 
-def _runs_nothing(module: nn.Module) -> bool:
-    """Return whether the module only holds others, which the module around it runs."""
+def _has_no_forward(module: nn.Module) -> bool:
+    """Return whether the module is a container whose members are called by the module around it."""
     return isinstance(module, nn.ModuleDict) or (is_module_list(module) and not isinstance(module, nn.Sequential))
 
 
-def _is_opened(module: nn.Module) -> bool:
-    """Return whether the module is a container, or its own forward runs the members of a list inside."""
+def _is_divided(module: nn.Module) -> bool:
+    """Return whether the module is a container, or has a module list inside whose members its forward calls."""
     if is_opaque(module):
         return False
-    if _is_list(module) or _runs_nothing(module):
+    if _is_list(module) or _has_no_forward(module):
         return True
-    return any(_is_opened(child) for child in module.children() if not isinstance(child, nn.Sequential))
+    return any(_is_divided(child) for child in module.children() if not isinstance(child, nn.Sequential))
 
 
-def _crossing(flat: Flat) -> list[int]:
-    return [sum(map(nbytes, received)) for received in flat.parts.received[1:]]
+def _crossing(flat: DividedGraph) -> list[int]:
+    return [sum(map(node_bytes, received)) for received in flat.assignment.received[1:]]

@@ -1,4 +1,4 @@
-"""From a number of stages to the modules that end them."""
+"""Search for the modules that end a given number of stages, so that the largest stage costs least."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import nn
 from slapo_core import ScheduleError, TraceError, get_logger
 
 from ..partition.partitioner import Partitioner
-from ..tracing.flat_trace import opened_by
-from ..tracing.trace_cache import KeptTrace
-from .cut_candidates import Units, blocks, is_member, taken_apart
-from .optimal_cuts import Placement, best_placement, placements
-from .stage_table import PlacedStage, StageTable
+from ..tracing.flat_trace import inlined_paths
+from ..tracing.trace_cache import CachedTrace
+from .cut_candidates import Units, blocks, inner_blocks, is_member
+from .optimal_cuts import CutChoice, best_cuts, cuts_by_cost
+from .stage_table import StageRow, StageTable
 from .unit_costs import Costs
 
-_TRIES = 16
-"""Placements that the partitioner may refuse before the search ends."""
+_MAX_REFUSALS = 16
+"""Choices of cuts that the partitioner may refuse before the search ends."""
 
 
-def placed_at(
+def given_cuts(
     root: nn.Module,
     inputs: Mapping[str, Any],
     ends: Sequence[str],
@@ -31,67 +31,67 @@ def placed_at(
     microbatches: int | None,
     *,
     all_end: bool = True,
-) -> tuple[StageTable, KeptTrace]:
-    """The stages that end after given modules, and the trace that shows them.
+) -> tuple[StageTable, CachedTrace]:
+    """Return the stages that end after given modules, and the trace they were found in.
 
     Args:
         root: The model.
         inputs: A batch, by name.
-        ends: Paths, in any order.
-        balance: What to show of each stage; see ``Costs``.
-        microbatches: How many a batch has; default: as many as there are stages.
-        all_end: Whether one after which nothing runs is an error; else it ends the last stage.
+        ends: Paths of the modules, in any order.
+        balance: The cost to show of each stage; see ``Costs``.
+        microbatches: Micro-batches per batch; default: the number of stages.
+        all_end: Whether a module with nothing after it is an error; else it ends the last stage.
 
     Raises:
-        ScheduleError: one does not run, or nothing runs between two or after the last.
-        TraceError: the partitioner refuses them.
+        ScheduleError: a module does not run, or nothing runs between two of them or after the last.
+        TraceError: the partitioner refuses these stages.
     """
     units = Units(root, inputs, ends, ends, all_end=all_end)
     cuts = tuple(range(1, len(units)))
     if (refusal := units.refusal(cuts)) is not None:
         raise refusal
-    return _table(units, Costs(units, balance, len(units), microbatches or len(units)), cuts), units.kept()
+    return _table(units, Costs(units, balance, len(units), microbatches or len(units)), cuts), units.cached_trace()
 
 
-def placed(
+def search_cuts(
     root: nn.Module,
     inputs: Mapping[str, Any],
     stages: int,
     balance: str,
     microbatches: int | None,
     leaves: Collection[str] = (),
-) -> tuple[StageTable, KeptTrace]:
-    """The stages whose largest cost is least, and the trace that shows them.
+) -> tuple[StageTable, CachedTrace]:
+    """Return the stages whose largest cost is least, and the trace they were found in.
 
     Args:
         root: The model.
         inputs: A batch, by name.
-        stages: How many.
-        balance: What to balance; see ``Costs``.
-        microbatches: How many a batch has; default: as many as there are stages.
+        stages: Number of stages.
+        balance: The cost to balance; see ``Costs``.
+        microbatches: Micro-batches per batch; default: the number of stages.
         leaves: Paths of modules that no stage ends in.
 
     Raises:
         ScheduleError: the model has too few places where a stage can end.
-        TraceError: the model cannot be traced, or the partitioner refuses all placements.
+        TraceError: the model cannot be traced, or the partitioner refuses all choices of cuts.
     """
     search = _Search(root, inputs, stages, balance, microbatches or stages, leaves)
-    level, placement = search.coarse()
-    while (whole := _finer(level, placement)) != level.units.whole:
+    level, choice = search.coarse()
+    while (whole := _split_largest_stage(level, choice)) != level.units.whole:
         try:
             finer = search.level(whole)
             better = finer.best()
         except (ScheduleError, TraceError):
-            break  # what is inside the blocks is of no use; they stay whole
-        if better.largest >= placement.largest:
+            break  # the blocks cannot be divided; keep the cuts between them
+        if better.largest >= choice.largest:
             break
-        level, placement = finer, better
-    level.warn_of_refused(placement)
-    return _table(level.units, level.costs, placement.cuts), level.units.kept()
+        level, choice = finer, better
+    level.warn_of_refused(choice)
+    return _table(level.units, level.costs, choice.cuts), level.units.cached_trace()
 
 
 class _Search:
-    """The search for one placement, in blocks that are taken apart further and further."""
+    """The search for one choice of cuts, at levels that divide the blocks further and further."""
 
     def __init__(
         self,
@@ -105,16 +105,16 @@ class _Search:
         self.root, self.inputs, self.stages, self.balance, self.microbatches = root, inputs, stages, balance, microbatches
         self.leaves = leaves
         self.widest: int | None = None
-        """Bytes that cross between the members of lists; a place where more crosses is none."""
+        """Largest number of bytes that cross between members of module lists; a cut that more bytes cross is not taken."""
 
     def level(self, whole: Sequence[str]) -> _Level:
-        """The model with these blocks whole."""
+        """Return the level at which these blocks are whole."""
         return _Level(self, Units(self.root, self.inputs, whole))
 
-    def coarse(self) -> tuple[_Level, Placement]:
-        """The best placement between blocks that are taken apart only as far as there are too few."""
+    def coarse(self) -> tuple[_Level, CutChoice]:
+        """Return the best cuts between blocks; blocks are divided only while there are too few places."""
         level = self.level(blocks(self.root, self.leaves))
-        self.widest = _widest(level)
+        self.widest = _largest_crossing(level)
         while True:
             missing = self.stages - 1 - level.num_places
             if missing <= 0:
@@ -122,17 +122,17 @@ class _Search:
             if missing <= len(level.refused) and (refusal := level.units.refusal(level.refused[:1])) is not None:
                 raise refusal
             whole = level.units.whole
-            inner = [part for path in whole for part in taken_apart(self.root, path, self.leaves)]
+            inner = [part for path in whole for part in inner_blocks(self.root, path, self.leaves)]
             if inner == whole:
-                raise _too_few(self.stages, level.num_places)
+                raise _too_few_places(self.stages, level.num_places)
             try:
                 level = self.level(inner)
             except TraceError as err:
-                raise _too_few(self.stages, level.num_places) from err
+                raise _too_few_places(self.stages, level.num_places) from err
 
 
 class _Level:
-    """The model as a row of units, and what the stages made of them cost."""
+    """The model as a sequence of units, and the costs of stages of these units."""
 
     def __init__(self, search: _Search, units: Units) -> None:
         self.search, self.units = search, units
@@ -142,7 +142,7 @@ class _Level:
 
     @property
     def wide(self) -> list[int]:
-        """Cuts that more crosses than the places between members of lists."""
+        """Cuts that more bytes cross than any place between members of module lists."""
         widest = self.search.widest
         return [cut for cut, size in enumerate(self.sent, 1) if widest is not None and size > widest]
 
@@ -156,19 +156,21 @@ class _Level:
         """Return the costs of the units."""
         return Costs(self.units, self.search.balance, self.search.stages, self.search.microbatches)
 
-    def best(self) -> Placement:
-        """The best placement that is not refused; or what the partitioner says of the best."""
+    def best(self) -> CutChoice:
+        """Return the best cuts that are not refused; raise the partitioner's error for the best if all are."""
         first: ScheduleError | TraceError | None = None
-        for placement in islice(placements(self.costs, self.sent, self.search.stages, [*self.refused, *self.wide]), _TRIES):
-            err = self.units.refusal(placement.cuts) or _refusal(self.units, placement.cuts)
+        for choice in islice(
+            cuts_by_cost(self.costs, self.sent, self.search.stages, [*self.refused, *self.wide]), _MAX_REFUSALS
+        ):
+            err = self.units.refusal(choice.cuts) or _refusal(self.units, choice.cuts)
             if err is None:
-                return placement
+                return choice
             first = first or err
-        raise first or _too_few(self.search.stages, self.num_places)
+        raise first or _too_few_places(self.search.stages, self.num_places)
 
-    def warn_of_refused(self, taken: Placement) -> None:
-        """Say what would be better, were it not refused."""
-        better = best_placement(self.costs, self.sent, self.search.stages, self.wide)
+    def warn_of_refused(self, taken: CutChoice) -> None:
+        """Warn if refused cuts would have a smaller largest cost."""
+        better = best_cuts(self.costs, self.sent, self.search.stages, self.wide)
         if better is None or better.largest >= taken.largest:
             return
         cut = next((cut for cut in better.cuts if cut in self.refused), None)
@@ -179,23 +181,23 @@ class _Level:
         get_logger().warning(message, more * 100, where, refusal)
 
 
-def _finer(level: _Level, placement: Placement) -> list[str]:
-    """The blocks, those of the dearest stage taken apart that cost more than stages do on average."""
-    units, ends = level.units, [0, *placement.cuts, len(level.units)]
+def _split_largest_stage(level: _Level, choice: CutChoice) -> list[str]:
+    """Return the blocks, with those of the most expensive stage divided that cost more than the average stage."""
+    units, ends = level.units, [0, *choice.cuts, len(level.units)]
     costs = [level.costs(stage, begin, end) for stage, (begin, end) in enumerate(pairwise(ends))]
-    dearest = costs.index(placement.largest)
-    dear = {
+    largest = costs.index(choice.largest)
+    expensive = {
         unit
-        for unit in range(ends[dearest], ends[dearest + 1])
-        if level.costs(dearest, unit, unit + 1) * len(costs) > sum(costs)
+        for unit in range(ends[largest], ends[largest + 1])
+        if level.costs(largest, unit, unit + 1) * len(costs) > sum(costs)
     }
-    opened = {path for unit, path in units.calls() if unit in dear}
+    divided = {path for unit, path in units.calls() if unit in expensive}
     leaves = level.search.leaves
-    return [part for path in units.whole for part in (taken_apart(units.root, path, leaves) if path in opened else [path])]
+    return [part for path in units.whole for part in (inner_blocks(units.root, path, leaves) if path in divided else [path])]
 
 
-def _widest(level: _Level) -> int | None:
-    """Bytes that cross between the members of lists; None where no stage can end at any."""
+def _largest_crossing(level: _Level) -> int | None:
+    """Return the largest number of bytes that cross between members of module lists; None if no stage can end there."""
     units = level.units
     sizes = [
         size for path, size in zip(units.paths, level.crossing, strict=True) if size is not None and is_member(units.root, path)
@@ -203,7 +205,7 @@ def _widest(level: _Level) -> int | None:
     return max(sizes, default=None)
 
 
-def _too_few(stages: int, places: int) -> ScheduleError:
+def _too_few_places(stages: int, places: int) -> ScheduleError:
     what = f"the model's blocks end at {places} places" if places != 1 else "the model's blocks end at 1 place"
     return ScheduleError(
         f"{stages} stages need {stages - 1} cuts, but {what} where a stage can end; take fewer stages, or give boundaries=",
@@ -212,9 +214,9 @@ def _too_few(stages: int, places: int) -> ScheduleError:
 
 
 def _refusal(units: Units, cuts: Sequence[int]) -> ScheduleError | TraceError | None:
-    """Why the partitioner refuses, where it takes less of the model apart than it was for finding places."""
+    """Return the partitioner's error, or None. Needed only where the partitioner inlines fewer modules than the search did."""
     paths = [units.paths[cut - 1] for cut in cuts]
-    if opened_by(paths) == opened_by(units.whole):
+    if inlined_paths(paths) == inlined_paths(units.whole):
         return None
     try:
         Partitioner(units.root, paths, None).program(units.root.training, units.inputs)
@@ -230,7 +232,7 @@ def _table(units: Units, costs: Costs, cuts: Sequence[int]) -> StageTable:
     stages = []
     for stage, (begin, end) in enumerate(pairwise(ends)):
         run = [path for unit, path in calls if begin <= unit < end]
-        row = PlacedStage(
+        row = StageRow(
             first=run[0],
             last=run[-1],
             parameters=costs.parameters.of(begin, end),

@@ -1,4 +1,4 @@
-"""Where to cut a row of units so that the largest stage costs least.
+"""Optimal cuts of a sequence of units: the largest cost of a stage is least.
 
 The units are ``0`` to ``n - 1``; cut ``c`` lies before unit ``c``, so that a stage runs the units from one cut to the next.
 """
@@ -19,40 +19,40 @@ It does not fall with more units, nor rise for the same units in a later stage.
 """
 
 
-class Amounts:
-    """How much some units in a row have, where what several of them have counts once.
+class SharedAmounts:
+    """Sums over contiguous units in which a shared item, such as a tied parameter, counts once.
 
     Args:
-        num_units: Length of the whole row.
-        uses: Unit, thing and amount, ascending by unit.
+        num_units: Number of units.
+        uses: Unit, key of the item and amount, ascending by unit.
     """
 
     def __init__(self, num_units: int, uses: Iterable[tuple[int, Hashable, int]]) -> None:
         first = [0] * num_units
         again: list[list[tuple[int, int]]] = [[] for _ in range(num_units)]
         last: dict[Hashable, int] = {}
-        for unit, thing, amount in uses:
-            if thing not in last:
+        for unit, key, amount in uses:
+            if key not in last:
                 first[unit] += amount
-            for begin in range(last.get(thing, unit) + 1, unit + 1):  # rows that begin here lack the use before
+            for begin in range(last.get(key, unit) + 1, unit + 1):  # ranges that begin here exclude the use before
                 again[begin].append((unit, amount))
-            last[thing] = unit
+            last[key] = unit
         self._first = [0, *accumulate(first)]
         self._again = [([unit for unit, _ in found], [0, *accumulate(amount for _, amount in found)]) for found in again]
 
     def of(self, begin: int, end: int) -> int:
-        """The amount of units ``begin`` to ``end - 1``."""
+        """Return the amount of units ``begin`` to ``end - 1``."""
         units, sums = self._again[begin]
         return self._first[end] - self._first[begin] + sums[bisect_left(units, end)]
 
 
-class Placement(NamedTuple):
-    """Where to cut. The least is the best: of equal largest costs the fewest bytes that cross, then the most even costs.
+class CutChoice(NamedTuple):
+    """A choice of cuts. The least tuple is the best: least largest cost, then fewest bytes that cross, then most even costs.
 
     Args:
-        largest: Cost of the dearest stage.
+        largest: Cost of the most expensive stage.
         crossing: Bytes that cross all cuts.
-        unevenness: Sum of the squares of the costs, which is least where all are equal.
+        unevenness: Sum of the squares of the costs, which is least if all are equal.
         cuts: Ascending.
     """
 
@@ -62,67 +62,67 @@ class Placement(NamedTuple):
     cuts: tuple[int, ...]
 
 
-def best_placement(cost: Cost, crossing: Sequence[int], stages: int, without: Collection[int] = ()) -> Placement | None:
-    """The best placement of ``stages - 1`` cuts, or None where there are too few places.
+def best_cuts(cost: Cost, crossing: Sequence[int], stages: int, without: Collection[int] = ()) -> CutChoice | None:
+    """Return the best ``stages - 1`` cuts, or None if there are too few places.
 
     Args:
-        cost: Of a stage.
-        crossing: Bytes that cross cut 1, cut 2 and so on; there is one unit more.
-        stages: How many, at least one.
-        without: Cuts not to be used.
+        cost: Cost of a stage.
+        crossing: Bytes that cross cut 1, cut 2 and so on, one entry fewer than units.
+        stages: Number of stages, at least one.
+        without: Cuts that are excluded.
     """
     size = len(crossing) + 1
     ends = [0, *(cut for cut in range(1, size) if cut not in without), size]
     if stages >= len(ends):
         return None
-    largest = _least_largest(cost, ends, stages)
-    best: list[dict[int, _Begun]] = [{0: _Begun(0, 0, 0)}]
+    largest = _smallest_maximum(cost, ends, stages)
+    best: list[dict[int, _Prefix]] = [{0: _Prefix(0, 0, 0)}]
     for stage in range(stages):
-        best.append(_one_more(best[-1], partial(cost, stage), crossing, ends, largest))
+        best.append(_add_stage(best[-1], partial(cost, stage), crossing, ends, largest))
     index = len(ends) - 1
     whole = best[-1][index]
     cuts = []
-    for begun in reversed(best[1:]):
-        index = begun[index].before
+    for prefix in reversed(best[1:]):
+        index = prefix[index].before
         cuts.append(ends[index])
-    return Placement(largest, whole.crossing, whole.unevenness, tuple(reversed(cuts[:-1])))
+    return CutChoice(largest, whole.crossing, whole.unevenness, tuple(reversed(cuts[:-1])))
 
 
-def placements(cost: Cost, crossing: Sequence[int], stages: int, without: Collection[int] = ()) -> Iterator[Placement]:
-    """All placements, the best first.
+def cuts_by_cost(cost: Cost, crossing: Sequence[int], stages: int, without: Collection[int] = ()) -> Iterator[CutChoice]:
+    """Yield all choices of cuts, best first.
 
-    Any other placement lacks one of the best's cuts, so the next one is the best of those without one of them.
+    Every other choice lacks one of the best one's cuts, so the next is the best of the choices that exclude one of these.
     """
-    waiting: list[tuple[Placement, int, frozenset[int]]] = []
+    waiting: list[tuple[CutChoice, int, frozenset[int]]] = []
     tried: set[frozenset[int]] = set()
     given: set[tuple[int, ...]] = set()
 
     def add(excluded: frozenset[int]) -> None:
-        found = best_placement(cost, crossing, stages, excluded) if excluded not in tried else None
+        found = best_cuts(cost, crossing, stages, excluded) if excluded not in tried else None
         tried.add(excluded)
         if found is not None:
             heapq.heappush(waiting, (found, len(tried), excluded))
 
     add(frozenset(without))
     while waiting:
-        placement, _, excluded = heapq.heappop(waiting)
-        if placement.cuts not in given:
-            given.add(placement.cuts)
-            yield placement
-        for cut in placement.cuts:
+        choice, _, excluded = heapq.heappop(waiting)
+        if choice.cuts not in given:
+            given.add(choice.cuts)
+            yield choice
+        for cut in choice.cuts:
             add(excluded | {cut})
 
 
-class _Begun(NamedTuple):
-    """The best way to cut the first units: as in ``Placement``, and the index of the end of the stage before the last."""
+class _Prefix(NamedTuple):
+    """The best cuts of the first units: sums as in ``CutChoice``, and the index of the end of the stage before the last."""
 
     crossing: int
     unevenness: int
     before: int
 
 
-def _least_largest(cost: Cost, ends: Sequence[int], stages: int) -> int:
-    """The largest cost of the placement where that is least. The cost of what is before an end grows with it."""
+def _smallest_maximum(cost: Cost, ends: Sequence[int], stages: int) -> int:
+    """Return the least largest cost of a stage. Bisection works as the cost of the units before an end grows with it."""
     count = len(ends) - 1
     least = [0, *(cost(0, 0, end) for end in ends[1:])]
     for stage in range(1, stages):
@@ -137,20 +137,20 @@ def _least_largest(cost: Cost, ends: Sequence[int], stages: int) -> int:
     return least[count]
 
 
-def _one_more(
-    begun: dict[int, _Begun], cost: Callable[[int, int], int], crossing: Sequence[int], ends: Sequence[int], largest: int
-) -> dict[int, _Begun]:
-    """The best ways with one more stage, none dearer than ``largest``, by the index of their end."""
-    longer: dict[int, _Begun] = {}
+def _add_stage(
+    prefixes: dict[int, _Prefix], cost: Callable[[int, int], int], crossing: Sequence[int], ends: Sequence[int], largest: int
+) -> dict[int, _Prefix]:
+    """Extend the prefixes by one stage that costs at most ``largest``; the keys are the indices of their ends."""
+    longer: dict[int, _Prefix] = {}
     for end in range(1, len(ends)):
         for begin in range(end - 1, -1, -1):
-            if begin not in begun:
+            if begin not in prefixes:
                 continue
             price = cost(ends[begin], ends[end])
             if price > largest:
                 break
             sent = crossing[ends[begin] - 1] if begin else 0
-            way = _Begun(begun[begin].crossing + sent, begun[begin].unevenness + price * price, begin)
+            way = _Prefix(prefixes[begin].crossing + sent, prefixes[begin].unevenness + price * price, begin)
             if end not in longer or way[:2] < longer[end][:2]:
                 longer[end] = way
     return longer

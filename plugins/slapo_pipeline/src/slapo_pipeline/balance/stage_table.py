@@ -1,4 +1,4 @@
-"""What stages a model has come to, as a table to read."""
+"""Table of a model's stages: modules, parameters, costs and received bytes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 
 @dataclass(frozen=True)
-class PlacedStage:
+class StageRow:
     """One stage, for the example inputs as one micro-batch.
 
     Args:
         first: Path of the first module it runs.
         last: Path of the last.
-        parameters: How many numbers its parameters hold; one of several stages counts in each.
-        parameter_bytes: Their size.
-        cost: What was balanced: bytes of the parameters that are used here first, FLOPs of a forward, or bytes of memory.
+        parameters: Number of elements of its parameters; a shared parameter counts in each of its stages.
+        parameter_bytes: Bytes of its parameters.
+        cost: The balanced cost: bytes of the parameters that are used here first, FLOPs of a forward, or bytes of memory.
         received: Bytes it receives from the stage before.
     """
 
@@ -34,27 +34,33 @@ class StageTable:
     """The stages in order; printed as a table.
 
     Args:
-        balance: What ``cost`` is of each stage: ``"parameters"``, ``"flops"`` or ``"memory"``.
-        stages: In order.
-        cuts: Paths of the modules that end them, but for the last.
+        balance: Kind of the costs: ``"parameters"``, ``"flops"`` or ``"memory"``.
+        stages: One row per stage.
+        cuts: Paths of the modules that end all stages but the last.
     """
 
     balance: str
-    stages: tuple[PlacedStage, ...]
+    stages: tuple[StageRow, ...]
     cuts: tuple[str, ...]
 
     def __str__(self) -> str:
         cost = {"flops": "forward FLOPs", "memory": "memory"}.get(self.balance)
         rows = [["stage", "from", "to", "parameters", "their size", *([cost] if cost else []), "receives"]]
         for index, stage in enumerate(self.stages):
-            words = [str(index), stage.first, stage.last, _short(stage.parameters), f"{_short(stage.parameter_bytes)}B"]
-            words += [_short(stage.cost) + ("B" if self.balance == "memory" else "")] if cost else []
-            rows.append([*words, f"{_short(stage.received)}B"])
+            words = [
+                str(index),
+                stage.first,
+                stage.last,
+                _with_prefix(stage.parameters),
+                f"{_with_prefix(stage.parameter_bytes)}B",
+            ]
+            words += [_with_prefix(stage.cost) + ("B" if self.balance == "memory" else "")] if cost else []
+            rows.append([*words, f"{_with_prefix(stage.received)}B"])
         return "\n".join(_lines(rows))
 
 
-def _short(amount: int) -> str:
-    """Three digits and a decimal prefix: ``1.23 M``."""
+def _with_prefix(amount: int) -> str:
+    """Format a number with three digits and a decimal prefix: ``1.23 M``."""
     value, prefix = float(amount), 0
     while value >= 999.5 and prefix + 1 < len(_PREFIXES):
         value, prefix = value / 1000, prefix + 1

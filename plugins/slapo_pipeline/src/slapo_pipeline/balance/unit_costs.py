@@ -1,4 +1,4 @@
-"""Costs of a model's units, found without running it on real weights."""
+"""Costs of a model's units, measured on fake tensors or counted from its parameters."""
 
 from __future__ import annotations
 
@@ -18,50 +18,52 @@ from slapo_tracing.nodes import current_modes, leave_modes
 from slapo_tracing.recording import Sandbox
 
 from .cut_candidates import Units
-from .optimal_cuts import Amounts
+from .optimal_cuts import SharedAmounts
 
 BALANCES = ("parameters", "flops", "memory")
-STATES = 4
-"""Tensors of a trained parameter's size and dtype: itself, its gradient and two states of the optimizer."""
+TENSORS_PER_PARAMETER = 4
+"""Tensors of a trained parameter's size and dtype: the parameter, its gradient and two optimizer states."""
 
-_ATTENTION = (
+_ATTENTION_OPERATORS = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
     torch.ops.aten._scaled_dot_product_fused_attention_overrideable,
 )
-"""Operators that torch's own table leaves out."""
+"""Operators that the table of torch's ``FlopCounterMode`` lacks."""
 
 Use = tuple[int, Hashable, int]
 
 
 class Costs:
-    """Cost of each unit; ``costs(stage, begin, end)`` is what is balanced.
+    """Costs of the units; ``costs(stage, begin, end)`` is the balanced cost of a stage.
 
     Args:
-        units: Of the model.
+        units: Units of the model.
         balance: One of ``BALANCES``.
-        stages: How many there are.
-        microbatches: How many a batch has.
+        stages: Number of stages.
+        microbatches: Micro-batches per batch.
     """
 
     def __init__(self, units: Units, balance: str, stages: int, microbatches: int) -> None:
         size = len(units)
         self.balance = balance
         self.in_flight = [min(stages - stage, microbatches) for stage in range(stages)]
-        """Micro-batches of which a stage keeps the forward's values at a time, under 1F1B."""
+        """Per stage the micro-batches whose activations it keeps at a time, under 1F1B."""
         uses = _parameter_uses(units)
-        self.parameters = Amounts(size, [(unit, key, p.numel()) for unit, key, p in uses])
-        self.bytes = Amounts(size, [(unit, key, p.nbytes) for unit, key, p in uses])
-        self.flops = self.saved = self._states = Amounts(size, ())
-        self._owned = Amounts(size, [(unit, key, p.nbytes) for unit, key, p in _first(uses)])
+        self.parameters = SharedAmounts(size, [(unit, key, p.numel()) for unit, key, p in uses])
+        self.bytes = SharedAmounts(size, [(unit, key, p.nbytes) for unit, key, p in uses])
+        self.flops = self.saved = self._states = SharedAmounts(size, ())
+        self._owned = SharedAmounts(size, [(unit, key, p.nbytes) for unit, key, p in _first_uses(uses)])
         if balance == "memory":
-            self._states = Amounts(size, [(unit, key, p.nbytes * (STATES if p.requires_grad else 1)) for unit, key, p in uses])
+            self._states = SharedAmounts(
+                size, [(unit, key, p.nbytes * (TENSORS_PER_PARAMETER if p.requires_grad else 1)) for unit, key, p in uses]
+            )
         if balance == "flops":
-            self.flops = Amounts(size, _Flops(units).measure())
+            self.flops = SharedAmounts(size, _FlopsMeter(units).measure())
         elif balance == "memory":
-            self.saved = Amounts(size, _Saved(units).measure())
+            self.saved = SharedAmounts(size, _SavedBytesMeter(units).measure())
 
     def __call__(self, stage: int, begin: int, end: int) -> int:
-        """Bytes of the parameters that are used first in these units, FLOPs, or bytes of memory."""
+        """Return the bytes of the parameters that are used first in these units, FLOPs, or bytes of memory."""
         if self.balance == "parameters":
             return self._owned.of(begin, end)
         if self.balance == "flops":
@@ -70,7 +72,7 @@ class Costs:
 
 
 def _parameter_uses(units: Units) -> list[tuple[int, int, nn.Parameter]]:
-    """Unit, key and parameter of every use, in order."""
+    """Return unit, key and parameter of every use, in order."""
     places = {node: index for index, node in enumerate(units.nodes)}
     tables = {path: module._parameters for path, module in units.root.named_modules(remove_duplicate=False)}
     found: list[tuple[int, int, nn.Parameter]] = []
@@ -86,7 +88,7 @@ def _parameter_uses(units: Units) -> list[tuple[int, int, nn.Parameter]]:
     return sorted(found, key=lambda use: use[0])
 
 
-def _first(uses: list[tuple[int, int, nn.Parameter]]) -> list[tuple[int, int, nn.Parameter]]:
+def _first_uses(uses: list[tuple[int, int, nn.Parameter]]) -> list[tuple[int, int, nn.Parameter]]:
     return list({key: (unit, key, parameter) for unit, key, parameter in reversed(uses)}.values())[::-1]
 
 
@@ -97,25 +99,25 @@ def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *arg
 
 
 class _Meter(fx.Interpreter):
-    """Runs the graph on fake tensors and notes what each node took."""
+    """Interpreter that runs the graph on fake tensors and records the cost of each node."""
 
     def __init__(self, units: Units) -> None:
         super().__init__(units.root, graph=units.flat.graph)
-        self.extra_traceback = False  # errors stay what they are
+        self.extra_traceback = False  # else fx prints the node for every error
         self.units = units
         self.places = {node: index for index, node in enumerate(units.nodes)}
         self.unit = 0
         self.found: list[Use] = []
 
     def watch(self) -> AbstractContextManager[Any]:
-        """Return the mode that notes costs while its context is open."""
+        """Return the context manager that records costs while it is open."""
         raise NotImplementedError
 
     def measure(self) -> list[Use]:
-        """Unit, thing and amount of all that was noted.
+        """Return unit, key and amount of all recorded costs.
 
         Raises:
-            ScheduleError: a module asks for the values of a tensor, or an operator has no fake kernel.
+            ScheduleError: a module reads the values of a tensor, or an operator has no fake kernel.
         """
         units = self.units
         guard = guard_of(units.flat)
@@ -128,46 +130,46 @@ class _Meter(fx.Interpreter):
                 self.run(*tree_map_only(torch.Tensor, sandbox.enter_input, inputs))
         except SlapoError:
             raise
-        except Exception as err:  # of the model's code and of fake tensors, which may be any
+        except Exception as err:  # the model's code and fake tensors may raise anything
             what = f"the model does not run on fake tensors, so its FLOPs and memory are not known: {err}"
             raise ScheduleError(f"{what}; use balance='parameters'", primitive="pipeline") from err
         finally:
-            if current_modes() != before:  # the run failed inside of a region
+            if current_modes() != before:  # the run failed inside a region
                 leave_modes(before)
         return self.found
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run a node, as part of its unit."""
+        """Run a node and note its unit."""
         self.unit = self.units.unit_of(self.places[n])
         return super().run_node(n)
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """A weight, or a constant of the graph."""
+        """Return a weight, or a constant of the graph."""
         return self.fetch_attr(target) if "." in target or hasattr(self.module, target) else getattr(self.units.flat, target)
 
 
-class _Flops(_Meter):
-    """FLOPs."""
+class _FlopsMeter(_Meter):
+    """Meter of FLOPs."""
 
     def watch(self) -> AbstractContextManager[Any]:
-        """Count."""
-        self.counter = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(_ATTENTION, _attention_flops))
+        """Return a FLOP counter."""
+        self.counter = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(_ATTENTION_OPERATORS, _attention_flops))
         return self.counter
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run a node; its FLOPs are what the count has risen by."""
+        """Run a node; its FLOPs are the increase of the counter."""
         before = self.counter.get_total_flops()
         result = super().run_node(n)
         self.found.append((self.unit, n, self.counter.get_total_flops() - before))
         return result
 
 
-class _Saved(_Meter):
-    """Bytes saved for the backward, without parameters and buffers."""
+class _SavedBytesMeter(_Meter):
+    """Meter of bytes saved for the backward, without parameters and buffers."""
 
     def watch(self) -> AbstractContextManager[Any]:
-        """See what autograd saves."""
-        self.kept: list[Any] = []  # while they live their ids stay theirs
+        """Return a context manager that sees the tensors autograd saves."""
+        self.kept: list[Any] = []  # keeps the objects alive, so that their ids stay unique
         self.state = {self._key(tensor) for tensor in [*self.units.root.parameters(), *self.units.root.buffers()]}
         return saved_tensors_hooks(self._save, lambda tensor: tensor)
 

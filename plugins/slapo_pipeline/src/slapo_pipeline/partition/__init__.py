@@ -1,11 +1,10 @@
 """The program in stages. A schedule with cuts enters, or a model and the paths of its cuts; a `Program` leaves, whose
-stages are modules on the model's own parameters. `partitioner.py` keeps the programs that it made, and makes
-another one for other input shapes, modes, attributes or values of the batch. The room imports `assignment` and
-`tracing`.
+stages are modules on the model's own parameters. `partitioner.py` caches its programs, and makes another one for
+other input shapes, modes, attributes or values of the batch. The room imports `assignment` and `tracing`.
 
 Without example inputs, `symbolic_stages.py` divides the graphs of `torch.fx`. Such stages have no shapes; the first
-batch makes a program that has them. `value_guard.py` decides from the batch alone which program serves it, where
-the forward branches on values.
+batch makes a program with shapes. If the forward branches on values, `value_guard.py` decides from the batch alone
+whether a program serves it.
 """
 
 from .boundary_traffic import Traffic, boundary_bytes

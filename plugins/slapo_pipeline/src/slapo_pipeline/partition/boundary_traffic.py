@@ -1,4 +1,4 @@
-"""How many bytes cross each boundary of a program, with every micro-batch."""
+"""Bytes that cross each boundary of a program with every micro-batch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from slapo_core import Boundary, Program
 
 
 @dataclass(frozen=True)
-class Crossed:
-    """What crosses one boundary with every micro-batch.
+class BoundaryValues:
+    """The values that cross one boundary with every micro-batch.
 
     Args:
         values: Sent by one stage to the next, in order.
@@ -21,23 +21,23 @@ class Crossed:
     @property
     def forward(self) -> int:
         """Bytes of the values."""
-        return sum(map(nbytes, self.values))
+        return sum(map(value_bytes, self.values))
 
     @property
     def backward(self) -> int:
         """Bytes of their gradients."""
-        return sum(nbytes(value) for value in self.values if value.requires_grad)
+        return sum(value_bytes(value) for value in self.values if value.requires_grad)
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What crosses the boundaries of a program; as text it is a table.
+    """The values that cross the boundaries of a program; ``str`` gives a table.
 
     Args:
         boundaries: In order; the first lies between stages 0 and 1.
     """
 
-    boundaries: tuple[Crossed, ...]
+    boundaries: tuple[BoundaryValues, ...]
 
     def __str__(self) -> str:
         rows = [("stages", "forward", "backward", "values")]
@@ -52,14 +52,14 @@ class Traffic:
 
 
 def boundary_bytes(program: Program) -> Traffic:
-    """The bytes that one micro-batch of the shape the program was made for sends over each boundary, and back.
+    """Return the bytes that one micro-batch sends over each boundary, forward and backward.
 
     Args:
-        program: In stages.
+        program: The program; the bytes are those of the input shapes it was made for.
     """
-    return Traffic(tuple(Crossed(stage.inputs) for stage in program.stages[1:]))
+    return Traffic(tuple(BoundaryValues(stage.inputs) for stage in program.stages[1:]))
 
 
-def nbytes(value: Boundary) -> int:
-    """Bytes of one value."""
+def value_bytes(value: Boundary) -> int:
+    """Return the bytes of one value."""
     return math.prod(value.shape) * value.dtype.itemsize

@@ -1,4 +1,4 @@
-"""A stage's part of a model's tree of modules."""
+"""The subtree of a model's modules that a stage holds."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from torch import nn
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
-def prune(module: nn.Module, keep: set[str], path: str = "") -> nn.Module:
-    """A copy of the tree with only what is in ``keep``.
+def prune_tree(module: nn.Module, keep: set[str], path: str = "") -> nn.Module:
+    """Return a copy of the module tree with only the members in ``keep``.
 
     Args:
         module: The module at ``path``.
-        keep: Paths of modules, parameters and buffers from the top. What is kept is the very same object; the modules above
-            are copies of their class.
-        path: Of the module; ``""`` at the top.
+        keep: Paths of modules, parameters and buffers from the top. These are not copied; the modules above them are.
+        path: Path of the module; ``""`` at the top.
     """
     prefix = f"{path}." if path else ""
     copied = object.__new__(type(module))
@@ -28,19 +27,19 @@ def prune(module: nn.Module, keep: set[str], path: str = "") -> nn.Module:
         if prefix + name in keep:
             children[name] = child
         elif child is not None and any(kept.startswith(f"{prefix}{name}.") for kept in keep):
-            children[name] = prune(child, keep, prefix + name)
+            children[name] = prune_tree(child, keep, prefix + name)
     return copied
 
 
-def divide(root: nn.Module, used: Sequence[set[str]]) -> list[set[str]]:
-    """What each stage holds: what it uses, and what no stage uses stays with what stands before it in the model.
+def assign_modules(root: nn.Module, used: Sequence[set[str]]) -> list[set[str]]:
+    """Return the members that each stage holds: those it uses, and unused ones that follow these in the model.
 
     Args:
         root: The model.
-        used: Per stage the paths of modules, parameters and buffers that it calls or reads.
+        used: Per stage the paths of the modules, parameters and buffers that it calls or reads.
 
     Returns:
-        Per stage the paths that ``prune`` keeps; together all of the model.
+        Per stage the paths that ``prune_tree`` keeps; together they cover the model.
     """
     divided = [set(paths) for paths in used]
     parents = {".".join(path.split(".")[:depth]) for paths in used for path in paths for depth in range(path.count(".") + 1)}

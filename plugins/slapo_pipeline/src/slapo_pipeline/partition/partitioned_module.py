@@ -15,18 +15,18 @@ from slapo_core import Program, Stage, call_arguments, forward_signature, named_
 from slapo_tracing.graphs import TracedModule, input_check_of
 from slapo_tracing.recording import HOOK_ATTRIBUTES
 
-from .stage_module import StageGuard, laid_out
+from .stage_module import StageGuard, with_strides
 
 
 class StageArguments(NamedTuple):
-    """Arguments, names and liveness of the stages of a partitioned module, in the order of its graph: the same on every rank.
+    """Arguments, names and liveness of the stages of a partitioned module, in the order of its graph; equal on every rank.
 
-    A value out of a tuple is named ``node.0``, ``node.0.1``, …
+    An item of a tuple is named ``node.0``, ``node.0.1``, …
 
     Args:
         stage_id_2_arg_names: Stage to the names of its arguments.
         stage_id_2_name: Stage to its name.
-        liveness: Stage to the names of the tensors that must be alive when it starts: those it or a later one reads.
+        liveness: Stage to the names of the tensors that must be alive when it starts: those that it or a later stage reads.
     """
 
     stage_id_2_arg_names: dict[int, list[str]]
@@ -37,11 +37,11 @@ class StageArguments(NamedTuple):
 class PartitionedModule(fx.GraphModule):
     """The stages of a program as children, ``submod_0``, ``submod_1`` and so on, on the very parameters of the model.
 
-    It is called as the model. For inputs of other shapes, or in the other mode, the model is cut anew, at the same places.
+    The module is called as the model is. Inputs of other shapes, or the other mode, have the model cut anew at the same places.
 
     Args:
         program: The stages.
-        name: The name of a stage's child.
+        name: Function from the index of a stage to the name of its child.
     """
 
     program: Program
@@ -50,7 +50,7 @@ class PartitionedModule(fx.GraphModule):
     """Steps of the schedule when it was partitioned."""
 
     def __init__(self, program: Program, name: Callable[[int], str] = "submod_{}".format) -> None:
-        parts = _parts(program)
+        parts = _stage_calls(program)
         graph = _graph(program, parts, name)
         super().__init__(
             {name(part.stage): part.module for part in parts}, graph, f"Partitioned{type(program.module).__name__}"
@@ -59,7 +59,7 @@ class PartitionedModule(fx.GraphModule):
         self.training = program.module.training
 
     def recompile(self) -> Any:
-        """Compile the graph; it runs as ``run_stages``, where the call is one it was made for."""
+        """Compile the graph as ``run_stages``, which serves calls like the one it was made for; ``forward`` stays ours."""
         code = super().recompile()
         cls: Any = type(self)
         cls.run_stages = cls.forward
@@ -92,7 +92,7 @@ class PartitionedModule(fx.GraphModule):
         return module.run_stages(**{name: batch[name] for name in names if name in batch})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PartitionedModule:
-        """A copy of the model and its stages, for inputs of the same shapes."""
+        """Copy the model and its stages; the copy serves inputs of the same shapes alone."""
         program = self.program
         module = copy.deepcopy(program.module, memo)
         stages = tuple(dataclasses.replace(stage, module=copy.deepcopy(stage.module, memo)) for stage in program.stages)
@@ -100,10 +100,10 @@ class PartitionedModule(fx.GraphModule):
 
 
 def stage_arguments(graph: fx.Graph) -> StageArguments:
-    """Return what the graph of a partitioned module tells of its stages: each call of a module is one.
+    """Return the arguments, names and liveness of the stages in the graph of a partitioned module.
 
     Args:
-        graph: Placeholders, calls of modules in order, parts of their results, and an output.
+        graph: Placeholders, one call of a module per stage in order, items of their results, and an output.
     """
     calls = list(graph.find_nodes(op="call_module"))
     stage_of = {call: index for index, call in enumerate(calls)}
@@ -113,14 +113,14 @@ def stage_arguments(graph: fx.Graph) -> StageArguments:
         if node.op == "placeholder":
             made[str(node.target)] = -1
         for value in node.all_input_nodes if node.op in ("call_module", "output") else ():
-            name, source = _itemized(value)
+            name, source = _name_and_source(value)
             made.setdefault(name, stage_of.get(source, -1))
             used[name] = stage_of.get(node, len(calls) - 1)
     names = sorted(made, key=lambda name: made[name])  # stable: in the order of the graph for each stage
     alive = {
         stage: [name for name in names if made[name] < stage and used.get(name, -1) >= stage] for stage in range(len(calls))
     }
-    arguments = {stage: [_itemized(value)[0] for value in _values(call)] for call, stage in stage_of.items()}
+    arguments = {stage: [_name_and_source(value)[0] for value in _values(call)] for call, stage in stage_of.items()}
     return StageArguments(arguments, {stage: str(call.target) for call, stage in stage_of.items()}, alive)
 
 
@@ -130,8 +130,8 @@ def _values(call: fx.Node) -> Iterator[fx.Node]:
     return iter(found)
 
 
-def _itemized(node: fx.Node) -> tuple[str, fx.Node]:
-    """The name of a value and the node whose part it is."""
+def _name_and_source(node: fx.Node) -> tuple[str, fx.Node]:
+    """Return the name of a value and the node that it is an item of."""
     keys: list[str] = []
     while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         keys.append(str(node.args[1]))
@@ -140,16 +140,16 @@ def _itemized(node: fx.Node) -> tuple[str, fx.Node]:
     return ".".join([name, *reversed(keys)]), node
 
 
-class _Part(NamedTuple):
-    """A stage that takes what it reads and gives what it makes; what passes through it is left out.
+class _StageCall(NamedTuple):
+    """A stage without the values that it only passes on.
 
     Args:
-        stage: Its number.
-        module: Its module.
-        reads: Names of the values it receives.
-        batch: Names of the model's arguments it reads.
-        gives: Names of the values in its result; None where that is the model's.
-        is_tuple: Whether its result is a tuple of these.
+        stage: Index of the stage.
+        module: Module of the stage.
+        reads: Names of the received values that it reads.
+        batch: Names of the model's arguments that it reads.
+        gives: Names of the values in its result; None if the result is the model's.
+        is_tuple: Whether the result is a tuple of these values.
     """
 
     stage: int
@@ -160,40 +160,40 @@ class _Part(NamedTuple):
     is_tuple: bool
 
 
-def _parts(program: Program) -> list[_Part]:
+def _stage_calls(program: Program) -> list[_StageCall]:
     if len(program.stages) == 1:
         (stage,) = program.stages
-        return [_Part(0, stage.module, [], stage.batch_inputs, None, False)]
+        return [_StageCall(0, stage.module, [], stage.batch_inputs, None, False)]
     sent = [[value.name for value in stage.inputs] for stage in program.stages[1:]]
-    return [_part(stage, sent[stage.index] if stage.index < len(sent) else None) for stage in program.stages]
+    return [_stage_call(stage, sent[stage.index] if stage.index < len(sent) else None) for stage in program.stages]
 
 
-def _part(stage: Stage, sent: list[str] | None) -> _Part:
+def _stage_call(stage: Stage, sent: list[str] | None) -> _StageCall:
     received = [value.name for value in stage.inputs]
     module = stage.module
     guard = input_check_of(module)
     if not isinstance(module, TracedModule) or not isinstance(guard, StageGuard):
-        return _Part(stage.index, module, received, stage.batch_inputs, sent, True)
+        return _StageCall(stage.index, module, received, stage.batch_inputs, sent, True)
     inputs = dict(zip(received, module.graph.find_nodes(op="placeholder"), strict=False))
-    reads = [name for name in received if is_read(inputs[name], is_last=sent is None)]
+    reads = [name for name in received if is_used(inputs[name], is_last=sent is None)]
     gives = None if sent is None else [name for name in sent if name not in received]
     graph = _without(module.graph, {inputs[name] for name in received if name not in reads}, sent, gives)
     kept = tuple(each for name, each in zip(received, guard.received, strict=True) if name in reads)
     made = TracedModule(module, graph, dataclasses.replace(guard, received=kept))
     made.__dict__.update({name: module.__dict__[name] for name in HOOK_ATTRIBUTES})
-    return _Part(stage.index, made, reads, stage.batch_inputs, gives, gives is not None and len(gives) != 1)
+    return _StageCall(stage.index, made, reads, stage.batch_inputs, gives, gives is not None and len(gives) != 1)
 
 
-def is_read(node: fx.Node, is_last: bool) -> bool:
-    """Return whether more is done with a received value than to put it back in its layout and to send it on.
+def is_used(node: fx.Node, is_last: bool) -> bool:
+    """Return whether a stage does more with a received value than restore its strides and send it on.
 
-    What the last stage gives is not sent on, but is the model's result.
+    The output of the last stage counts as a use, as it is the model's result.
     """
-    return any(is_read(user, is_last) if user.target is laid_out else is_last or user.op != "output" for user in node.users)
+    return any(is_used(user, is_last) if user.target is with_strides else is_last or user.op != "output" for user in node.users)
 
 
 def _without(graph: fx.Graph, passed: set[fx.Node], sent: list[str] | None, gives: list[str] | None) -> fx.Graph:
-    """A copy of a stage's graph without what passes through it."""
+    """Copy a stage's graph without the values that it only passes on."""
     copied, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     result: Any = copied.graph_copy(graph, copies)
     if sent is not None and gives is not None:
@@ -209,7 +209,7 @@ def _without(graph: fx.Graph, passed: set[fx.Node], sent: list[str] | None, give
     return copied
 
 
-def _graph(program: Program, parts: list[_Part], name: Callable[[int], str]) -> fx.Graph:
+def _graph(program: Program, parts: list[_StageCall], name: Callable[[int], str]) -> fx.Graph:
     graph = fx.Graph()
     known: dict[str, fx.Node] = {each: graph.placeholder(each) for each in _inputs(program, parts)}
     result: Any = None
@@ -220,15 +220,15 @@ def _graph(program: Program, parts: list[_Part], name: Callable[[int], str]) -> 
             args, kwargs = call_arguments(program.module, known)
         result = graph.call_module(name(part.stage), args, dict(kwargs))
         for index, value in enumerate(part.gives or ()):
-            # what passes through a stage that was not traced here has a name already
+            # a stage that was not traced here also returns values that it passes on; these have a node already
             known[value] = graph.call_function(operator.getitem, (result, index)) if part.is_tuple else result
     graph.output(result)
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output", "call_module"))
     return graph
 
 
-def _inputs(program: Program, parts: list[_Part]) -> list[str]:
-    """The model's arguments that some stage reads, in the order of its forward."""
+def _inputs(program: Program, parts: list[_StageCall]) -> list[str]:
+    """Return the model's arguments that some stage reads, in the order of its signature."""
     parameters = forward_signature(program.module).parameters
     if len(parts) == 1 and not parts[0].batch:
         several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -1,4 +1,4 @@
-"""From a schedule with cuts to a program in stages."""
+"""Partitioning of a schedule with cuts into a program of stages, and the cache of such programs."""
 
 from __future__ import annotations
 
@@ -28,114 +28,114 @@ from slapo_tracing.nodes import autocast_state, fingerprint
 from slapo_tracing.recording import Attributes
 from slapo_tracing.tracers import synthetic_inputs
 
-from ..assignment.block_inlining import Flat, divided, finer
+from ..assignment.block_inlining import DividedGraph, divide_graph, with_inlined_blocks
 from ..assignment.node_assignment import Assignment
-from ..assignment.state_ownership import State
-from ..tracing.batch_arguments import apart, by_name
-from ..tracing.cuts import cuts
-from ..tracing.flat_trace import opened_by, trace_flat
-from ..tracing.root_hooks import carry_hooks, hooks_aside, is_whole
-from ..tracing.trace_cache import KeptTrace
-from .inlined_modules import Opened
-from .module_tree import divide
-from .stage_module import read_from_batch, stage_module
-from .symbolic_stages import symbolic_parts, symbolic_stage
+from ..assignment.state_ownership import StateOwnership
+from ..tracing.batch_arguments import named_batch, unshared_tensors
+from ..tracing.cuts import cuts_of_steps
+from ..tracing.flat_trace import inlined_paths, trace_flat
+from ..tracing.root_hooks import is_indivisible, move_root_hooks, without_root_hooks
+from ..tracing.trace_cache import CachedTrace
+from .inlined_modules import InlinedModules
+from .module_tree import assign_modules
+from .stage_module import batch_argument_names, stage_module
+from .symbolic_stages import symbolic_assignment, symbolic_stage
 from .tie_groups import tie_groups
-from .value_guard import ValueConditions
+from .value_guard import ValueGuard
 
-KEPT_TRACE = "slapo_pipeline.tracing.trace_cache"
+CACHED_TRACE = "slapo_pipeline.tracing.trace_cache"
 """Key of a schedule's metadata under which ``pipeline`` leaves its trace."""
-_KEPT_PLANS = 16
+_MAX_PROGRAMS = 16
 
 
 def partition(schedule: Schedule) -> Program | None:
-    """The program in stages, or None when the schedule has no cuts.
+    """Return the program in stages, or None if the schedule has no cuts.
 
     Raises:
-        BuildError: the mesh has another number of pipeline ranks; no example inputs, and a forward that ``torch.fx`` cannot
-            trace; a module around a cut was wrapped since; a parameter of a lazy module has no shape yet.
-        ScheduleError: a cut leaves a stage without anything to run.
-        TraceError: the model cannot be traced, or something that is no tensor would have to cross a boundary.
+        BuildError: the number of stages is no multiple of the mesh's pipeline ranks; no example inputs, and a forward that
+            ``torch.fx`` cannot trace; a module around a cut was wrapped later; a lazy parameter has no shape yet.
+        ScheduleError: a cut leaves a stage with no node to run.
+        TraceError: the model cannot be traced, or a value that is not a tensor would have to cross a boundary.
     """
-    places = cuts(schedule.journal)
-    if not places:
+    cuts = cuts_of_steps(schedule.journal)
+    if not cuts:
         return None
     mesh, root = schedule.mesh, schedule.root_module
     ranks = pipeline_ranks(mesh) or 1
-    if mesh is not None and (len(places) + 1) % ranks:
-        cut = "1 cut makes" if len(places) == 1 else f"{len(places)} cuts make"
+    if mesh is not None and (len(cuts) + 1) % ranks:
+        cut = "1 cut makes" if len(cuts) == 1 else f"{len(cuts)} cuts make"
         remedy = f"make a multiple of {ranks} stages, of which each rank runs as many"
-        raise BuildError(f"{cut} {len(places) + 1} stages, but the mesh has pp={ranks}; {remedy}")
-    check_open(root, places)
+        raise BuildError(f"{cut} {len(cuts) + 1} stages, but the mesh has pp={ranks}; {remedy}")
+    check_cuts(root, cuts)
     for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
         if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
             raise BuildError(f"{name!r} has no shape before the first call; run the model once before create_schedule")
-    kept = schedule.metadata.primitives.pop(KEPT_TRACE, None)
-    inputs = None if schedule.example_inputs is None else by_name(root, schedule.example_inputs)
-    return Partitioner(root, places, mesh, kept).first_program(inputs)
+    kept = schedule.metadata.primitives.pop(CACHED_TRACE, None)
+    inputs = None if schedule.example_inputs is None else named_batch(root, schedule.example_inputs)
+    return Partitioner(root, cuts, mesh, kept).first_program(inputs)
 
 
 def pipeline_ranks(mesh: DeviceMesh | None) -> int | None:
-    """Size of the mesh's axis ``pp``; None without one."""
+    """Return the size of the mesh's axis ``pp``, or None if there is no such axis."""
     return mesh["pp"].size() if mesh is not None and "pp" in (mesh.mesh_dim_names or ()) else None
 
 
-class _Plan(NamedTuple):
+class _CachedProgram(NamedTuple):
     program: Program
     attributes: Attributes
-    opened: Opened
-    conditions: ValueConditions
+    inlined: InlinedModules
+    value_guard: ValueGuard
 
 
 class Partitioner:
-    """Cuts one model at fixed places, for any shape of input.
+    """Divider of one model at fixed cuts, for inputs of any shape.
 
     Args:
         root: The model.
-        places: Paths of the modules that end a stage.
+        cuts: Paths of the modules that end a stage.
         mesh: Device mesh, or None in one process.
-        kept: A trace of it, from placing the cuts.
+        kept: Trace of the model from the search for cuts.
     """
 
-    def __init__(self, root: nn.Module, places: list[str], mesh: DeviceMesh | None, kept: KeptTrace | None = None) -> None:
-        self.root, self.places, self.mesh, self._kept = root, places, mesh, kept
-        self._programs: OrderedDict[Any, list[_Plan]] = OrderedDict()
-        self._state = State(root)
+    def __init__(self, root: nn.Module, cuts: list[str], mesh: DeviceMesh | None, kept: CachedTrace | None = None) -> None:
+        self.root, self.cuts, self.mesh, self._kept = root, cuts, mesh, kept
+        self._programs: OrderedDict[Any, list[_CachedProgram]] = OrderedDict()
+        self._state = StateOwnership(root)
 
     def program(self, training: bool, inputs: Mapping[str, Any]) -> Program:
-        """The program for a mode and for inputs like these; see ``Program.replan``.
+        """Return the program for a mode and for inputs like these; see ``Program.replan``.
 
-        Which parameters are trained counts too, as it decides what gradients cross; so do the types of all, which engines
-        change. And so do values of the batch that the forward's Python code asks for. And so does what the graph has taken over
-        from modules: where an attribute, hook, parameter, buffer or submodule is another one now, a new program is made.
+        A program serves a call with the same mode, shapes, trained parameters (they decide which gradients cross), dtypes
+        (engines change them), and values of the batch that the forward's Python code reads. It is made anew if an attribute,
+        hook, parameter, buffer or submodule that its graphs inline was replaced.
 
         Raises:
-            BuildError: a module around a cut was wrapped since.
+            BuildError: a module around a cut was wrapped later.
         """
         parameters = [(parameter.requires_grad, parameter.dtype) for parameter in self.root.parameters()]
         trained, types = bytes(trained for trained, _ in parameters), hash(tuple(dtype for _, dtype in parameters))
         key = repr((training, torch.is_grad_enabled(), trained, types, autocast_state(), fingerprint(dict(inputs))))
-        with _mode(self.root, training):
+        with _training_mode(self.root, training):
             plans = self._programs.setdefault(key, [])
-            plan = next((plan for plan in plans if plan.conditions.hold(inputs)), None)
-            if plan is not None and plan.opened.is_wrapped_anew(self.root):
-                check_open(self.root, self.places)
+            plan = next((plan for plan in plans if plan.value_guard.admits(inputs)), None)
+            if plan is not None and plan.inlined.wrapping_changed(self.root):
+                check_cuts(self.root, self.cuts)
                 plans.clear()
-            elif plan is not None and (plan.attributes.changed(self.root) or plan.opened.is_replaced(self.root)):
+            elif plan is not None and (plan.attributes.changed(self.root) or plan.inlined.has_replaced_members(self.root)):
                 plans.clear()
             if plan is None or plan not in plans:
-                plan = self._cut(apart(inputs))
-            plans[:] = [plan, *(other for other in plans if other is not plan)][:_KEPT_PLANS]
+                plan = self._cut(unshared_tensors(inputs))
+            plans[:] = [plan, *(other for other in plans if other is not plan)][:_MAX_PROGRAMS]
         self._programs.move_to_end(key)
-        if len(self._programs) > _KEPT_PLANS:
+        if len(self._programs) > _MAX_PROGRAMS:
             self._programs.popitem(last=False)
         return plan.program
 
     def first_program(self, inputs: Mapping[str, Any] | None) -> Program:
-        """The program for example inputs; without any, that of the model's graphs, whose ``replan`` makes those with shapes.
+        """Return the program for example inputs, or one without shapes if there are none; its ``replan`` adds shapes.
 
         Raises:
-            BuildError: a forward that takes example inputs to trace.
+            BuildError: the forward cannot be traced without example inputs.
         """
         if inputs is None:
             try:
@@ -146,51 +146,51 @@ class Partitioner:
         return self.program(self.root.training, inputs)
 
     def _symbolic_program(self) -> Program:
-        with hooks_aside(self.root):
-            parts = symbolic_parts(self.root, self.places)
-        used = [_used(nodes) for nodes in parts.nodes]
-        keep = divide(self.root, used)
-        modules = [symbolic_stage(self.root, parts, index, kept) for index, kept in enumerate(keep)]
-        return self._assembled(parts, used, keep, modules)
+        with without_root_hooks(self.root):
+            assignment = symbolic_assignment(self.root, self.cuts)
+        used = [_used_paths(nodes) for nodes in assignment.nodes]
+        keep = assign_modules(self.root, used)
+        modules = [symbolic_stage(self.root, assignment, index, kept) for index, kept in enumerate(keep)]
+        return self._assemble(assignment, used, keep, modules)
 
-    def _cut(self, inputs: Mapping[str, Any]) -> _Plan:
-        kept, self._kept = self._kept and self._kept.take(self.root, inputs, self.places), None
-        with hooks_aside(self.root):
-            coarse = divided(self.root, kept or trace_flat(self.root, inputs, self.places), self.places)
-            fine = finer(self.root, inputs, self.places, coarse)
+    def _cut(self, inputs: Mapping[str, Any]) -> _CachedProgram:
+        kept, self._kept = self._kept and self._kept.pop_if_valid(self.root, inputs, self.cuts), None
+        with without_root_hooks(self.root):
+            coarse = divide_graph(self.root, kept or trace_flat(self.root, inputs, self.cuts), self.cuts)
+            fine = with_inlined_blocks(self.root, inputs, self.cuts, coarse)
         if fine is not None:
             try:
-                return self._of(fine, inputs)
+                return self._program_of_graph(fine, inputs)
             except TraceError:
-                get_logger().debug("pipeline: blocks stay whole, as what they are made of cannot be divided")
-        return self._of(coarse, inputs)
+                get_logger().debug("pipeline: blocks are not inlined, as their contents cannot be divided")
+        return self._program_of_graph(coarse, inputs)
 
-    def _of(self, flat: Flat, inputs: Mapping[str, Any]) -> _Plan:
-        root, (traced, parts) = self.root, flat
-        used = [_used(nodes) for nodes in parts.nodes]
-        keep = divide(root, used)
-        modules = [stage_module(traced, root, parts, index, kept, inputs) for index, kept in enumerate(keep)]
-        program = self._assembled(parts, used, keep, modules)
+    def _program_of_graph(self, flat: DividedGraph, inputs: Mapping[str, Any]) -> _CachedProgram:
+        root, (traced, assignment) = self.root, flat
+        used = [_used_paths(nodes) for nodes in assignment.nodes]
+        keep = assign_modules(root, used)
+        modules = [stage_module(traced, root, assignment, index, kept, inputs) for index, kept in enumerate(keep)]
+        program = self._assemble(assignment, used, keep, modules)
         guard = guard_of(traced)
         assert guard is not None
         assert guard.attributes is not None
-        inside = {str(node.meta.get("module", "")) for nodes in parts.nodes for node in nodes}
-        return _Plan(
+        inside = {str(node.meta.get("module", "")) for nodes in assignment.nodes for node in nodes}
+        return _CachedProgram(
             program,
             guard.attributes,
-            Opened(root, inside | opened_by(self.places), used, modules),
-            ValueConditions(traced, root),
+            InlinedModules(root, inside | inlined_paths(self.cuts), used, modules),
+            ValueGuard(traced, root),
         )
 
-    def _assembled(
-        self, parts: Assignment, used: list[set[str]], keep: list[set[str]], modules: Sequence[nn.Module]
+    def _assemble(
+        self, assignment: Assignment, used: list[set[str]], keep: list[set[str]], modules: Sequence[nn.Module]
     ) -> Program:
         root = self.root
-        self._state.check(parts)
+        self._state.check(assignment)
         if self.mesh is not None:
-            self._state.check_holders(used, keep)
-        stages = [_stage(index, module, parts) for index, module in enumerate(modules)]
-        carry_hooks(root, modules, [stage.batch_inputs for stage in stages])
+            self._state.check_weight_owners(used, keep)
+        stages = [_stage(index, module, assignment) for index, module in enumerate(modules)]
+        move_root_hooks(root, modules, [stage.batch_inputs for stage in stages])
         named = dict(root.named_parameters())
         return Program(
             module=root,
@@ -204,7 +204,7 @@ class Partitioner:
 
 
 @contextmanager
-def _mode(root: nn.Module, training: bool) -> Iterator[None]:
+def _training_mode(root: nn.Module, training: bool) -> Iterator[None]:
     modes = [(module, module.training) for module in root.modules()] if root.training != training else []
     try:
         root.train(training) if modes else None
@@ -214,13 +214,13 @@ def _mode(root: nn.Module, training: bool) -> Iterator[None]:
             module.training = mode
 
 
-def _stage(index: int, module: nn.Module, parts: Assignment) -> Stage:
-    nodes = parts.nodes[index]
+def _stage(index: int, module: nn.Module, assignment: Assignment) -> Stage:
+    nodes = assignment.nodes[index]
     return Stage(
         index=index,
         module=module,
-        inputs=tuple(map(_boundary, parts.received[index])),
-        batch_inputs=read_from_batch(nodes),
+        inputs=tuple(map(_boundary, assignment.received[index])),
+        batch_inputs=batch_argument_names(nodes),
         paths=tuple(dict.fromkeys(str(node.target) for node in nodes if node.op == "call_module")),
     )
 
@@ -230,22 +230,22 @@ def _boundary(node: fx.Node) -> Boundary:
     return Boundary(node.name, tuple(value.shape), value.dtype, value.requires_grad)
 
 
-def _used(nodes: list[fx.Node]) -> set[str]:
+def _used_paths(nodes: list[fx.Node]) -> set[str]:
     return {str(node.target) for node in nodes if node.op in ("call_module", "get_attr")}
 
 
-def check_open(root: nn.Module, places: list[str]) -> None:
-    """Refuse cuts that the model cannot be taken apart for.
+def check_cuts(root: nn.Module, cuts: list[str]) -> None:
+    """Refuse a cut whose module is gone, or lies inside a module that was wrapped later.
 
-    Modules around a cut are taken apart; one that was wrapped after the cut would lose what wraps it.
+    The modules around a cut are inlined, which would drop a wrapper.
     """
-    for path in places:
+    for path in cuts:
         if paths.find(root, path) is None:
             raise BuildError(f"the model is cut at {path!r}, but that module is gone; undo the cut, or what removed the module")
         names = path.split(".")
         for depth in range(len(names)):
             outer = ".".join(names[:depth])
-            if is_whole(root, root.get_submodule(outer)):
+            if is_indivisible(root, root.get_submodule(outer)):
                 what = f"{outer!r}, which was wrapped or got hooks" if outer else "'the whole model', which was wrapped"
                 raise BuildError(
                     f"the model is cut at {path!r}, inside {what} since and runs as one piece; undo the cut or the wrapping"

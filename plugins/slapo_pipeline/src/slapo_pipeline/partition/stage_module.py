@@ -1,4 +1,4 @@
-"""The module of one stage: its part of the graph, and its part of the model's tree."""
+"""The module of one stage: its nodes of the flat graph, on its subtree of the model's modules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slapo_tracing.nodes import ModeState, autocast_state, difference, fingerpri
 from slapo_tracing.recording import Attributes
 
 from ..assignment.node_assignment import Assignment
-from .module_tree import prune
+from .module_tree import prune_tree
 
 
 @dataclass
@@ -23,13 +23,13 @@ class StageGuard:
     """Inputs, mode and attributes that a stage was traced for.
 
     Args:
-        index: Of the stage.
-        received: Name, shape and dtype of what it receives, in order.
-        batch: Fingerprint of each argument it reads from the batch.
-        training: The model's mode.
-        autocast: The autocast it ran under.
-        device: Where the tensors were; the stage follows its inputs to another one.
-        attributes: What the forward read from the modules that were taken apart.
+        index: Index of the stage.
+        received: Name, shape and dtype of the values that it receives, in order.
+        batch: Fingerprint of each argument that it reads from the batch.
+        training: Mode of the model.
+        autocast: Autocast state of the trace.
+        device: Device of the tensors; the stage runs on the device of its inputs.
+        attributes: Attributes that the forward read from inlined modules.
     """
 
     index: int
@@ -41,7 +41,7 @@ class StageGuard:
     attributes: Attributes | None
 
     def check(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of the graph's inputs; ``TraceError`` when the call is not the one the stage was made for."""
+        """Return the values of the graph's inputs; raise ``TraceError`` if the call is not one the stage was made for."""
         again = f"stage {self.index} was made for other inputs; plan the program again:"
         if module.training != self.training:
             raise TraceError(f"{again} it was traced in {'train' if self.training else 'eval'} mode")
@@ -61,33 +61,33 @@ class StageGuard:
 
 
 def stage_module(
-    flat: TracedModule, root: nn.Module, parts: Assignment, index: int, keep: set[str], inputs: Mapping[str, Any]
+    flat: TracedModule, root: nn.Module, assignment: Assignment, index: int, keep: set[str], inputs: Mapping[str, Any]
 ) -> TracedModule:
-    """The module of stage ``index``.
+    """Return the module of stage ``index``.
 
     Args:
         flat: The traced model.
         root: The model.
-        parts: How the graph comes apart.
-        index: Of the stage.
-        keep: Paths of the modules, parameters and buffers it holds.
-        inputs: The model's arguments it was traced with.
+        assignment: Assignment of the graph's nodes to stages.
+        index: Index of the stage.
+        keep: Paths of the modules, parameters and buffers that it holds.
+        inputs: The model's arguments of the trace.
     """
-    names = _names(parts.received[index], read_from_batch(parts.nodes[index]))
-    graph, batch = stage_graph(parts, index, names)
+    names = _unique_names(assignment.received[index], batch_argument_names(assignment.nodes[index]))
+    graph, batch = stage_graph(assignment, index, names)
     traced = guard_of(flat)
     assert traced is not None
-    values = [node.meta["val"] for node in parts.received[index]]
+    values = [node.meta["val"] for node in assignment.received[index]]
     received = tuple((name, tuple(value.shape), value.dtype) for name, value in zip(names, values, strict=True))
     given = {name: fingerprint(inputs[name]) for name in batch}
     guard = StageGuard(index, received, given, flat.training, autocast_state(), traced.device, traced.attributes)
     targets = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
     constants = {name: getattr(flat, name) for name in targets if "." not in name and not hasattr(root, name)}
-    return TracedModule(prune(root, keep), graph, guard, constants)
+    return TracedModule(prune_tree(root, keep), graph, guard, constants)
 
 
-def _names(received: Sequence[fx.Node], batch: Sequence[str]) -> list[str]:
-    """A name for each value that is received: its own, or a longer one where an argument of the model has that."""
+def _unique_names(received: Sequence[fx.Node], batch: Sequence[str]) -> list[str]:
+    """Return a name for each received value: the node's, or a longer one if an argument of the model has that name."""
     names: list[str] = []
     for node in received:
         name = node.name
@@ -97,39 +97,41 @@ def _names(received: Sequence[fx.Node], batch: Sequence[str]) -> list[str]:
     return names
 
 
-def stage_graph(parts: Assignment, index: int, names: Sequence[str]) -> tuple[fx.Graph, list[str]]:
-    """Return the stage's graph, with these names for what it receives, and the model's arguments it reads."""
+def stage_graph(assignment: Assignment, index: int, names: Sequence[str]) -> tuple[fx.Graph, list[str]]:
+    """Return the stage's graph, with these names for the received values, and the model's arguments that it reads."""
     graph, env = fx.Graph(), {}
-    nodes = parts.nodes[index]
-    for node, name in zip(parts.received[index], names, strict=True):
+    nodes = assignment.nodes[index]
+    for node, name in zip(assignment.received[index], names, strict=True):
         env[node] = graph.placeholder(name)
         env[node].meta = dict(node.meta)
     batch = [node for node in nodes if node.op == "placeholder"]
     for node in batch:
         env[node] = graph.node_copy(node)
-    changed = parts.memory.touched_by(nodes)
-    for node in parts.received[index]:
+    changed = assignment.aliases.memory_mutated_by(nodes)
+    for node in assignment.received[index]:
         value = node.meta["val"]
         if not value.is_contiguous():
-            env[node] = graph.call_function(laid_out, (env[node], tuple(value.stride())))
-        elif parts.memory.of(node) & changed:  # what was received is the runtime's, and a leaf of autograd
+            env[node] = graph.call_function(with_strides, (env[node], tuple(value.stride())))
+        elif (
+            assignment.aliases.memory_of(node) & changed
+        ):  # the runtime owns the received tensor, and autograd forbids changing a leaf
             env[node] = graph.call_method("clone", (env[node],))
     for node in nodes:
         if node.op != "placeholder":
             env[node] = graph.node_copy(node, lambda other: env[other])
-    if index + 1 < len(parts.nodes):
-        graph.output(tuple(env[node] for node in parts.received[index + 1]))
+    if index + 1 < len(assignment.nodes):
+        graph.output(tuple(env[node] for node in assignment.received[index + 1]))
     write_mode_nodes(graph)
     return graph, [str(node.target) for node in batch]
 
 
-def laid_out(received: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """A copy with the strides that the value has in the model: what is received is contiguous, but views follow strides."""
+def with_strides(received: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """Copy a received tensor, which is contiguous, to the strides it has in the model: views depend on them."""
     once = received[tuple(slice(None) if step else slice(1) for step in stride)]
     copied = torch.empty_strided(once.shape, stride, dtype=received.dtype, device=received.device).copy_(once)
     return copied.expand(received.shape)
 
 
-def read_from_batch(nodes: Sequence[fx.Node]) -> tuple[str, ...]:
-    """The model's arguments that some of these nodes are."""
+def batch_argument_names(nodes: Sequence[fx.Node]) -> tuple[str, ...]:
+    """Return the names of the model's arguments among these nodes."""
     return tuple(str(node.target) for node in nodes if node.op == "placeholder")

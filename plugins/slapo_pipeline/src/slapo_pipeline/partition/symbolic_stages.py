@@ -1,7 +1,7 @@
-"""Stages of a traced model whose example inputs nobody gave: its graphs, divided at the cuts.
+"""Stages of a model without example inputs: the graphs of ``torch.fx``, divided at the cuts.
 
-Nothing is known of the values: each operation runs once, in the stage that its place gives it, and whatever a later stage uses
-is sent. The plan shows the stages and which parameters each has. A batch, once there is one, makes a plan with shapes.
+Shapes and dtypes are unknown. Each node runs once, in the stage of its position, and each value that a later stage uses is
+sent. The program shows the stages and their parameters; the first batch makes a program with shapes.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from slapo_tracing.graphs import TracedModule, argument_values, guard_of, plain_
 from slapo_tracing.nodes import autocast_state, expect, expect_outputs, is_mode_node
 
 from ..assignment.node_assignment import Assigner, Assignment
-from ..tracing.flat_trace import cut_positions, opened_by
-from .module_tree import prune
+from ..tracing.flat_trace import cut_positions, inlined_paths
+from .module_tree import prune_tree
 from .stage_module import StageGuard, stage_graph
 
 _UNKNOWN = torch.empty(1, device="meta", requires_grad=True)
-"""Stands for every value."""
+"""Placeholder for every value of the graphs."""
 
 
 @dataclass
-class AnyShape(StageGuard):
-    """Takes values of every shape; see ``StageGuard``."""
+class AnyShapeGuard(StageGuard):
+    """Guard of a stage that admits values of any shape; see ``StageGuard``."""
 
     def check(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of the graph's inputs; ``TraceError`` where one is missing, or in the other mode."""
+        """Return the values of the graph's inputs; raise ``TraceError`` if one is missing, or in the other mode."""
         if module.training != self.training:
             raise TraceError(
                 f"stage {self.index} was made in {'train' if self.training else 'eval'} mode; call the whole model"
@@ -46,47 +46,47 @@ class AnyShape(StageGuard):
         return values
 
 
-def symbolic_parts(root: nn.Module, cuts: Sequence[str]) -> Assignment:
-    """Return the nodes of the model's graphs by stages.
+def symbolic_assignment(root: nn.Module, cuts: Sequence[str]) -> Assignment:
+    """Return the assignment of the model's graphs to stages.
 
     Args:
         root: The model; modules around a cut that have no graph are traced by ``torch.fx``.
         cuts: Paths of the modules that end a stage.
 
     Raises:
-        BuildError: a forward that takes example inputs to trace.
-        ScheduleError: a cut leaves a stage without anything to run.
+        BuildError: a forward cannot be traced without example inputs.
+        ScheduleError: a cut leaves a stage with no node to run.
     """
-    graph = _Flattened(root, opened_by(cuts)).graph
+    graph = _FlatGraph(root, inlined_paths(cuts)).graph
     return Assigner(graph, root, [position for position, _ in cut_positions(root, graph, cuts)]).run()
 
 
-def symbolic_stage(root: nn.Module, parts: Assignment, index: int, keep: set[str]) -> TracedModule:
+def symbolic_stage(root: nn.Module, assignment: Assignment, index: int, keep: set[str]) -> TracedModule:
     """Return the module of a stage.
 
     Args:
         root: The model.
-        parts: How its graphs come apart.
-        index: Of the stage.
-        keep: Paths of the modules, parameters and buffers it holds.
+        assignment: Assignment of its graphs' nodes to stages.
+        index: Index of the stage.
+        keep: Paths of the modules, parameters and buffers that it holds.
     """
-    names = [node.name for node in parts.received[index]]
-    graph, batch = stage_graph(parts, index, names)
+    names = [node.name for node in assignment.received[index]]
+    graph, batch = stage_graph(assignment, index, names)
     received = tuple((name, (), _UNKNOWN.dtype) for name in names)
-    guard = AnyShape(index, received, dict.fromkeys(batch), root.training, autocast_state(), None, None)
-    return TracedModule(prune(root, keep), graph, guard)
+    guard = AnyShapeGuard(index, received, dict.fromkeys(batch), root.training, autocast_state(), None, None)
+    return TracedModule(prune_tree(root, keep), graph, guard)
 
 
-class _Flattened:
-    """One graph of a model, down to the modules that no cut lies in.
+class _FlatGraph:
+    """The flat graph of a model: modules without a cut inside are one node each.
 
     Args:
         root: The model.
-        opened: Paths of the modules whose graphs become part of it.
+        inlined: Paths of the modules whose graphs become part of it.
     """
 
-    def __init__(self, root: nn.Module, opened: set[str]) -> None:
-        self.root, self.opened, self.graph = root, opened, fx.Graph()
+    def __init__(self, root: nn.Module, inlined: set[str]) -> None:
+        self.root, self.inlined, self.graph = root, inlined, fx.Graph()
         graph = root.graph if isinstance(root, fx.GraphModule) else self._traced(root, "", None)
         values = {node: self._argument(node) for node in graph.find_nodes(op="placeholder")}
         self.graph.output(self._copy(graph, values, "", ()))
@@ -97,7 +97,7 @@ class _Flattened:
         return self.graph.node_copy(node)
 
     def _traced(self, module: nn.Module, path: str, call: Any) -> fx.Graph:
-        """The graph of a module's forward, for a call if one is given."""
+        """Trace a module's forward, for a call if one is given."""
         try:
             return trace(module, example_inputs=call, recursive=False, tracer="fx").graph
         except TraceError as err:
@@ -105,7 +105,7 @@ class _Flattened:
             raise _refusal(what) from err
 
     def _copy(self, graph: fx.Graph, values: dict[fx.Node, Any], path: str, regions: tuple[Any, ...]) -> Any:
-        """Add a graph's nodes; returns its result."""
+        """Copy a graph's nodes into the flat graph; return its result."""
         for node in graph.nodes:
             if node.op == "output":
                 return map_arg(node.args[0], values.__getitem__)
@@ -117,18 +117,19 @@ class _Flattened:
         args: Any
         args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
         if node.target in (operator.getitem, getattr) and not isinstance(args[0], fx.Node):
-            return node.target(*args)  # a part of what an opened module returns
+            return node.target(*args)  # an item of an inlined module's result
         around = (*regions, *node.meta.get("regions", ()))
         target = f"{path}.{node.target}" if path and node.op in ("call_module", "get_attr") else node.target
-        if node.op == "call_module" and target in self.opened:
+        if node.op == "call_module" and target in self.inlined:
             return self._called(str(target), args, kwargs, around)
         added = self.graph.create_node(node.op, target, args, kwargs, node.name)
+        # without shapes nothing may be recomputed: a node that draws random numbers runs once
         known = {"draws": True, **({} if node.op == "get_attr" else {"val": _UNKNOWN})}
         added.meta = {**node.meta, **known, "module": path, "regions": around}
         return added
 
     def _called(self, path: str, args: Any, kwargs: Any, regions: tuple[Any, ...]) -> Any:
-        """Add the graph of a module that is called; one that was traced for another call is traced for this one."""
+        """Inline the graph of a module that is called; trace it again if its graph takes other arguments."""
         module = self.root.get_submodule(path)
         guard = guard_of(module)
         given = argument_values(guard.parameters if guard is not None else plain_signature(module), args, kwargs)

@@ -1,4 +1,4 @@
-"""Parameters that several pipeline stages share."""
+"""Tie groups of a program: the parameters that several pipeline stages share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slapo_core import TieGroup
 
 
 def tie_groups(module: nn.Module, stages: Sequence[nn.Module]) -> tuple[TieGroup, ...]:
-    """The parameters of ``module`` that more than one of its ``stages`` uses, in the order of the model."""
+    """Return the parameters of ``module`` that more than one of its ``stages`` holds, in the order of the model."""
     users: dict[int, list[int]] = defaultdict(list)
     for index, stage in enumerate(stages):
         for parameter in stage.parameters():

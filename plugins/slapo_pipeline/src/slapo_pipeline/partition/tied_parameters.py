@@ -1,4 +1,4 @@
-"""Parameters that a model holds at several places."""
+"""Tied parameters: parameters that a model registers under several names."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from torch import nn
 
 
 def analyze_tie_weights(top_mod: nn.Module, is_pipeline_partitioned: bool) -> dict[nn.Parameter, set[tuple[str, int]]]:
-    """Find the parameters that are registered at several places. Linear in the size of the model.
+    """Find the parameters that are registered under several names, in time linear in the size of the model.
 
     Args:
         top_mod: The model; when partitioned, a module whose children are the stages, in order.
-        is_pipeline_partitioned: Whether it is. If not, every stage number is 0.
+        is_pipeline_partitioned: Whether the model is partitioned. If not, every stage number is 0.
 
     Returns:
-        Tied parameter to the set of its ``(name, stage)``; the name is the one inside of the stage. Of a partitioned model only
-        those that several stages have.
+        Tied parameter to the set of its ``(name, stage)``, with the name inside the stage. For a partitioned model, only
+        parameters that several stages hold.
     """
     stages = list(top_mod.children()) if is_pipeline_partitioned else [top_mod]
     first: dict[int, tuple[str, int]] = {}

@@ -3,9 +3,9 @@
 `split_policy.py` read cuts as torch's own `pipeline()` takes them. The room imports `partition`, `assignment` and
 `tracing`.
 
-Only the rank of the first stage has the batch, so stages of a `Pipe` pass on what later stages read from it. They
-sum the gradients of tied parameters after the last backward of their rank, when all that other ranks wait for has
-been sent.
+Only the rank of the first stage has the batch, so stages of a `Pipe` pass on the arguments that later stages read.
+They sum the gradients of tied parameters after the last backward of their rank: earlier, another rank could still
+wait for a tensor of this one.
 """
 
 from ._torch_private import (

@@ -1,4 +1,4 @@
-"""The names of ``torch.distributed.pipelining`` that are served as they are; importing this costs a second."""
+"""Names of ``torch.distributed.pipelining`` that are re-exported unchanged; importing them takes a second."""
 
 from torch.distributed.pipelining import SplitPoint
 from torch.distributed.pipelining._IR import (

@@ -1,4 +1,4 @@
-"""The stages of a ``Pipe`` as torch's schedules run them; importing this costs a second."""
+"""The stages of a ``Pipe`` as torch's schedules run them; importing this takes a second."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch.utils import _pytree as pytree
 from slapo_core import BuildError, Program, forward_signature, named_inputs
 from slapo_tracing.nodes import difference, fingerprint
 
-from .stage_runtime import like, model_result, note_built, sendable
+from .stage_runtime import mark_local_stage, meta_like, model_result, sendable
 from .tied_gradients import sum_tied_gradients
 
 
-class Runtime:
+class PipeRuntime:
     """State that the stages of one pipe on this rank share.
 
     Args:
         program: The stages.
-        example: The model's arguments by name, with tensors without numbers.
+        example: The model's arguments by name, with meta tensors.
     """
 
     def __init__(self, program: Program, example: Mapping[str, Any]) -> None:
@@ -38,9 +38,9 @@ class Runtime:
     def stage(
         self, index: int, device: torch.device, group: dist.ProcessGroup | None, output: Callable[[Any], Any] | None
     ) -> PipelineStage:
-        """Make the runtime of a stage."""
-        note_built(self.program, index)
-        module = CarryingStage(self.program, index, self.example, output)
+        """Make the stage that torch's schedules run."""
+        mark_local_stage(self.program, index)
+        module = BatchForwardingStage(self.program, index, self.example, output)
         if not any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
             module.to(device)
         stage = TiedStage(self, module, index, device, group)
@@ -48,7 +48,7 @@ class Runtime:
         return stage
 
     def finish(self, stage: TiedStage, factor: int) -> None:
-        """Note the end of a stage's step; after that of the last stage of this rank the gradients of ties are summed."""
+        """Note the end of a stage's step; when all stages of this rank have ended, sum the gradients of ties."""
         self._finished.add(stage.stage_index)
         if not self.tied or self._finished < self._built.keys():
             return
@@ -61,10 +61,15 @@ class Runtime:
 
 
 class TiedStage(PipelineStage):
-    """A stage that leaves the gradients of tied parameters to the runtime: others of this rank may hold them as well."""
+    """A stage that leaves the gradients of tied parameters to the runtime, as other stages of this rank may hold them."""
 
     def __init__(
-        self, runtime: Runtime, module: CarryingStage, index: int, device: torch.device, group: dist.ProcessGroup | None
+        self,
+        runtime: PipeRuntime,
+        module: BatchForwardingStage,
+        index: int,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
     ) -> None:
         num_stages = len(runtime.program.stages)
         super().__init__(module, index, num_stages, device, module.received_like(), module.sent_like(), group=group)
@@ -77,20 +82,20 @@ class TiedStage(PipelineStage):
                 parameter.grad.div_(grad_scale_factor)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """End a step; the schedule calls this behind the stage's last backward."""
-        if self.has_backward:  # an evaluation leaves the gradients of the step before it as they are
+        """End a step; the schedule calls this after the stage's last backward."""
+        if self.has_backward:  # an evaluation must not scale the gradients of the last step again
             super().perform_reduce_grad(grad_scale_factor)
             self._runtime.finish(self, grad_scale_factor)
 
 
-class CarryingStage(nn.Module):
-    """A stage that also passes on what later stages read from the batch.
+class BatchForwardingStage(nn.Module):
+    """A stage that also passes on the batch arguments that later stages read.
 
     Args:
         program: The stages.
-        index: Which of them.
-        example: The model's arguments by name, with tensors without numbers.
-        output: What is taken of the model's result; None: its tensors.
+        index: Index of the stage.
+        example: The model's arguments by name, with meta tensors.
+        output: Function of the model's result; None takes all tensors in it.
     """
 
     def __init__(self, program: Program, index: int, example: Mapping[str, Any], output: Callable[[Any], Any] | None) -> None:
@@ -102,8 +107,8 @@ class CarryingStage(nn.Module):
         self._inputs, self._batch_inputs, self._output = stage.inputs, stage.batch_inputs, output
         self._outputs = () if self._is_last else program.stages[index + 1].inputs
         self._example = example
-        self._carried_in = () if self._is_first else _carried(program, index, example)
-        self._carried_out = () if self._is_last else _carried(program, index + 1, example)
+        self._forwarded_in = () if self._is_first else _forwarded_arguments(program, index, example)
+        self._forwarded_out = () if self._is_last else _forwarded_arguments(program, index + 1, example)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run one micro-batch."""
@@ -120,14 +125,14 @@ class CarryingStage(nn.Module):
         return tuple(map(sendable, (*result, *self._packed(batch))))
 
     def received_like(self) -> tuple[torch.Tensor, ...]:
-        """The values it receives, as tensors without numbers."""
-        return (*map(like, self._inputs), *self._carried_like(self._carried_in))
+        """Return meta tensors like the values that the stage receives."""
+        return (*map(meta_like, self._inputs), *self._forwarded_like(self._forwarded_in))
 
     def sent_like(self) -> tuple[torch.Tensor, ...]:
-        """Return tensors without numbers like those that the stage gives."""
+        """Return meta tensors like the values that the stage sends or returns."""
         if self._is_last:
-            return tuple(map(like, self._results(model_result(self.module))))
-        return (*map(like, self._outputs), *self._carried_like(self._carried_out))
+            return tuple(map(meta_like, self._results(model_result(self.module))))
+        return (*map(meta_like, self._outputs), *self._forwarded_like(self._forwarded_out))
 
     def _results(self, result: Any) -> tuple[torch.Tensor, ...]:
         found = result if self._output is None else self._output(result)
@@ -140,11 +145,11 @@ class CarryingStage(nn.Module):
             )
         return tensors
 
-    def _carried_like(self, names: tuple[str, ...]) -> list[torch.Tensor]:
+    def _forwarded_like(self, names: tuple[str, ...]) -> list[torch.Tensor]:
         return [tensor for name in names for tensor in _tensors(self._example[name])]
 
     def _checked(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """A micro-batch, which is to be like the one that the pipe was made with: the other stages get no other."""
+        """Refuse a micro-batch unlike the one that the pipe was made with: later stages are made for its shapes."""
         parameters = forward_signature(self.__dict__["_model"]).parameters
         for name in {**self._example, **batch}:
             default = parameters[name].default if name in parameters else None
@@ -155,18 +160,18 @@ class CarryingStage(nn.Module):
         return batch
 
     def _packed(self, batch: Mapping[str, Any]) -> list[torch.Tensor]:
-        return [tensor for name in self._carried_out for tensor in _tensors(batch[name])]
+        return [tensor for name in self._forwarded_out for tensor in _tensors(batch[name])]
 
     def _unpacked(self, tensors: tuple[torch.Tensor, ...]) -> dict[str, Any]:
-        """The arguments that were carried here, in their structures."""
+        """Return the forwarded arguments, in their structures."""
         left, batch = iter(tensors), dict(self._example)
-        for name in self._carried_in:
+        for name in self._forwarded_in:
             batch[name] = pytree.tree_map_only(torch.Tensor, lambda _: next(left), self._example[name])
-        return {name: batch[name] for name in (*self._carried_in, *self._batch_inputs) if name in batch}
+        return {name: batch[name] for name in (*self._forwarded_in, *self._batch_inputs) if name in batch}
 
 
-def _carried(program: Program, index: int, example: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of the model's arguments with tensors that a stage or one behind it reads."""
+def _forwarded_arguments(program: Program, index: int, example: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the model's arguments with tensors that this stage or a later one reads."""
     read = dict.fromkeys(name for stage in program.stages[index:] for name in stage.batch_inputs)
     return tuple(sorted(name for name in read if name in example and _tensors(example[name])))
 

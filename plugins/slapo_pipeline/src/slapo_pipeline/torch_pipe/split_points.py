@@ -1,4 +1,4 @@
-"""Split points: where a pipe is cut, said by the names of modules."""
+"""Split points: cuts of a pipe before or after modules, given by their paths."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ if TYPE_CHECKING:
     from ._torch_private import SplitPoint
 
 _POINTS: dict[str, Where] = {"BEGINNING": "before", "END": "after"}
-_NOTED = "_slapo_split_points"
+_POINTS_ATTRIBUTE = "_slapo_split_points"
 """Attribute of a module with its split points."""
 
 
 def annotate_split_points(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> None:
-    """Note split points on modules, for ``pipeline`` and ``Pipe.from_tracing``. Forwards stay as they are.
+    """Record split points on modules, for ``pipeline`` and ``Pipe.from_tracing``. Forwards do not change.
 
     Args:
         mod: The model.
         spec: Paths of modules below it to ``SplitPoint.BEGINNING``, before the module's forward, or ``SplitPoint.END``, after.
 
     Raises:
-        AttributeError: a path that names no module; names the last part of it that exists. Nothing was noted.
-        ValueError: no split point.
+        AttributeError: a path names no module; the message has the longest prefix that exists. Nothing was recorded.
+        ValueError: a value is not a split point.
     """
     for cut in split_points(mod, spec):
         module = mod.get_submodule(cut)
-        module.__dict__[_NOTED] = tuple(dict.fromkeys([*module.__dict__.get(_NOTED, ()), cut.where]))
+        module.__dict__[_POINTS_ATTRIBUTE] = tuple(dict.fromkeys([*module.__dict__.get(_POINTS_ATTRIBUTE, ()), cut.where]))
 
 
 def split_points(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> list[Cut]:
-    """Return the cuts that a specification stands for; the errors are those of ``annotate_split_points``."""
+    """Return the cuts of a specification; errors as for ``annotate_split_points``."""
     return [Cut(_checked(mod, path), _where(path, point)) for path, point in spec.items()]
 
 
-def noted_points(mod: nn.Module) -> Iterator[Cut]:
-    """The cuts that were noted on modules of a model."""
+def annotated_points(mod: nn.Module) -> Iterator[Cut]:
+    """Yield the cuts that were recorded on the modules of a model."""
     for path, module in mod.named_modules():
-        for where in module.__dict__.get(_NOTED, ()) if path else ():
+        for where in module.__dict__.get(_POINTS_ATTRIBUTE, ()) if path else ():
             yield Cut(path, where)
 
 

@@ -1,4 +1,4 @@
-"""Stages that end where a function of the traced model puts marks."""
+"""Cuts by a split policy: a function that puts marks into the traced model's graph."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import fx, nn
 from slapo_core import BuildError
 from slapo_tracing.nodes import is_mode_node, is_opaque
 
-from ..assignment.block_inlining import Flat
+from ..assignment.block_inlining import DividedGraph
 from ..assignment.node_assignment import Assigner
 from ..partition.partitioner import Partitioner
 from ..tracing.flat_trace import is_custom, trace_flat
 from ..tracing.pipe_split import is_mark, pipe_split
-from ..tracing.root_hooks import hooks_aside
+from ..tracing.root_hooks import without_root_hooks
 
 SplitPolicy = Callable[[fx.GraphModule], fx.GraphModule]
 
 
 class PolicyPartitioner(Partitioner):
-    """Cuts one model where a policy says, for any shape of input.
+    """Divider of one model at the marks of a policy, for inputs of any shape.
 
     Args:
         root: The model.
-        policy: Puts calls of ``pipe_split`` into the graph of the model, down to modules without modules of their own, and
-            returns it.
+        policy: Function that puts calls of ``pipe_split`` into the model's graph and returns it. In the graph every module
+            without children is one node.
     """
 
     def __init__(self, root: nn.Module, policy: SplitPolicy) -> None:
@@ -35,8 +35,8 @@ class PolicyPartitioner(Partitioner):
         self._policy = policy
 
     def _cut(self, inputs: Mapping[str, Any]) -> Any:
-        with hooks_aside(self.root):
-            flat = trace_flat(self.root, inputs, list(_smallest(self.root, "")))
+        with without_root_hooks(self.root):
+            flat = trace_flat(self.root, inputs, list(_leaf_paths(self.root, "")))
         marked = self._policy(flat)
         if not isinstance(marked, fx.GraphModule) or not _is_traced(marked.graph):
             raise BuildError(
@@ -44,18 +44,18 @@ class PolicyPartitioner(Partitioner):
                 "that it is given, and return that"
             )
         positions = _positions(marked.graph)
-        return self._of(Flat(flat, Assigner(marked.graph, self.root, positions).run()), inputs)
+        return self._program_of_graph(DividedGraph(flat, Assigner(marked.graph, self.root, positions).run()), inputs)
 
 
-def _smallest(module: nn.Module, path: str) -> Iterator[str]:
-    """Paths of the modules that stay whole."""
+def _leaf_paths(module: nn.Module, path: str) -> Iterator[str]:
+    """Yield the paths of the modules that are one node each."""
     for name, child in module._modules.items():
         here = f"{path}.{name}" if path else name
         if child is None:
             continue
         opens = child._modules and (is_custom(child) or isinstance(child, (nn.Sequential, nn.ModuleList, nn.ModuleDict)))
         if opens and not is_opaque(child):
-            yield from _smallest(child, here)
+            yield from _leaf_paths(child, here)
         else:
             yield here
 
@@ -65,7 +65,7 @@ def _is_traced(graph: fx.Graph) -> bool:
 
 
 def _positions(graph: fx.Graph) -> list[int]:
-    """Return the positions where stages end, and take the marks out of the graph."""
+    """Return the positions where stages end, and remove the marks from the graph."""
     positions: list[int] = []
     kept: list[fx.Node] = []
     for node in list(graph.nodes):

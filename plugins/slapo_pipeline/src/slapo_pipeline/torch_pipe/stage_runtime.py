@@ -1,4 +1,4 @@
-"""One stage of a program as a stage of ``torch.distributed.pipelining``, for those who run its schedules themselves."""
+"""One stage of a program as a ``PipelineStage``, for users who run torch's pipeline schedules themselves."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ def build_stage(
     group: dist.ProcessGroup | None = None,
     output: Callable[[Any], Any] | None = None,
 ) -> PipelineStage:
-    """The runtime of one stage, for ``ScheduleGPipe`` and the other schedules of ``torch.distributed.pipelining``.
+    """Make one stage for ``ScheduleGPipe`` and the other schedules of ``torch.distributed.pipelining``.
 
-    Each rank calls the schedule's ``step`` with those arguments of the model, by name, that its stages read from the batch, see
-    ``stage.batch_inputs``. Of ``program.ties`` each stage gets the gradient of its own use: call ``sum_tied_gradients`` before
-    each step of the optimizer, as an engine does. A warning names those of this stage.
+    Each rank calls the schedule's ``step`` with the arguments of the model, by name, that its stages read from the batch
+    (``stage.batch_inputs``). A parameter in ``program.ties`` gets on each stage the gradient of that stage's use alone: call
+    ``sum_tied_gradients`` before each step of the optimizer, as an engine does. A warning names the ties of this stage.
 
     Args:
         program: Made for inputs of the shapes of one micro-batch.
         stage: Index of the stage.
-        device: Where it runs; its parameters are there already.
-        group: The pipeline's ranks; default: those of the mesh's axis ``pp``, or all where the program has no mesh. The
-            schedule says which of them runs which stage.
-        output: What the schedule gets of the model's result, e.g. ``lambda result: result.loss``; a tensor or a tuple of
-            tensors. Default: the result.
+        device: Device of the stage; its parameters must be there already.
+        group: Process group of the pipeline; default: the mesh's axis ``pp``, or all ranks if the program has no mesh. The
+            schedule decides which rank runs which stage.
+        output: Function from the model's result to the schedule's, e.g. ``lambda result: result.loss``: a tensor or a tuple
+            of tensors. Default: the result itself.
 
     Raises:
-        BuildError: no such stage, one that was not traced here, or a result that is neither a tensor nor a tuple of tensors.
+        BuildError: no such stage, a stage that was not traced here, or a result that is neither a tensor nor a tuple of
+            tensors.
     """
-    from torch.distributed.pipelining import PipelineStage  # noqa: PLC0415  costs a second, and few need it
+    from torch.distributed.pipelining import PipelineStage  # noqa: PLC0415  takes a second, and few users need it
 
     if not 0 <= stage < len(program.stages):
         raise BuildError(f"no stage {stage}; the program has stages 0 to {len(program.stages) - 1}")
@@ -48,52 +49,52 @@ def build_stage(
     if tied := [tie.names[0] for tie in program.ties if stage in tie.stages]:
         remedy = "call slapo.pipeline.sum_tied_gradients(program) before each step of the optimizer"
         get_logger().warning("stage %d shares %s with other stages; %s", stage, ", ".join(map(repr, tied)), remedy)
-    note_built(program, stage)
-    module = RunStage(this.module, last, output)
+    mark_local_stage(program, stage)
+    module = StageRunner(this.module, last, output)
     sent = (
-        tuple(map(like, program.stages[stage + 1].inputs))
+        tuple(map(meta_like, program.stages[stage + 1].inputs))
         if not last
-        else tuple(map(like, module.results(model_result(this.module))))
+        else tuple(map(meta_like, module.results(model_result(this.module))))
     )
-    received = tuple(map(like, this.inputs))
+    received = tuple(map(meta_like, this.inputs))
     group = group or pipeline_group(program)
     return PipelineStage(module, stage, len(program.stages), torch.device(device), received, sent, group=group)
 
 
 def sendable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as a schedule sends it: contiguous, and no view, which zero bubbles cannot detach in place."""
+    """Return a contiguous tensor that is not a view: zero-bubble schedules detach it in place, which views forbid."""
     tensor = tensor.contiguous()
     return tensor.clone() if tensor._is_view() else tensor
 
 
-def note_built(program: Program, stage: int) -> None:
-    """Note that this rank runs a stage."""
-    program.stages[stage].module.__dict__[_BUILT] = True
+def mark_local_stage(program: Program, stage: int) -> None:
+    """Record that this rank runs a stage."""
+    program.stages[stage].module.__dict__[_LOCAL] = True
 
 
-def built_stages(program: Program) -> set[int]:
-    """Return the stages that this rank runs; all, where none was built here."""
-    built = {stage.index for stage in program.stages if _BUILT in stage.module.__dict__}
+def local_stages(program: Program) -> set[int]:
+    """Return the stages that this rank runs, or all stages if it built none."""
+    built = {stage.index for stage in program.stages if _LOCAL in stage.module.__dict__}
     return built or {stage.index for stage in program.stages}
 
 
-_BUILT = "_slapo_built_here"
+_LOCAL = "_slapo_built_here"
 """Attribute of the module of a stage that this rank runs."""
 
 
 def pipeline_group(program: Program) -> dist.ProcessGroup | None:
-    """The ranks of the mesh's axis ``pp``; None, which is all, without one."""
+    """Return the process group of the mesh's axis ``pp``, or None, all ranks, if there is no such axis."""
     mesh = program.mesh
     return mesh.get_group("pp") if mesh is not None and "pp" in (mesh.mesh_dim_names or ()) else None
 
 
-class RunStage(nn.Module):
-    """A stage as a runtime calls it, which sends contiguous tensors.
+class StageRunner(nn.Module):
+    """A stage as torch's runtime calls it; it returns contiguous tensors.
 
     Args:
-        module: The stage's.
+        module: Module of the stage.
         last: Whether its result is the model's.
-        output: What is taken of that.
+        output: Function of the model's result; None for the result itself.
     """
 
     def __init__(self, module: nn.Module, last: bool, output: Callable[[Any], Any] | None) -> None:
@@ -110,7 +111,7 @@ class RunStage(nn.Module):
         return found[0] if len(found) == 1 else found
 
     def results(self, result: Any) -> tuple[torch.Tensor, ...]:
-        """The tensors that a schedule gets of the model's result."""
+        """Return the tensors of the model's result that the schedule receives."""
         found = result if self._output is None else self._output(result)
         tensors = found if isinstance(found, tuple) else (found,)
         if not tensors or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
@@ -122,36 +123,34 @@ class RunStage(nn.Module):
 
 
 def model_result(module: nn.Module) -> Any:
-    """Return the model's result, of tensors without numbers, from its last stage.
+    """Return the model's result with fake tensors, from the graph of its last stage.
 
     Raises:
-        BuildError: the stage was not traced here, or a module makes an object of its own.
+        BuildError: the stage was not traced here, or a module builds an object of its own class.
     """
-    module = module.__dict__.get("inner", module)  # of one that received parameters
+    module = module.__dict__.get("inner", module)  # a TransmittingStage has the traced module as ``inner``
     if not isinstance(module, fx.GraphModule):
         raise BuildError(
             f"the last stage is a {type(module).__name__} that was not traced here; let what made it build its stages"
         )
-    return _of_nodes(module.graph.output_node().args[0])
+    return _node_values(module.graph.output_node().args[0])
 
 
-def _of_nodes(value: Any) -> Any:
-    """A result with the values of its nodes; a node that makes an object makes it."""
+def _node_values(value: Any) -> Any:
+    """Replace the nodes in a result by their values; a node that builds an object is called."""
     if isinstance(value, fx.Node):
         if "val" in value.meta:
             return value.meta["val"]
         if value.op != "call_function":
-            raise BuildError(
-                f"the model's result comes from {value.target!r}, which gives no tensor; cut inside of that module"
-            )
-        return value.target(*map(_of_nodes, value.args))  # type: ignore[operator]
+            raise BuildError(f"the model's result comes from {value.target!r}, which gives no tensor; cut inside that module")
+        return value.target(*map(_node_values, value.args))  # type: ignore[operator]
     if isinstance(value, dict):
-        return {key: _of_nodes(part) for key, part in value.items()}
+        return {key: _node_values(part) for key, part in value.items()}
     if isinstance(value, (tuple, list)):
-        return (list if isinstance(value, list) else tuple)(map(_of_nodes, value))
+        return (list if isinstance(value, list) else tuple)(map(_node_values, value))
     return value
 
 
-def like(value: Boundary | torch.Tensor) -> torch.Tensor:
-    """Return a tensor without numbers."""
+def meta_like(value: Boundary | torch.Tensor) -> torch.Tensor:
+    """Return a meta tensor of the same shape, dtype and ``requires_grad``."""
     return torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=value.requires_grad)

@@ -1,4 +1,4 @@
-"""Parameters that several stages use, kept by the first alone, which sends their values to the others."""
+"""Transmitted parameters: tied parameters that the first stage keeps and sends to the other stages."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from slapo_core import Boundary, Program, Stage, TieGroup
 from slapo_tracing.nodes import MODULE_TABLES, shallow_copy
 
 
-def transmitted(program: Program, is_chosen: Callable[[TieGroup], bool]) -> Program:
-    """Return a program whose first stage that uses a tie sends its value on, and gets all of its gradient.
+def transmit_parameters(program: Program, is_chosen: Callable[[TieGroup], bool]) -> Program:
+    """Return a program in which the first stage of a tie sends the parameter's value on and gets its whole gradient.
 
     Args:
-        program: With ties.
+        program: Program with ties.
         is_chosen: Whether a tie is transmitted; the others stay ties.
     """
     chosen = [tie for tie in program.ties if is_chosen(tie)]
@@ -34,9 +34,9 @@ def transmitted(program: Program, is_chosen: Callable[[TieGroup], bool]) -> Prog
         if now is program:
             return made
         if id(now) not in known:
-            if len(known) >= _KEPT:
+            if len(known) >= _MAX_PROGRAMS:
                 known.clear()
-            known[id(now)] = (now, transmitted(now, is_chosen))
+            known[id(now)] = (now, transmit_parameters(now, is_chosen))
         return known[id(now)][1]
 
     left = tuple(tie for tie in program.ties if tie not in chosen)
@@ -44,7 +44,7 @@ def transmitted(program: Program, is_chosen: Callable[[TieGroup], bool]) -> Prog
     return made
 
 
-_KEPT = 16
+_MAX_PROGRAMS = 16
 
 
 def _value(program: Program, tie: TieGroup) -> Boundary:
@@ -69,13 +69,13 @@ def _stage(program: Program, stage: Stage, ties: Sequence[TieGroup], values: Seq
 
 
 class TransmittingStage(nn.Module):
-    """A stage that receives values of parameters behind its own inputs, and sends values of parameters on.
+    """A stage that receives values of parameters after its own inputs, and sends values of parameters after its own results.
 
     Args:
-        module: The stage's.
-        num_inputs: How many values it receives itself.
-        received: Numbers of the parameters it receives, in order.
-        sent: Numbers of those it sends.
+        module: Module of the stage.
+        num_inputs: Number of its own inputs.
+        received: Numbers of the parameters that it receives, in order.
+        sent: Numbers of the parameters that it sends.
         used: Number of a received parameter to its names in the stage, which no longer holds it.
         is_last: Whether its result is the model's.
     """
@@ -96,13 +96,13 @@ class TransmittingStage(nn.Module):
             self.__dict__[table] = inner.__dict__[table]
         self.__dict__["inner"] = inner  # no child: its parameters are this module's, under their names
         self.kept: dict[int, str] = {}
-        """Number of each parameter that this stage keeps for others to its name."""
+        """Number of each parameter that this stage keeps for later stages to the parameter's name."""
         self._num_inputs, self._received, self._sent, self._used = num_inputs, received, sent, used
         self._is_last = is_last
         self.training = module.training
 
     def forward(self, *values: torch.Tensor, **batch: Any) -> Any:
-        """Run the stage with the values it received in the place of its parameters."""
+        """Run the stage with the received values in the place of its parameters."""
         parameters = dict(zip(self._received, values[self._num_inputs :], strict=True))
         given = {name: parameters[k] for k, names in self._used.items() for name in names}
         inner = self.__dict__["inner"]
@@ -110,13 +110,13 @@ class TransmittingStage(nn.Module):
         result = functional_call(inner, given, values[: self._num_inputs], batch, tie_weights=False)
         if self._is_last:
             return result
-        # a copy: what is sent is a result of this stage, and not the leaf that gradients are collected in
+        # a copy: a stage's result must not be the leaf whose ``grad`` accumulates
         own = {k: self.get_parameter(name).clone() for k, name in self.kept.items()}
         return (*result, *({**parameters, **own}[k] for k in self._sent))
 
 
 def _without(module: nn.Module, names: Sequence[str]) -> nn.Module:
-    """A copy of the tree around some parameters, with empty buffers in their places."""
+    """Copy the module tree around some parameters, with meta buffers in their places."""
     copies: dict[int, nn.Module] = {}
     top = _copied(module, copies)
     for name in names:

@@ -1,5 +1,5 @@
 """The model as one flat graph. A model, its example inputs and the positions of its cuts enter; a traced module leaves
-that calls every module without a cut inside as one node. `cuts.py` reads the cuts from the journal, `pipe_split.py`
+in which every module without a cut inside is one node. `cuts.py` reads the cuts from the journal, `pipe_split.py`
 records marks in a forward, and `root_hooks.py` moves hooks of the whole model to its first and last stage. This is
 the lowest room: it imports `slapo_core` only.
 """

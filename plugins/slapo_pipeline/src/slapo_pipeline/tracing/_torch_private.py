@@ -1,4 +1,4 @@
-"""What is used of ``torch.distributed.pipelining`` by tracing, and of pytrees, beyond their public names, in one place."""
+"""Private parts of ``torch.distributed.pipelining`` and of pytrees that tracing uses."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from torch.utils import _pytree
 
 
 @contextmanager
-def pipe_split_calls(instead: Callable[[], Any]) -> Iterator[None]:
-    """Meanwhile ``torch.distributed.pipelining.pipe_split()`` calls ``instead``: what it calls else, no tracer here sees."""
+def replaced_pipe_split(instead: Callable[[], Any]) -> Iterator[None]:
+    """Let ``torch.distributed.pipelining.pipe_split()`` call ``instead`` while the context is open.
+
+    No tracer here sees the operator that it calls otherwise.
+    """
     if "torch.distributed.pipelining" not in sys.modules:  # then no model calls it
         yield
         return
@@ -29,13 +32,13 @@ def pipe_split_calls(instead: Callable[[], Any]) -> Iterator[None]:
 
 
 class StageCalls(NamedTuple):
-    """The graph of a ``Pipe``, read.
+    """The calls of the stages in the graph of a ``Pipe``.
 
     Args:
-        inputs: Names of the model's arguments, tensors inside of structures by names of their own.
-        arguments: Per stage what it is called with: names of inputs and of values, or constants.
-        values: Per stage the names of what it gives, with their places in its result; None where it gives one tensor.
-        result: What the model gives, flat: names, or constants.
+        inputs: Names of the model's arguments; tensors inside structures have names of their own.
+        arguments: Per stage its arguments: names of inputs and of values, or constants.
+        values: Per stage the names of its results with their index in the result tuple; None for a single tensor.
+        result: Flat result of the model: names, or constants.
     """
 
     inputs: list[str]
@@ -49,7 +52,7 @@ class Name(str):
 
 
 def stage_calls(pipe: Any) -> StageCalls:
-    """How the stages of a ``torch.distributed.pipelining.Pipe`` are called, in order."""
+    """Return the calls of the stages of a ``torch.distributed.pipelining.Pipe``, in order."""
     graph = pipe.info().graph
     name = {node: Name(node.target if node.op == "placeholder" else node.name) for node in graph.nodes}
     calls = graph.find_nodes(op="call_module")
@@ -65,11 +68,11 @@ def stage_calls(pipe: Any) -> StageCalls:
 
 
 def flatten(value: Any) -> tuple[list[Any], Any]:
-    """The leaves of nested containers, as ``torch.export`` takes them apart, and what puts them together again."""
+    """Return the leaves of nested containers, as ``torch.export`` flattens them, and the spec for ``unflatten``."""
     leaves, spec = _pytree.tree_flatten(value)
     return leaves, spec
 
 
 def unflatten(leaves: list[Any], spec: Any) -> Any:
-    """The reverse of ``flatten``."""
+    """Rebuild the containers from leaves and spec: the inverse of ``flatten``."""
     return _pytree.tree_unflatten(leaves, spec)

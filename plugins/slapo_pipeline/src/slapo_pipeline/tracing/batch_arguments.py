@@ -12,13 +12,13 @@ from torch.utils._pytree import tree_map_only
 from slapo_core import named_inputs, split_inputs
 
 
-def by_name(root: nn.Module, inputs: Any) -> dict[str, Any]:
+def named_batch(root: nn.Module, inputs: Any) -> dict[str, Any]:
     """Return the arguments of a batch, or of example inputs, by name; see ``slapo_core.modules.forward_arguments``."""
     return named_inputs(root, *split_inputs(inputs))
 
 
-def apart(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs with a tensor of its own for each argument: one given twice could not be told apart in a graph."""
+def unshared_tensors(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the inputs with one tensor object per argument: a graph cannot tell two uses of one object apart."""
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().requires_grad_(tensor.requires_grad)

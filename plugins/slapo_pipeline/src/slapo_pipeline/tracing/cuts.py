@@ -1,4 +1,4 @@
-"""Cuts: the places where a user ends a pipeline stage or begins one, as the journal has them."""
+"""Cuts: the modules and marks where a pipeline stage ends or begins, as the journal records them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Cut(str):
     """The path of a module where a stage ends or begins.
 
     Args:
-        path: Of the module.
+        path: Path of the module.
         where: ``"after"`` it, ``"before"`` it, or the number of a mark in its own forward.
     """
 
@@ -28,23 +28,23 @@ class Cut(str):
         return cut
 
 
-def where_of(path: str) -> Where | int:
-    """Return where a stage ends or begins at the module at a path: without a ``Cut``, after it."""
+def cut_where(path: str) -> Where | int:
+    """Return the ``where`` of a ``Cut``; a plain path cuts after its module."""
     return path.where if isinstance(path, Cut) else "after"
 
 
 def is_at_mark(path: str) -> bool:
-    """Return whether the cut lies inside of the module's own forward."""
-    return isinstance(where_of(path), int)
+    """Return whether the cut lies inside the module's own forward."""
+    return isinstance(cut_where(path), int)
 
 
-def cuts(steps: Iterable[Step]) -> list[str]:
-    """Paths of the modules where stages end or begin, each a ``Cut``, in the order in which they were cut."""
+def cuts_of_steps(steps: Iterable[Step]) -> list[str]:
+    """Return the cuts of these steps and of their child steps, in the order in which they were taken."""
     found: list[str] = []
     for step in steps:
         if step.name == CUT_PIPELINE_STAGE:
             found.append(Cut(step.path, *step.args, **step.kwargs))
         elif step.name == CUT_AT_MARKS:
             found += [Cut(step.path, number) for number in step.args]
-        found += cuts(step.children)
+        found += cuts_of_steps(step.children)
     return found

@@ -1,4 +1,4 @@
-"""The flat graph of a model, as deep as its cuts."""
+"""Flat trace of a model: modules around a cut are inlined, and all others are one node each."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from slapo_tracing import trace_module
 from slapo_tracing.graphs import TracedModule
 from slapo_tracing.nodes import is_mode_node
 
-from .cuts import CUT_AT_MARKS, CUT_PIPELINE_STAGE, is_at_mark, where_of
-from .pipe_split import is_mark, marked
+from .cuts import CUT_AT_MARKS, CUT_PIPELINE_STAGE, cut_where, is_at_mark
+from .pipe_split import is_mark, torch_marks_recorded
 
 
-def trace_flat(root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str], apart: Collection[str] = ()) -> TracedModule:
-    """Trace the model with everything whole that no cut lies in, but the modules ``apart``, down to those of ``torch.nn``.
+def trace_flat(root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str], inlined: Collection[str] = ()) -> TracedModule:
+    """Trace the model with the modules around the cuts inlined, and those in ``inlined`` down to modules of ``torch.nn``.
 
-    Modules without parameters that a model brings itself, rotary tables for one, are traced into: what they ask of a hidden
-    state is often only its shape, and then their result need not cross a boundary. Where that fails they stay whole. A model
-    that runs on real tensors only, as some with experts do, gets zeros for weights that are on the meta device.
+    A model's own modules without parameters, such as rotary tables, are inlined: they often read only the shape of a hidden
+    state, and then their result need not cross a boundary. If that trace fails they are one node each. A model that runs on
+    real tensors only, as some with experts do, gets zeros for weights on the meta device.
     """
     try:
-        return _trace(root, inputs, cuts, apart)
+        return _trace(root, inputs, cuts, inlined)
     except TraceError:
         if not any(tensor.is_meta for tensor in [*root.parameters(), *root.buffers()]):
             raise
     with _zeros_for_meta(root):
-        return _trace(root, inputs, cuts, apart)
+        return _trace(root, inputs, cuts, inlined)
 
 
-def _trace(root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str], apart: Collection[str]) -> TracedModule:
-    tables: set[str] = set()
-    with marked():
+def _trace(root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str], inlined: Collection[str]) -> TracedModule:
+    parameterless: set[str] = set()
+    with torch_marks_recorded():
         try:
-            return trace_module(root, inputs, leaf=_leaf(cuts, apart, tables), by_values=True)
+            return trace_module(root, inputs, leaf=_leaf(cuts, inlined, parameterless), by_values=True)
         except TraceError:
-            if not tables:
+            if not parameterless:
                 raise
-            return trace_module(root, inputs, leaf=_leaf(cuts, apart, None), by_values=True)
+            return trace_module(root, inputs, leaf=_leaf(cuts, inlined, None), by_values=True)
 
 
 @contextmanager
 def _zeros_for_meta(root: nn.Module) -> Iterator[None]:
-    """Real zeros in the places of meta tensors."""
+    """Put real zeros in the place of meta tensors while the context is open."""
     places = [
         (table, name, tensor)
         for module in root.modules()
@@ -72,7 +72,9 @@ def _zeros_for_meta(root: nn.Module) -> Iterator[None]:
 def _zeros(like: torch.Tensor) -> torch.Tensor:
     if like.nbytes == 0:
         return torch.zeros(like.shape, dtype=like.dtype)
-    return torch.frombuffer(mmap(-1, like.nbytes), dtype=like.dtype).view(like.shape)  # pages nobody writes take no memory
+    return torch.frombuffer(mmap(-1, like.nbytes), dtype=like.dtype).view(
+        like.shape
+    )  # pages that are never written take no memory
 
 
 def cut_positions(root: nn.Module, graph: fx.Graph, cuts: Sequence[str]) -> list[tuple[int, str]]:
@@ -81,32 +83,32 @@ def cut_positions(root: nn.Module, graph: fx.Graph, cuts: Sequence[str]) -> list
     Args:
         root: The model.
         graph: Its flat graph.
-        cuts: Paths of modules: a stage ends after the last time each runs, or, of a ``Cut`` before it, ahead of the first, or
-            at a mark of its forward.
+        cuts: Paths of modules. A stage ends after the last run of each, or, for a ``Cut``, before the first run or at a mark
+            of its forward.
 
     Raises:
         ScheduleError: a cut module or mark does not run, or nothing runs before the first cut, between two or after the last.
     """
     names = {id(module): name for name, module in root.named_modules()}
     nodes = list(graph.nodes)
-    found = sorted((_end(nodes, names[id(root.get_submodule(path))], path), path) for path in cuts)
+    found = sorted((_cut_position(nodes, names[id(root.get_submodule(path))], path), path) for path in cuts)
     at_mark = any(map(is_at_mark, cuts))
     work = [index for index, node in enumerate(nodes) if node.op == "call_module" or (at_mark and _computes(node))]
     _check_work_between(work, found)
     return found
 
 
-def _end(nodes: Sequence[fx.Node], name: str, cut: str) -> int:
-    """Place of the last node before a cut at the module ``name``."""
-    where = where_of(cut)
+def _cut_position(nodes: Sequence[fx.Node], name: str, cut: str) -> int:
+    """Return the index of the last node before a cut at the module ``name``."""
+    where = cut_where(cut)
     if isinstance(where, int):
-        marks = [index for index, node in enumerate(nodes) if is_mark(node) and _place(node) == name]
+        marks = [index for index, node in enumerate(nodes) if is_mark(node) and _module_path(node) == name]
         if where < len(marks):
             return marks[where]
         many = f"{len(marks)} marks of this module's forward" if marks else "no mark of this module's forward"
         message = f"the model runs into {many} on the example inputs, so there is no mark {where}"
         raise ScheduleError(message, path=cut, primitive=CUT_AT_MARKS)
-    runs = _runs(nodes, name)
+    runs = _node_positions(nodes, name)
     if not runs:
         message = (
             "the model does not run this module on the example inputs, or on a micro-batch, as text alone runs no vision part; "
@@ -116,14 +118,14 @@ def _end(nodes: Sequence[fx.Node], name: str, cut: str) -> int:
     return runs[-1] if where == "after" else runs[0] - 1
 
 
-def _runs(nodes: Sequence[fx.Node], name: str) -> list[int]:
-    """Places of the nodes that a module, or one inside it, runs."""
+def _node_positions(nodes: Sequence[fx.Node], name: str) -> list[int]:
+    """Return the indices of the nodes that a module, or a module inside it, runs."""
     skipped = ("placeholder", "get_attr", "output")
-    return [index for index, node in enumerate(nodes) if node.op not in skipped and _is_inside(_place(node), name)]
+    return [index for index, node in enumerate(nodes) if node.op not in skipped and _is_inside(_module_path(node), name)]
 
 
-def _place(node: fx.Node) -> str:
-    """Path of the module that the node calls, or whose forward has it."""
+def _module_path(node: fx.Node) -> str:
+    """Return the path of the module that the node calls, or whose forward recorded the node."""
     return str(node.target if node.op == "call_module" else node.meta.get("module", ""))
 
 
@@ -131,35 +133,41 @@ def _is_inside(path: str, name: str) -> bool:
     return path == name or path.startswith(f"{name}.")
 
 
-def opened_by(cuts: Iterable[str]) -> set[str]:
-    """Paths of the modules that a trace for these cuts goes into: those around them, and those cut at a mark."""
+def inlined_paths(cuts: Iterable[str]) -> set[str]:
+    """Return the paths of the modules that a trace for these cuts inlines: those around a cut, and those cut at a mark."""
     parents = {path[:end] for path in cuts for end, letter in enumerate(path) if letter == "."}
     return parents | {path for path in cuts if is_at_mark(path)}
 
 
-def _leaf(cuts: Sequence[str], apart: Collection[str], tables: set[str] | None) -> Callable[[str, nn.Module], bool]:
-    """Return a test of which modules stay whole. Paths of opened tables go into ``tables``; with None they stay whole."""
-    parents = opened_by(cuts)
+def _leaf(cuts: Sequence[str], inlined: Collection[str], parameterless: set[str] | None) -> Callable[[str, nn.Module], bool]:
+    """Return the test for modules that are one node.
+
+    Args:
+        cuts: Paths of the cuts.
+        inlined: Paths of further modules to inline.
+        parameterless: Receives the paths of inlined modules without parameters; None makes these one node each.
+    """
+    parents = inlined_paths(cuts)
     ends = set(cuts) - parents
 
     def leaf(path: str, module: nn.Module) -> bool:
-        if path in parents or (is_custom(module) and any(_is_inside(path, name) for name in apart)):
+        if path in parents or (is_custom(module) and any(_is_inside(path, name) for name in inlined)):
             return False
-        if path in ends or tables is None or not is_table(module):
+        if path in ends or parameterless is None or not is_parameterless(module):
             return True
-        tables.add(path)
+        parameterless.add(path)
         return False
 
     return leaf
 
 
-def is_table(module: nn.Module) -> bool:
-    """Return whether a module is traced into without a cut in it: a model's own, without parameters."""
+def is_parameterless(module: nn.Module) -> bool:
+    """Return whether a module is the model's own and has no parameters; such modules are inlined without a cut in them."""
     return is_custom(module) and next(module.parameters(), None) is None
 
 
 def is_custom(module: nn.Module) -> bool:
-    """Return whether a model brings the module itself, rather than torch."""
+    """Return whether the module's class is the model's own, rather than one of ``torch.nn``."""
     return not type(module).__module__.startswith("torch.nn.")
 
 

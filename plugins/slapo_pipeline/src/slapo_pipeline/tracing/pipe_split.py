@@ -1,4 +1,4 @@
-"""``pipe_split()``: a mark in a model's own forward, where a stage can end."""
+"""``pipe_split()``: a mark in a model's own forward at which a stage can end."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import fx, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ._torch_private import pipe_split_calls
+from ._torch_private import replaced_pipe_split
 
-_watchers: list[Callable[[], None]] = []
+_mark_callbacks: list[Callable[[], None]] = []
 
 
 def pipe_split() -> None:
-    """Mark a place in a forward where a pipeline stage can end: ``sch.cut_at_marks()`` cuts there. Else it does nothing.
+    """Mark a place in a forward for ``sch.cut_at_marks()``, which ends a pipeline stage there. It does nothing else.
 
     Example:
         def forward(self, x):
@@ -30,29 +30,29 @@ def pipe_split() -> None:
 
 
 def mark() -> torch.Tensor:
-    """What tracing records for a mark: a call that gives an empty tensor, which nobody uses."""
-    if has_torch_function((None,)):  # a torch function mode is on, the tracer's for one
+    """Return an empty, unused tensor: tracing records this call as the mark."""
+    if has_torch_function((None,)):  # a torch function mode is active, such as the tracer's
         recorded: torch.Tensor = handle_torch_function(mark, (None,))
         return recorded
-    for watcher in _watchers:
+    for watcher in _mark_callbacks:
         watcher()
     return torch.empty(0)
 
 
 def is_mark(node: fx.Node) -> bool:
-    """Whether a node is a recorded mark."""
+    """Return whether a node is a recorded mark."""
     return node.target is mark
 
 
 @contextmanager
-def marked() -> Iterator[None]:
-    """Record the marks of ``torch.distributed.pipelining.pipe_split`` too."""
-    with pipe_split_calls(mark):
+def torch_marks_recorded() -> Iterator[None]:
+    """Record calls of ``torch.distributed.pipelining.pipe_split`` as marks, too."""
+    with replaced_pipe_split(mark):
         yield
 
 
-class Marks:
-    """Who runs into marks while a model runs; a context.
+class MarkRecorder:
+    """Context manager that records the modules whose forwards reach a mark while a model runs.
 
     Args:
         root: The model.
@@ -61,16 +61,16 @@ class Marks:
     def __init__(self, root: nn.Module) -> None:
         self.root = root
         self.found: list[str] = []
-        """Path of the module in whose forward each mark is, in the order of the last run."""
+        """Per mark the path of the module whose forward has it, in the order of the last run."""
         self._paths = {id(module): path for path, module in root.named_modules()}
         self._running: list[nn.Module] = []
 
-    def __enter__(self) -> Marks:
+    def __enter__(self) -> MarkRecorder:
         with ExitStack() as stack:
             stack.callback(register_module_forward_pre_hook(self._begin).remove)
             stack.callback(register_module_forward_hook(self._end, always_call=True).remove)
-            _watchers.append(self._seen)
-            stack.callback(_watchers.remove, self._seen)
+            _mark_callbacks.append(self._seen)
+            stack.callback(_mark_callbacks.remove, self._seen)
             self._close = stack.pop_all()
         return self
 

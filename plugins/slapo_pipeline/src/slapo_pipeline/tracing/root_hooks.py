@@ -17,8 +17,8 @@ _TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_back
 
 
 @contextmanager
-def hooks_aside(root: nn.Module) -> Iterator[None]:
-    """Take the hooks of the whole model off, but those that are traced with its forward, and put them back at the end."""
+def without_root_hooks(root: nn.Module) -> Iterator[None]:
+    """Remove the hooks of the whole model while the context is open, except those that are traced with its forward."""
     tables = {name: root.__dict__[name] for name in _TABLES if not all(map(_is_traced, root.__dict__[name].values()))}
     for name, table in tables.items():
         root.__dict__[name] = OrderedDict((key, hook) for key, hook in table.items() if _is_traced(hook))
@@ -28,18 +28,18 @@ def hooks_aside(root: nn.Module) -> Iterator[None]:
         root.__dict__.update(tables)
 
 
-def is_whole(root: nn.Module, module: nn.Module) -> bool:
-    """Return whether a module runs as one piece around a cut; the hooks of the whole model alone are no reason."""
+def is_indivisible(root: nn.Module, module: nn.Module) -> bool:
+    """Return whether a module has hooks or wrappers, so that no cut can lie inside; hooks of the whole model move instead."""
     if module is not root:
         return is_opaque(module)
-    with hooks_aside(root):
+    with without_root_hooks(root):
         return is_opaque(root)
 
 
-def carry_hooks(root: nn.Module, stages: Sequence[nn.Module], batch_inputs: Sequence[Sequence[str]]) -> None:
+def move_root_hooks(root: nn.Module, stages: Sequence[nn.Module], batch_inputs: Sequence[Sequence[str]]) -> None:
     """Put the hooks of the whole model on its first and last stage, where each runs once per micro-batch, in order.
 
-    A hook is given the whole model as its module, and what its stage is called with.
+    A hook receives the whole model as its module, and the arguments of its stage.
 
     Args:
         root: The model.
@@ -47,39 +47,39 @@ def carry_hooks(root: nn.Module, stages: Sequence[nn.Module], batch_inputs: Sequ
         batch_inputs: Per stage the arguments of the model that it reads.
 
     Raises:
-        BuildError: a backward hook of the old kind.
+        BuildError: a backward hook that is not a full backward hook.
     """
     hooks = [[(key, hook) for key, hook in root.__dict__[name].items() if not _is_traced(hook)] for name in _TABLES]
     before, after, backward_pre, backward = hooks
     if before:
         others = {name: index for index, names in enumerate(batch_inputs) if index for name in names}
-        stages[0].register_forward_pre_hook(partial(_run_before, root, [key for key, _ in before], others), with_kwargs=True)
+        stages[0].register_forward_pre_hook(partial(_run_pre_hooks, root, [key for key, _ in before], others), with_kwargs=True)
     if after:
-        stages[-1].register_forward_hook(partial(_run_after, root, [key for key, _ in after]), with_kwargs=True)
+        stages[-1].register_forward_hook(partial(_run_forward_hooks, root, [key for key, _ in after]), with_kwargs=True)
     for _, hook in backward_pre:
-        stages[0].register_full_backward_pre_hook(_of_model(root, hook))
+        stages[0].register_full_backward_pre_hook(_with_model(root, hook))
     if backward and not root._is_full_backward_hook:
         raise BuildError(
-            f"the {type(root).__name__} has a backward hook of the old kind, which no stage can run; "
+            f"the {type(root).__name__} has a backward hook that is not a full backward hook, which no stage can run; "
             "use register_full_backward_hook"
         )
     for _, hook in backward:
-        stages[0].register_full_backward_hook(_of_model(root, hook))
+        stages[0].register_full_backward_hook(_with_model(root, hook))
 
 
 def _is_traced(hook: Any) -> bool:
     return bool(getattr(hook, "traced", False))
 
 
-def _of_model(root: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
+def _with_model(root: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
     return lambda _, *gradients: hook(root, *gradients)
 
 
-def _run_before(
+def _run_pre_hooks(
     root: nn.Module, keys: Sequence[int], others: Mapping[str, int], _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     given = dict(kwargs)
-    args, kwargs = _as_call(root, given)
+    args, kwargs = _positional_call(root, given)
     for key in keys:
         hook = root._forward_pre_hooks[key]
         if key in root._forward_pre_hooks_with_kwargs:
@@ -97,7 +97,7 @@ def _run_before(
     return (), changed
 
 
-def _run_after(
+def _run_forward_hooks(
     root: nn.Module, keys: Sequence[int], _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> Any:
     for key in keys:
@@ -107,8 +107,8 @@ def _run_after(
     return output
 
 
-def _as_call(root: nn.Module, named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return these arguments by position as far as can be: a hook without ``with_kwargs`` sees no others."""
+def _positional_call(root: nn.Module, named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return as many arguments as possible by position: a hook without ``with_kwargs`` sees no others."""
     args: list[Any] = []
     for name, each in forward_signature(root).parameters.items():
         if each.kind is each.VAR_POSITIONAL and name in named:

@@ -1,4 +1,4 @@
-"""The trace that placed a model's cuts, for the build that follows."""
+"""Cache of the trace in which ``pipeline`` found the cuts, for the build that follows."""
 
 from __future__ import annotations
 
@@ -11,36 +11,40 @@ from torch import nn
 from slapo_tracing.graphs import TracedModule
 from slapo_tracing.nodes import Snapshot, autocast_state, fingerprint
 
-from .flat_trace import opened_by
+from .flat_trace import inlined_paths
 
 
-class KeptTrace:
-    """A flat trace, good for as long as nothing about the model has changed: no module, parameter, hook, mode or attribute.
+class CachedTrace:
+    """A flat trace that is valid until a module, parameter, hook, mode or attribute of the model changes.
 
     Args:
         root: The model, as it was traced.
         inputs: The arguments by name.
-        cuts: Paths of the modules that stayed whole.
+        cuts: Paths of the modules that are one node each.
         flat: The trace.
     """
 
     def __init__(self, root: nn.Module, inputs: Mapping[str, Any], cuts: Iterable[str], flat: TracedModule) -> None:
         self._flat: TracedModule | None = flat
-        self._inputs, self._opened, self._facts = fingerprint(dict(inputs)), opened_by(cuts), _facts(root)
+        self._inputs, self._inlined, self._facts = fingerprint(dict(inputs)), inlined_paths(cuts), _model_state(root)
         self._contents = Snapshot([vars(module) for module in root.modules()])
 
-    def take(self, root: nn.Module, inputs: Mapping[str, Any], cuts: Iterable[str]) -> TracedModule | None:
-        """The trace, once; None where another model, call or depth would give another."""
+    def pop_if_valid(self, root: nn.Module, inputs: Mapping[str, Any], cuts: Iterable[str]) -> TracedModule | None:
+        """Return the trace once; None if it was returned before, or if the model, call or inlined modules differ."""
         flat, self._flat = self._flat, None
-        same = self._opened == opened_by(cuts) and self._inputs == fingerprint(dict(inputs)) and self._facts == _facts(root)
+        same = (
+            self._inlined == inlined_paths(cuts)
+            and self._inputs == fingerprint(dict(inputs))
+            and self._facts == _model_state(root)
+        )
         return flat if same and not self._contents.changed() else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of the model is traced anew."""
+        """Return None: a copy of the model is traced anew."""
 
 
-def _facts(root: nn.Module) -> list[Any]:
-    """What the contents of modules do not show."""
+def _model_state(root: nn.Module) -> list[Any]:
+    """Return the state that the attributes of modules do not show."""
     tensors = [*root.parameters(), *root.buffers()]
     return [
         (torch.is_grad_enabled(), autocast_state()),

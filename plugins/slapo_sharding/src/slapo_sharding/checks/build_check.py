@@ -105,7 +105,12 @@ def _check_gathered_around(name: str, module: nn.Module, path: str) -> None:
         return
     for other, inside in module.named_modules(prefix=path):
         applied = applied_cut(inside)
-        if applied is not None and applied.spec.dealt is not None and applied.cut.output == "sharded" and not applied.gathered:
+        if (
+            applied is not None
+            and applied.spec.uneven_ranges is not None
+            and applied.cut.output == "sharded"
+            and not applied.gathered
+        ):
             raise BuildError(
                 f"{name}: the output of {other!r} is not in equal parts; gather it at {other!r} itself; {OFF_SWITCH}"
             )
@@ -208,7 +213,7 @@ def _check_output(name: str, applied: AppliedCut, own: list[Sync], above: list[S
         if moving and len(applied.spec.blocks) > 1 and not applied.cut.parts:
             mixed = f"its output is made of blocks, each split for itself, which {moving} would mix"
             raise BuildError(f"{name}: {mixed}; shard it with gathered=True; {OFF_SWITCH}")
-        if moving == "all_to_all" and applied.spec.dealt is not None:
+        if moving == "all_to_all" and applied.spec.uneven_ranges is not None:
             raise BuildError(f"{name}: its output is not in equal parts, which all_to_all needs; all_gather it; {OFF_SWITCH}")
         if applied.gathered and not any(sync.op in ("all_gather", "function") for sync in after):
             raise BuildError(f"{name}: sharded with gathered=True; needs sync('fwd_post', 'all_gather', axis=-1); {OFF_SWITCH}")

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from slapo_tracing.nodes import current_modes, in_function_transform, leave_modes, quiet
+from slapo_tracing.nodes import current_modes, in_function_transform, leave_modes, without_fake_tensor_logs
 
 REDISTRIBUTION_WORDS = ("redistribution", "placement changes")
 """Words in the errors of DTensor operations that would have to redistribute data."""
@@ -67,7 +67,7 @@ def no_redistribution() -> Iterator[None]:
         implicit_replication(),
         sdpa_kernel(SDPBackend.MATH),
         _RefuseSilentRedistribution(),  # type: ignore[no-untyped-call]
-        quiet(),
+        without_fake_tensor_logs(),
     ):
         warnings.filterwarnings("ignore", "DTensor random operators", UserWarning)  # no random number is used
         warnings.filterwarnings("ignore", "Found a non-scalar tensor with numel=1", UserWarning)  # such a tensor is replicated

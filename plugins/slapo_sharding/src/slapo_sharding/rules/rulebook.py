@@ -12,7 +12,7 @@ from torch import nn
 
 from slapo_core import PluginError, Registry, Schedule, failure_reason
 from slapo_tracing.nodes import as_layer
-from slapo_training.model import is_wrapper
+from slapo_training.model import is_wrapper_subclass
 
 from .convolutions import channel_dim
 from .parametrizations import parametrization_of, restricted_rule
@@ -38,7 +38,7 @@ class Rulebook:
 
     def _first(self, module: nn.Module) -> tuple[ShardingRule, str] | None:
         """Return the first matching rule with its owner; without one, or without a right cut, a numeric probe decides."""
-        if any(map(is_wrapper, module._parameters.values())):
+        if any(map(is_wrapper_subclass, module._parameters.values())):
             return None  # a tensor subclass defines itself how it is split
         found = next(self._matching(module), None)
         if found is None or not found[0].cuts:
@@ -111,7 +111,7 @@ def described(module: nn.Module) -> str:
     cls = type(module)
     known: type = getattr(nn, cls.__name__, cls)
     kind = cls.__name__ if cls is known else f"{cls.__module__}.{cls.__name__}"
-    wrapped = [(name, type(each).__name__) for name, each in module._parameters.items() if is_wrapper(each)]
+    wrapped = [(name, type(each).__name__) for name, each in module._parameters.items() if is_wrapper_subclass(each)]
     return kind + "".join(f" whose {name!r} is a {each}" for name, each in wrapped[:1])
 
 

@@ -70,4 +70,4 @@ def reduce_replicated_pieces(parameter: nn.Parameter, spec: ShardSpec) -> PieceR
 
 def has_replicated_pieces(spec: ShardSpec) -> bool:
     """Return whether ranks hold a piece of the parameter more than once."""
-    return spec.dealt is not None and sum(spec.sizes) > spec.full_shape[spec.dim]
+    return spec.uneven_ranges is not None and sum(spec.sizes) > spec.full_shape[spec.dim]

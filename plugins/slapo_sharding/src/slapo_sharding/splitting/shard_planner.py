@@ -225,14 +225,14 @@ class ShardPlanner:
         if sum(sizes) != shape[dim]:
             what = f"dim {dim} of {self._label(module, name)} has size {shape[dim]}"
             raise self._error(f"{what}, the blocks add up to {sum(sizes)}")
-        dealt = self.heads if self.heads is not None or known is None else known.dealt
+        dealt = self.heads if self.heads is not None or known is None else known.uneven_ranges
         if dealt is None and any(size % self.size for size in sizes):
             dealt = shard_ranges.concatenated_ranges(sizes, [shard_ranges.block_ranges(size, self.size) for size in sizes])
             self._check_uneven(cut, f"dim {dim} of {self._label(module, name)} has size {shape[dim]}", sizes)
         if dealt is not None and not cut.uneven:
             what = f"a {type(module).__name__} has to have equal parts of {self._label(module, name)} on all ranks"
             raise self._error(f"{what}; use fewer ranks")
-        spec = ShardSpec(dim, shape, self.rank, self.size, sizes, self.group, dealt=dealt)
+        spec = ShardSpec(dim, shape, self.rank, self.size, sizes, self.group, uneven_ranges=dealt)
         if known is not None and known != spec:
             was = f"already sharded along {known.dim} with blocks {known.blocks}"
             raise self._error(f"{self._label(module, name)} is {was}; shard it the same way")

@@ -10,7 +10,7 @@ from torch import nn
 
 from slapo_core import Schedule, ShardSpec, parameter_facts, successor
 from slapo_tracing.nodes import own_forward
-from slapo_training.gradient_hooks import carry_hooks, cut_attributes
+from slapo_training.gradient_hooks import move_hooks, shard_attributes
 
 from ..rules.parametrization_hooks import is_computing
 from ..rules.parametrizations import source_parameters
@@ -55,7 +55,7 @@ def apply_step(schedule: Schedule, step: ShardStep) -> None:
             below, _, name = path.rpartition(".")
             handle = handles[module][below] if below else handles[module]
             handle.set_parameter(name, new := local_shard(tensor, spec))
-            carry_hooks(new, tensor, spec, handle.places_of(new, (handle.mod, name)))
+            move_hooks(new, tensor, spec, handle.places_of(new, (handle.mod, name)))
             if has_replicated_pieces(spec) and isinstance(tensor, nn.Parameter):
                 persistent_hooks.keep_hook(
                     schedule, handle.mod, name, reduce_replicated_pieces(handle.mod.get_parameter(name), spec)
@@ -80,7 +80,7 @@ def apply_step(schedule: Schedule, step: ShardStep) -> None:
 def local_shard(tensor: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     """Return the shard of a parameter or buffer, with the facts, gradient and attributes of the tensor."""
     new = successor(tensor, spec.local(tensor.detach()), spec=spec)
-    cut_attributes(new, tensor.shape, spec.dim, spec.local)
+    shard_attributes(new, tensor.shape, spec.dim, spec.local)
     if tensor.grad is not None:
         new.grad = spec.local(tensor.grad)
     weight_digests.record_digest(new, tensor)

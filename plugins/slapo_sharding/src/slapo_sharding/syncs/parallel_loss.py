@@ -98,7 +98,7 @@ class TokenLosses(nn.Module):
 
     def forward(self, logits: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
         """Map ``[tokens, columns]`` and global ids to ``[tokens]`` in float32, 0 for ignored ids."""
-        size = self.spec.full_shape[0] if self.spec.dealt is not None else None
+        size = self.spec.full_shape[0] if self.spec.uneven_ranges is not None else None
         return parallel_cross_entropy(
             logits.float(), target, self.spec.group, ignore_index=ignore_index, reduction="none", vocab_size=size
         )
@@ -116,7 +116,9 @@ class ParallelLoss(nn.Module):
         self.spec = spec
         self.losses: nn.Module = TokenLosses(spec)
         self.whole = nn.Identity()
-        gather = _UnevenGather("fwd_post", "all_gather", -1, spec.group, size=self._size if spec.dealt is not None else None)
+        gather = _UnevenGather(
+            "fwd_post", "all_gather", -1, spec.group, size=self._size if spec.uneven_ranges is not None else None
+        )
         self.whole.register_forward_hook(gather, with_kwargs=True)
         wrap_forward(self, _single_node)
 

@@ -170,7 +170,7 @@ class Sync(Hidden):
                 what = f"a {type(module).__name__} is sharded along {applied.cut.dim} there, not along {self.axis}"
                 message = f"{self.mode} {self.op}: {what}; give axis={applied.cut.dim}"
                 raise ScheduleError(message, path=self.path, primitive="sync")
-            if applied.spec.dealt is not None:
+            if applied.spec.uneven_ranges is not None:
                 return run_sync(x, self, applied.spec.full_shape[applied.spec.dim])
         return run_sync(x, self)
 

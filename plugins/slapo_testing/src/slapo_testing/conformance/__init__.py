@@ -1,4 +1,4 @@
-"""The conformance kit: point it at a primitive or a dialect, with examples, and it checks what all of them promise.
+"""Conformance kit: checks that a primitive or a dialect keeps the contracts of its kind, on examples.
 
 Example:
     >>> EXAMPLES = [Example(model=lambda: nn.Linear(2, 2), inputs=(torch.randn(3, 2),), changes=("requires_grad",))]
@@ -6,13 +6,14 @@ Example:
     ... def test_freeze_conforms(check):
     ...     check()
 
-An example is built several times: fresh models of one seed, in evaluation and in training. What is expected is computed
-before the step, and compared in one circumstance after the other: a second run, accumulated gradients, the other mode,
-other weights, a step of SGD. ``model_snapshot`` compares everything that the model's modules reach, objects by identity
-and values by bits, to tell whether a refused, failed or undone step left something behind. ``failure_injection`` makes
-a step fail in the middle: one of the Python calls made by the primitive's own folder raises. What a step changes on
-purpose its example declares, and it must then change. Where two things are combined, a refusal in one sentence with
-nothing changed is right. Examples on several ranks run each check as a job of its own.
+The models of an example are built several times from one seed, in evaluation and in training mode. Expected results are
+computed before the step. They are compared in several circumstances: a second run, accumulated gradients, the other mode, other
+weights, a step of SGD.
+
+``model_snapshot`` compares everything that the model's modules reach, objects by identity and values by bits, to detect changes
+by a refused, failed or undone step. ``failure_injection`` makes a step fail midway: one of the Python calls from the
+primitive's own folder raises. An example declares what its step changes on purpose, and the step must then change it.
+Combinations may be refused, in one sentence and without a change. Examples on several ranks run each check as a job of its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The checks of a primitive or a dialect: one at a time for pytest, or all at once."""
+"""Checks of a primitive or a dialect, for pytest one at a time, or all at once."""
 
 from __future__ import annotations
 
@@ -16,41 +16,49 @@ from ..workers.pool import DistributedError, run_distributed
 from .engine_checks import promises as of_dialect
 from .examples.case import Case, ConformanceError, registry_of
 from .examples.examples import EngineExample, Example
-from .examples.validation import check_asked
+from .examples.validation import check_examples_list
 from .numeric_checks import composition, precision
 from .numeric_checks.numerics import numerics
 from .numeric_checks.random_means import means
-from .registration import documented, exemplified, lazy, registered
-from .state_checks.deepcopies import deepcopied
+from .registration import check_documented, check_has_examples, check_lazy_import, check_registered
+from .state_checks.deepcopies import check_deepcopy
 from .state_checks.hooks import hooks
 from .state_checks.journal_replay import journal
 from .state_checks.process_state import process
 from .state_checks.refusals import refusals
-from .state_checks.transactions import transactional, undone
+from .state_checks.transactions import check_rollback, check_undo
 from .state_checks.unchanged_state import contracts
 
-ON_A_PRIMITIVE: dict[str, Callable[[Case], None]] = {
+PRIMITIVE_CHECKS: dict[str, Callable[[Case], None]] = {
     "process": process,  # first, as what a step sets it sets once
     "numerics": numerics,
     "autocast": precision.autocast,
-    "bfloat16": precision.half,
+    "bfloat16": precision.bfloat16,
     "means": means,
     "refusals": refusals,
-    "transactional": transactional,
-    "undo": undone,
+    "transactional": check_rollback,
+    "undo": check_undo,
     "journal": journal,
     "contracts": contracts,
     "hooks": hooks,
-    "deepcopy": deepcopied,
-    "trace before": composition.traced_before,
-    "trace after": composition.traced_after,
-    "checkpoint before": composition.checkpointed_before,
-    "checkpoint after": composition.checkpointed_after,
+    "deepcopy": check_deepcopy,
+    "trace before": composition.trace_before,
+    "trace after": composition.trace_after,
+    "checkpoint before": composition.checkpoint_before,
+    "checkpoint after": composition.checkpoint_after,
 }
-"""What is checked with each example of a primitive."""
+"""Checks that run on each example of a primitive."""
 
-IN_BOTH_MODES = {"numerics", "journal", "deepcopy", "trace before", "trace after", "checkpoint before", "checkpoint after"}
-"""What compares numbers, in evaluation and in training."""
+CHECKS_IN_BOTH_MODES = {
+    "numerics",
+    "journal",
+    "deepcopy",
+    "trace before",
+    "trace after",
+    "checkpoint before",
+    "checkpoint after",
+}
+"""Checks that compare numbers, in evaluation and in training mode."""
 
 TIMEOUT = 180.0
 """Seconds for one check on several processes."""
@@ -58,13 +66,13 @@ TIMEOUT = 180.0
 
 @dataclass(frozen=True)
 class Check:
-    """One check, to be called.
+    """One check. Call it to run it.
 
     Args:
         owner: Name of the primitive or dialect.
-        name: Of the check.
-        example: What it is made with; None: the registration alone.
-        run: Raises ``ConformanceError``.
+        name: Name of the check.
+        example: Its example; None for checks of the registration.
+        run: Function that raises ``ConformanceError``.
     """
 
     owner: str
@@ -73,7 +81,7 @@ class Check:
     run: Callable[[], None]
 
     def __call__(self) -> None:
-        """Run it.
+        """Run the check.
 
         Raises:
             ConformanceError: one sentence with the check, the primitive and the example.
@@ -100,26 +108,26 @@ def _first_line(error: Exception) -> str:
 
 
 def primitive_checks(name: str, examples: Iterable[Example]) -> list[Check]:
-    """The checks of a primitive, for ``pytest.mark.parametrize("check", primitive_checks(...), ids=str)``.
+    """Return the checks of a primitive, for ``pytest.mark.parametrize("check", primitive_checks(...), ids=str)``.
 
     Args:
-        name: The primitive.
-        examples: Calls of it.
+        name: Name of the primitive.
+        examples: Calls of the primitive.
     """
-    examples = check_asked("primitive", name, examples, Example)
-    checks = _of_name("primitive", name, examples)
+    examples = check_examples_list("primitive", name, examples, Example)
+    checks = _registration_checks("primitive", name, examples)
     for example in examples if len(checks) > 1 else ():
-        for check in [check for check in ON_A_PRIMITIVE if check != "means" or example.numerics == "distribution"]:
+        for check in [check for check in PRIMITIVE_CHECKS if check != "means" or example.numerics == "distribution"]:
             checks.append(Check(name, check, example, partial(_run_on_example, check, name, example)))
     return checks
 
 
 def check_primitive(name: str, examples: Iterable[Example]) -> None:
-    """Check that a primitive is what it is to be.
+    """Check that a primitive keeps its contracts.
 
     Args:
-        name: The primitive.
-        examples: Calls of it: at least one, and one that says what is refused, where it takes arguments.
+        name: Name of the primitive.
+        examples: Calls of the primitive: at least one, and one with ``refused`` if the primitive takes arguments.
 
     Raises:
         ConformanceError: one sentence for each check that failed.
@@ -128,14 +136,15 @@ def check_primitive(name: str, examples: Iterable[Example]) -> None:
 
 
 def dialect_checks(name: str, examples: Iterable[EngineExample]) -> list[Check]:
-    """The checks of a dialect, for ``pytest.mark.parametrize``; each starts processes, as engines belong to one.
+    """Return the checks of a dialect, for ``pytest.mark.parametrize``. Each starts processes, since an engine belongs to
+    one.
 
     Args:
-        name: The target.
-        examples: Models it trains.
+        name: Name of the target.
+        examples: Models that it trains.
     """
-    examples = check_asked("dialect", name, examples, EngineExample)
-    checks = _of_name("dialect", name, examples)
+    examples = check_examples_list("dialect", name, examples, EngineExample)
+    checks = _registration_checks("dialect", name, examples)
     for example in examples if len(checks) > 1 else ():
         for check in of_dialect.CHECKS:
             checks.append(Check(name, check, example, partial(_run_engine, check, name, example)))
@@ -143,11 +152,11 @@ def dialect_checks(name: str, examples: Iterable[EngineExample]) -> list[Check]:
 
 
 def check_dialect(name: str, examples: Iterable[EngineExample]) -> None:
-    """Check that a dialect is what it is to be.
+    """Check that a dialect keeps its contracts.
 
     Args:
-        name: The target.
-        examples: Models it trains: at least one, with options that are refused.
+        name: Name of the target.
+        examples: Models that it trains: at least one, with options that are refused.
 
     Raises:
         ConformanceError: one sentence for each check that failed.
@@ -156,7 +165,7 @@ def check_dialect(name: str, examples: Iterable[EngineExample]) -> None:
 
 
 def run_all(checks: Iterable[Check]) -> None:
-    """Run the checks, and raise all that failed as one error."""
+    """Run the checks, and raise all failures as one error."""
     failed = []
     for check in checks:
         try:
@@ -167,22 +176,22 @@ def run_all(checks: Iterable[Check]) -> None:
         raise ConformanceError("\n".join(map(str, failed)))
 
 
-def _of_name(kind: str, name: str, examples: Sequence[Any]) -> list[Check]:
+def _registration_checks(kind: str, name: str, examples: Sequence[Any]) -> list[Check]:
     plugins = examples[0].plugins if examples else ()
 
     def made(check: Callable[..., None], *more: Any) -> Callable[[], None]:
         return lambda: check(registry_of(plugins), kind, name, *more)
 
-    known = Check(name, "registered", None, made(registered))
+    known = Check(name, "registered", None, made(check_registered))
     try:
         registry_of(plugins).get(kind, name)
     except Exception:  # of which that check tells, and there is nothing to run the others on
         return [known]
     return [
         known,
-        Check(name, "documented", None, made(documented)),
-        Check(name, "lazy", None, made(lazy)),
-        Check(name, "examples", None, made(exemplified, examples)),
+        Check(name, "documented", None, made(check_documented)),
+        Check(name, "lazy", None, made(check_lazy_import)),
+        Check(name, "examples", None, made(check_has_examples, examples)),
     ]
 
 
@@ -199,16 +208,16 @@ def _run_engine(check: str, name: str, example: EngineExample) -> None:
 
 
 def on_ranks(fn: Callable[..., None], ranks: int, model: Callable[..., Any], *args: Any) -> None:
-    """``fn(*args)`` on each of several processes, which first find the file that ``model`` is in: args may name it."""
-    run_distributed(_unpacked, ranks, FunctionRef.of(model), FunctionRef.of(fn), pickle.dumps(args), timeout=TIMEOUT)
+    """Run ``fn(*args)`` on several processes, which first load the file that defines ``model``: args may refer to it."""
+    run_distributed(_run_payload, ranks, FunctionRef.of(model), FunctionRef.of(fn), pickle.dumps(args), timeout=TIMEOUT)
 
 
-def _unpacked(rank: int, author: FunctionRef, fn: FunctionRef, payload: bytes) -> None:
+def _run_payload(rank: int, author: FunctionRef, fn: FunctionRef, payload: bytes) -> None:
     author.load()
     fn.load()(*unpickled(payload))
 
 
 def _run_here(check: str, name: str, example: Example) -> None:
-    modes = Case(name, example).modes if check in IN_BOTH_MODES else (True,)
+    modes = Case(name, example).modes if check in CHECKS_IN_BOTH_MODES else (True,)
     for training in modes:
-        ON_A_PRIMITIVE[check](Case(name, example, training))
+        PRIMITIVE_CHECKS[check](Case(name, example, training))

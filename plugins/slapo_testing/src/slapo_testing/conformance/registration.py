@@ -1,4 +1,4 @@
-"""A name that is registered, documented, and imported when it is first used."""
+"""Checks of the registration: a name is registered, documented, and imported at its first use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from slapo_core import Dialect, Entry, Registry, SlapoError
+from slapo_core import Dialect, Entry, Registry, SlapoError, call_signature
 
 from .examples.case import ConformanceError
 from .examples.examples import EngineExample, Example
@@ -29,16 +29,16 @@ print(json.dumps(sorted(new | {top for name in new if (top := name.partition("."
 _SIGNATURES = re.compile(r"^\s*\*{0,2}(\w+)(?: \(.*\))?:", re.MULTILINE)
 
 
-def registered(registry: Registry, kind: str, name: str) -> None:
-    """The name is registered by one plugin, and what it stands for can be loaded."""
+def check_registered(registry: Registry, kind: str, name: str) -> None:
+    """Check that one plugin registers the name, and that its class can be loaded."""
     try:
         registry.get(kind, name)
     except SlapoError as error:
         raise ConformanceError(str(error)) from error
 
 
-def lazy(registry: Registry, kind: str, name: str) -> None:
-    """Loading the plugins does not import what the name stands for."""
+def check_lazy_import(registry: Registry, kind: str, name: str) -> None:
+    """Check that loading the plugins does not import the module of the name."""
     entry = _entry(registry, kind, name)
     if entry.record is None:
         return  # defined in this process
@@ -51,31 +51,31 @@ def lazy(registry: Registry, kind: str, name: str) -> None:
     loaded = imported_by_loading()
     if module in loaded:
         raise ConformanceError(f"loading the plugins imports {module}, which is to be imported when {name!r} is first used")
-    if heavy := sorted(_needed(entry.record.distribution) & loaded):
+    if heavy := sorted(_dependency_packages(entry.record.distribution) & loaded):
         raise ConformanceError(f"loading the plugins imports {heavy[0]}, which is to be imported when {name!r} is first used")
 
 
-def _needed(distribution: str) -> set[str]:
-    """Top-level packages of the other projects' distributions that one names as its dependencies, extras included."""
+def _dependency_packages(distribution: str) -> set[str]:
+    """Return the top-level packages of a distribution's dependencies in other projects, extras included."""
     wanted = {name for name in _requirements(distribution) if name != "slapo-core" and "slapo-core" not in _requirements(name)}
     found = importlib.metadata.packages_distributions().items()
-    return {package for package, owners in found if wanted & {_normal(owner) for owner in owners}}
+    return {package for package, owners in found if wanted & {_normalized_name(owner) for owner in owners}}
 
 
 def _requirements(distribution: str) -> set[str]:
     try:
-        return {_normal(re.split(r"[^\w.-]", line)[0]) for line in importlib.metadata.requires(distribution) or ()}
+        return {_normalized_name(re.split(r"[^\w.-]", line)[0]) for line in importlib.metadata.requires(distribution) or ()}
     except importlib.metadata.PackageNotFoundError:  # an extra that is not installed
         return set()
 
 
-def _normal(name: str) -> str:
+def _normalized_name(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 @lru_cache(maxsize=1)
 def imported_by_loading() -> frozenset[str]:
-    """Modules that a fresh process imports beside core, until the registry of the installed plugins is there."""
+    """Return the modules that loading the installed plugins imports in a new process, besides core's."""
     ran = subprocess.run([sys.executable, "-c", _LOADED], capture_output=True, text=True, timeout=300)
     if ran.returncode:
         raise ConformanceError(f"the plugins cannot be loaded in a fresh process: {ran.stderr.strip()[-300:]}")
@@ -86,8 +86,8 @@ def _entry(registry: Registry, kind: str, name: str) -> Entry:
     return next(entry for entry in registry.entries(kind) if entry.name == name)
 
 
-def documented(registry: Registry, kind: str, name: str) -> None:
-    """A docstring of its own, whose ``Args`` are the parameters; for a dialect, what it can do."""
+def check_documented(registry: Registry, kind: str, name: str) -> None:
+    """Check that the class has its own docstring with all parameters under ``Args``; for a dialect, its capabilities."""
     cls = registry.get(kind, name)
     doc = inspect.cleandoc(cls.__dict__.get("__doc__") or "")
     if not doc:
@@ -96,28 +96,28 @@ def documented(registry: Registry, kind: str, name: str) -> None:
     if not first.endswith((".", ":")):
         raise ConformanceError(f"the docstring of {cls.__name__} does not begin with a sentence: {first!r}")
     if issubclass(cls, Dialect):
-        _says_what_it_can_do(cls)
+        _check_capabilities(cls)
         return
-    taken = [each.name for each in list(inspect.signature(cls.apply).parameters.values())[1:]]
+    taken = list(call_signature(cls).parameters)[1:]
     section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", doc, re.MULTILINE | re.DOTALL)
-    said = _SIGNATURES.findall(_outermost(section.group(1))) if section else []
+    said = _SIGNATURES.findall(_least_indented(section.group(1))) if section else []
     if missing := [each for each in taken if each not in said]:
         raise ConformanceError(f"the docstring of {cls.__name__} does not say under Args what {missing[0]!r} is")
     if extra := [each for each in said if each not in taken]:
         raise ConformanceError(
             f"the docstring of {cls.__name__} says under Args what {extra[0]!r} is, which apply does not take"
         )
-    _check_takes_the_same(cls, taken)
+    _check_same_parameters(cls, taken)
 
 
-def _outermost(section: str) -> str:
-    """The lines that are indented least."""
+def _least_indented(section: str) -> str:
+    """Return the lines with the least indentation."""
     lines = [line for line in section.splitlines() if line.strip()]
     least = min((len(line) - len(line.lstrip()) for line in lines), default=0)
     return "\n".join(line for line in lines if len(line) - len(line.lstrip()) == least)
 
 
-def _check_takes_the_same(cls: Any, taken: list[str]) -> None:
+def _check_same_parameters(cls: Any, taken: list[str]) -> None:
     if "check" not in {
         name for base in cls.__mro__[:-1] if base.__module__ != "slapo_core.interfaces.primitive" for name in vars(base)
     }:
@@ -127,7 +127,7 @@ def _check_takes_the_same(cls: Any, taken: list[str]) -> None:
         raise ConformanceError(f"check takes ({', '.join(checked)}), and apply ({', '.join(taken)})")
 
 
-def _says_what_it_can_do(dialect: type[Dialect]) -> None:
+def _check_capabilities(dialect: type[Dialect]) -> None:
     kinds = {"pipeline", "data_parallel", "tensor_parallel", "precision:fp32", "precision:bf16", "precision:fp16"}
     if not dialect.capabilities or not any(word.startswith("precision:") for word in dialect.capabilities):
         raise ConformanceError(f"{dialect.__name__}.capabilities do not say what it can do, 'precision:fp32' for one")
@@ -135,11 +135,11 @@ def _says_what_it_can_do(dialect: type[Dialect]) -> None:
         raise ConformanceError(f"{dialect.__name__}.capabilities have {unknown[0]!r}; known are {', '.join(sorted(kinds))}")
 
 
-def exemplified(registry: Registry, kind: str, name: str, examples: Sequence[Example | EngineExample]) -> None:
-    """There are examples, and one says what is refused, where anything can be."""
+def check_has_examples(registry: Registry, kind: str, name: str, examples: Sequence[Example | EngineExample]) -> None:
+    """Check that there are examples, and that one has a refusal, unless nothing can be refused."""
     if not examples:
         raise ConformanceError("there is no example")
     cls = registry.get(kind, name)
-    takes = kind == "dialect" or len(inspect.signature(cls.apply).parameters) > 1
+    takes = kind == "dialect" or len(call_signature(cls).parameters) > 1
     if takes and not any(example.refused for example in examples):
         raise ConformanceError("no example has refused=, calls with wrong arguments and what their errors say")

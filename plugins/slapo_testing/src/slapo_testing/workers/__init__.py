@@ -1,4 +1,4 @@
-"""A pool of gloo worker processes that run test functions on several ranks.
+"""Pool of gloo worker processes that run test functions on several ranks.
 
-The pool starts when it is first needed and ends with the test session. May import nothing else of this package.
+The pool starts on first use and ends with the test session. This sub-package may import nothing else of this package.
 """

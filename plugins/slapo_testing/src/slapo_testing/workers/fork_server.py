@@ -1,4 +1,4 @@
-"""A process that imports torch once and forks the workers of the pool, each in milliseconds."""
+"""Process that imports torch once and forks the workers of the pool, each in milliseconds."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from contextlib import suppress
 from typing import NoReturn
 
 _MAIN = "import sys; from slapo_testing.workers.fork_server import main; main(int(sys.argv[1]), sys.argv[2:])"
-_LIMIT = 180.0
-"""Seconds for the server to import torch; the machine may be busy."""
+_START_SECONDS = 180.0
+"""Time for the server to import torch; the machine may be busy."""
 
 _FORK, _WAIT = 0, 1
 _MESSAGE = struct.Struct("qq")
 _RUNNING = 1 << 16
-"""Stands for the exit code of a process that runs; exit codes are smaller."""
+"""Value in place of the exit code of a running process; exit codes are smaller."""
 
 
 class ForkServer:
-    """The server, from the process that asks.
+    """Client of the fork server process.
 
     Args:
-        modules: Names of modules that the server imports besides torch; what is not installed is left out.
+        modules: Names of modules that the server imports besides torch; those that are not installed are skipped.
     """
 
     def __init__(self, modules: Sequence[str] = ()) -> None:
         self._control, remote = socket.socketpair()
-        self._control.settimeout(_LIMIT)
+        self._control.settimeout(_START_SECONDS)
         # who asks the driver for its devices may not fork: torch is to ask NVML
         own = {
             "OMP_NUM_THREADS": "1",
@@ -47,7 +47,7 @@ class ForkServer:
         remote.close()
 
     def fork(self, stdin: int, jobs: int, dump: int) -> ForkedProcess:
-        """Start a worker that has these three files.
+        """Start a worker with these three file descriptors.
 
         Raises:
             OSError: the server has ended, or does not answer.
@@ -73,11 +73,11 @@ class ForkServer:
         return self._process.pid
 
     def is_alive(self) -> bool:
-        """Return whether the server runs."""
+        """Return True while the server runs."""
         return self._process.poll() is None
 
     def close(self) -> None:
-        """End the server; workers that it has forked stay."""
+        """End the server. Forked workers keep running."""
         self._control.close()
         self._process.kill()
         self._process.wait()
@@ -91,14 +91,14 @@ class ForkServer:
 
 
 class ForkedProcess:
-    """A worker, with the methods of ``subprocess.Popen`` that the pool calls."""
+    """Worker process, with the methods of ``subprocess.Popen`` that the pool calls."""
 
     def __init__(self, server: ForkServer, pid: int) -> None:
         self._server, self.pid = server, pid
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit code; None while it runs."""
+        """Return the exit code, or None while the process runs."""
         if self.returncode is None:
             self.returncode = self._server.exit_code(self.pid)
         return self.returncode
@@ -107,7 +107,7 @@ class ForkedProcess:
         """Wait for the exit code.
 
         Raises:
-            subprocess.TimeoutExpired: it still runs.
+            subprocess.TimeoutExpired: the process still runs.
         """
         limit = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
@@ -117,21 +117,21 @@ class ForkedProcess:
         return code
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to it if it runs."""
+        """Send a signal to the process if it runs."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Send SIGKILL to it if it runs."""
+        """Send SIGKILL to the process if it runs."""
         self.send_signal(signal.SIGKILL)
 
 
 def main(control_fd: int, modules: Sequence[str]) -> None:
-    """Import what workers need; then fork one, or tell how one ended, request by request, until the other end closes.
+    """Import the modules that workers need, then serve requests to fork or to poll a worker, until the other end closes.
 
     Args:
-        control_fd: Socket that requests come from.
-        modules: Names of modules that are imported besides.
+        control_fd: Socket of the requests.
+        modules: Names of further modules to import.
     """
     from . import worker_process  # noqa: PLC0415  the process that asks needs none of it
 
@@ -160,7 +160,7 @@ def main(control_fd: int, modules: Sequence[str]) -> None:
 
 
 def _work(serve: Callable[[int, int], None], stdin: int, jobs: int, dump: int) -> NoReturn:
-    """Be a worker, in the forked process."""
+    """Run the worker in the forked process."""
     try:
         os.dup2(stdin, 0)
         os.close(stdin)

@@ -1,6 +1,6 @@
-"""How a job travels from the test process to a worker: the function by file and name, everything else pickled.
+"""Serialization of jobs for a worker: the function by file and name, everything else pickled.
 
-The two ends are processes of one test run, joined by a private socket pair; nothing is read from anywhere else.
+Both ends are processes of one test run, joined by a private socket pair. Nothing is read from anywhere else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 @dataclass(frozen=True)
 class FunctionRef:
-    """A module-level function by the file that defines it: a test module is often not importable by its name."""
+    """Reference to a module-level function by its file, since a test module often cannot be imported by name."""
 
     module: str
     file: str
@@ -30,10 +30,10 @@ class FunctionRef:
 
     @classmethod
     def of(cls, fn: Callable[..., Any]) -> FunctionRef:
-        """Where ``fn`` is defined.
+        """Return the reference to ``fn``.
 
         Raises:
-            TypeError: not a function at module level, or one that no file defines.
+            TypeError: not a function at module level, or not defined in a file.
         """
         qualname = getattr(fn, "__qualname__", "<locals>")
         module = sys.modules.get(getattr(fn, "__module__", None) or "")
@@ -48,7 +48,7 @@ class FunctionRef:
         return cls(module.__name__, file, qualname)
 
     def load(self) -> Callable[..., Any]:
-        """The function, in this process."""
+        """Return the function in this process."""
         found: Any = load_module(self.module, self.file)
         for part in self.qualname.split("."):
             found = getattr(found, part)
@@ -56,7 +56,9 @@ class FunctionRef:
 
 
 def load_module(name: str, file: str) -> ModuleType:
-    """The module called ``name`` in the test process: by its name if that finds the same file, else from the file."""
+    """Return the module called ``name`` in the test process: imported by name if that finds the same file, else from the
+    file.
+    """
     alias = "__mp_main__" if name == "__main__" else name  # a script's own main guard must not run
     known = sys.modules.get(alias)
     if known is None or not _same_file(getattr(known, "__file__", None), file):
@@ -81,7 +83,7 @@ def _importable(name: str, file: str) -> bool:
 
 
 def _from_file(name: str, file: str) -> ModuleType:
-    """Run ``file`` as module ``name``; packages it is in are made as far as they are missing, for relative imports."""
+    """Run ``file`` as module ``name``. Missing parent packages are created, for relative imports."""
     folder = Path(file).parent
     parents = name.split(".")[:-1]
     for depth in range(len(parents), 0, -1):
@@ -105,7 +107,9 @@ def _from_file(name: str, file: str) -> ModuleType:
 
 @dataclass(frozen=True)
 class Job:
-    """One call on one rank. ``payload`` is read after ``fn`` is loaded, as it may name classes of its module."""
+    """One call on one rank. ``payload`` is unpickled after ``fn`` is loaded, since it may contain classes of the same
+    module.
+    """
 
     number: int
     fn: FunctionRef
@@ -120,13 +124,15 @@ class Job:
     cleanup: FunctionRef | None = None
 
     def arguments(self) -> tuple[Any, ...]:
-        """The positional arguments behind the rank."""
+        """Return the positional arguments after the rank."""
         return unpickled(self.payload)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a worker says about job ``number``: ``kind`` is ``"result"``, ``"error"`` or, once it is clean again, ``"idle"``."""
+    """Report of a worker on job ``number``. ``kind`` is ``"result"``, ``"error"`` or, once the worker is clean again,
+    ``"idle"``.
+    """
 
     number: int
     kind: str
@@ -135,12 +141,12 @@ class Report:
 
 
 def unpickled(data: bytes) -> Any:
-    """What the other end of the socket pair wrote."""
+    """Return the value that the other end of the socket pair sent."""
     return pickle.loads(data)  # noqa: S301  both ends are processes of this test run
 
 
 def detached(value: Any) -> Any:
-    """``value`` with every tensor in dicts, lists and tuples copied out of its graph and its storage."""
+    """Return ``value`` with every tensor in dicts, lists and tuples copied, without its graph and the rest of its storage."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if type(value) is dict:

@@ -1,4 +1,4 @@
-"""A pool of gloo worker processes: started when first needed, reused by every test, gone when the session ends."""
+"""Pool of gloo worker processes: started on first use, shared by all tests, ended with the session."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from .fork_server import ForkServer
 from .job_transport import FunctionRef, Job, Report, unpickled
 
 MAX_WORKERS = 4
-"""Importing torch costs seconds and a few hundred MiB in each worker."""
+"""Size of the pool; importing torch costs seconds and some hundred MiB per worker."""
 
-_START_LIMIT = 180.0
-"""Seconds for a worker to start; the machine may be busy."""
+_START_SECONDS = 180.0
+"""Time for a worker to start; the machine may be busy."""
 
-_GRACE = 1.0
-"""Seconds the other ranks get, after one has failed, to fail as well or to finish; what is stuck then is killed."""
+_GRACE_SECONDS = 1.0
+"""Time for the other ranks to fail or finish after a rank has failed; then they are killed."""
 
 
 class DistributedError(SlapoError):
@@ -40,7 +40,7 @@ class DistributedError(SlapoError):
 
     Attributes:
         rank: The first rank that failed.
-        traceback: Its traceback, or its stacks when it died or was stuck.
+        traceback: Its traceback, or its stacks if it died or was stuck.
     """
 
     def __init__(self, message: str, *, rank: int, traceback: str) -> None:
@@ -52,17 +52,17 @@ class DistributedError(SlapoError):
 def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
     """Run ``fn(rank, *args)`` on ``world_size`` processes that form the default gloo process group.
 
-    Every call starts from a fresh process group, the environment, folder and ``sys.path`` of the caller, seed 0,
-    one thread and torch's default settings; modules stay imported.
+    Every call starts with a new process group, the environment, folder and ``sys.path`` of the caller, seed 0, one thread and
+    torch's default settings. Modules stay imported.
 
     Args:
         fn: A function at module level, of any module or script that is a file.
         world_size: Number of ranks, at most ``MAX_WORKERS``.
         *args: Picklable values, the same for every rank.
-        timeout: Seconds until the ranks that still run are killed.
+        timeout: Seconds until ranks that still run are killed.
 
     Returns:
-        What each rank returned, by rank; tensors in it are detached.
+        The result of each rank, by rank; tensors in it are detached.
 
     Raises:
         DistributedError: a rank raised, died or ran out of time. No rank is left running.
@@ -77,32 +77,32 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
 
 
 def clean_up_with(fn: Callable[[], object]) -> None:
-    """Let each rank call a function behind each job, when its process group is gone.
+    """Make each rank call a function after each job, when its process group is destroyed.
 
     Args:
-        fn: At module level; frees what a job leaves in globals of a library.
+        fn: A function at module level, which frees the objects that a job leaves in globals of a library.
     """
     _pool.cleanup = FunctionRef.of(fn)
 
 
 def preload(*modules: str) -> None:
-    """Import modules once for all workers, where each would import them again, for seconds.
+    """Import modules once for all workers, since each worker would take seconds to import them.
 
     Args:
-        *modules: Their names; what is not installed is left out. Importing one must start no thread. Workers that run have
-            none of them: call it before the first ``run_distributed``, or behind ``shutdown_workers``.
+        *modules: Their names; those that are not installed are skipped. Importing one must start no thread. Running workers are
+            not affected: call this before the first ``run_distributed``, or after ``shutdown_workers``.
     """
     _pool.modules = modules
 
 
 def shutdown_workers() -> None:
-    """End all workers; the next ``run_distributed`` starts new ones. Runs by itself when the process exits."""
+    """End all workers. The next ``run_distributed`` starts new ones. Called automatically when the process exits."""
     with _pool.lock:
         _pool.close()
 
 
 class _Worker:
-    """One worker process and the test process's ends of its pipes."""
+    """One worker process, and the test process's ends of its pipes."""
 
     def __init__(self, server: ForkServer) -> None:
         self.dump: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115  lives as long as the worker
@@ -122,8 +122,8 @@ class _Worker:
         self.ready = False
 
     def wait_until_ready(self) -> None:
-        """Wait for its imports, which no job's time limit has to cover."""
-        if self.ready or (self.jobs.poll(_START_LIMIT) and self._is_alive()):
+        """Wait until the worker has imported its modules, so that a job's time limit need not cover that."""
+        if self.ready or (self.jobs.poll(_START_SECONDS) and self._is_alive()):
             self.ready = True
             return
         stacks = self.stacks()
@@ -136,7 +136,7 @@ class _Worker:
             return False
 
     def stacks(self) -> str:
-        """What faulthandler has written since the last call."""
+        """Return the output of faulthandler since the last call."""
         self.dump.seek(0)
         text = self.dump.read()
         self.dump.seek(0)
@@ -153,7 +153,7 @@ class _Worker:
 
 @dataclass
 class _Rank:
-    """How far one rank of the running job is."""
+    """Progress of one rank of the running job."""
 
     worker: _Worker
     result: Any = None
@@ -175,16 +175,16 @@ class _Rank:
             self.result = body
 
     def release(self) -> None:
-        """Let it leave the process group."""
+        """Let the rank leave the process group."""
         if self.done and not self.released and self.worker.process.returncode is None:
             self.released = True
             with suppress(BrokenPipeError):  # it died meanwhile, which the next wait finds out
                 self.worker.jobs.send_bytes(b"release")
 
     def died(self) -> None:
-        """The socket closed: say what ended the process. Sorts before the errors this gives the other ranks."""
+        """Record why the process ended. Sorts before the errors that this causes on other ranks."""
         try:
-            code = self.worker.process.wait(_GRACE)
+            code = self.worker.process.wait(_GRACE_SECONDS)
         except subprocess.TimeoutExpired:
             self.worker.process.kill()
             code = self.worker.process.wait()
@@ -241,7 +241,9 @@ class _Pool:
             rank.worker.jobs.send_bytes(pickle.dumps(job))
 
     def _wait(self, ranks: Sequence[_Rank], limit: float) -> None:
-        """Take reports until every rank is idle or dead, the limit, or some time after the first failure."""
+        """Receive reports until every rank is idle or dead, the limit is reached, or the grace time after the first failure
+        is over.
+        """
         while waiting := [rank for rank in ranks if not rank.idle and rank.worker.process.returncode is None]:
             ready = wait([rank.worker.jobs for rank in waiting], max(0.0, limit - time.monotonic()))
             if not ready:
@@ -251,13 +253,13 @@ class _Pool:
                     _receive(rank)
             failed = any(rank.error for rank in ranks)
             if failed:
-                limit = min(limit, time.monotonic() + _GRACE)
+                limit = min(limit, time.monotonic() + _GRACE_SECONDS)
             if failed or all(rank.done for rank in ranks):
                 for rank in ranks:
                     rank.release()
 
     def _end_workers(self) -> None:
-        """All of them: libraries number what they make in a process, and ranks with another past would number otherwise."""
+        """End all workers. Libraries number the objects they create, so ranks must have the same history."""
         while self.workers:
             self.workers.pop().end()
 

@@ -1,4 +1,4 @@
-"""The process behind one rank: takes jobs from a socket, gives each a fresh process group, and cleans up behind it."""
+"""Process of one rank: receives jobs from a socket, runs each in a new process group, and cleans up."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _NEW_THREADS, _MOST_THREADS = 24, 72
 
 
 def main(job_fd: int, dump_fd: int) -> None:
-    """Serve jobs until the other end of standard input closes; the test process holds it as long as it lives.
+    """Serve jobs until the other end of standard input closes, which the test process holds while it lives.
 
     Args:
-        job_fd: Socket that jobs come from and reports go to.
-        dump_fd: File for the stacks of a crash, or of a rank that is stuck (signal USR1).
+        job_fd: Socket of jobs and reports.
+        dump_fd: File for the stacks of a crash, or of a stuck rank (signal USR1).
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test process, which then lets go of us
     faulthandler.enable(dump_fd)
@@ -39,7 +39,7 @@ def main(job_fd: int, dump_fd: int) -> None:
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     jobs = Connection(job_fd)
     gc.freeze()
-    leftovers = _Leftovers()
+    leftovers = _GarbageCollection()
     jobs.send_bytes(pickle.dumps(Report(0, "idle")))
     while True:
         try:
@@ -55,7 +55,7 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-def _serve(jobs: Connection, job: Job, leftovers: _Leftovers) -> None:
+def _serve(jobs: Connection, job: Job, leftovers: _GarbageCollection) -> None:
     joining = False
     try:
         _prepare(job)
@@ -83,20 +83,19 @@ def _serve(jobs: Connection, job: Job, leftovers: _Leftovers) -> None:
     jobs.send_bytes(pickle.dumps(Report(job.number, "idle")))
 
 
-class _Leftovers:
-    """Frees what a job leaves behind, its process groups above all.
+class _GarbageCollection:
+    """Garbage collection after jobs, above all of process groups.
 
-    What stays are modules and caches, nearly all for good, so they are frozen, and collecting after each job is cheap. A
-    library's global may hold the groups of one job until the next, though. Each has three threads, and one of them looks for
-    messages a hundred times a second. Where they become many, what was frozen is collected too, and where that does not help
-    the process has to go.
+    Modules and caches stay, so they are frozen, which makes a collection after each job cheap. A global of a library may hold
+    the groups of a job, each with three threads, one of which polls a hundred times a second. If there are many threads, frozen
+    objects are collected too. If that does not help, the process must end.
     """
 
     def __init__(self) -> None:
         self._most = _NEW_THREADS
 
     def collect(self) -> bool:
-        """Collect, behind a job; return whether this process may go on."""
+        """Collect after a job, and return True if this process may continue."""
         gc.collect()
         if _num_threads() > self._most:
             gc.unfreeze()
@@ -112,7 +111,7 @@ def _num_threads() -> int:
 
 
 def _prepare(job: Job) -> None:
-    """The same start for every job, whatever ran in this process before."""
+    """Give every job the same initial state."""
     os.environ.clear()
     os.environ.update(job.environ, RANK=str(job.rank), LOCAL_RANK=str(job.rank), WORLD_SIZE=str(job.world_size))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -146,7 +145,7 @@ def _headline(err: BaseException) -> str:
 
 
 def _format(err: BaseException) -> str:
-    """The traceback below this file."""
+    """Return the traceback below this file."""
     trace = err.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next

@@ -1,4 +1,4 @@
-"""State that modules keep beside tensors: ``get_extra_state`` and ``set_extra_state``."""
+"""Extra state of modules in checkpoints: ``get_extra_state`` and ``set_extra_state``."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from slapo_tracing.graphs import as_original
 from slapo_training.checkpoint import StateLoading, check_plain
 
 
-def packed(model: nn.Module) -> dict[str, Any]:
-    """The extra state of each module that has some, by its path.
+def collect(model: nn.Module) -> dict[str, Any]:
+    """Return the extra state of each module that has some, by path.
 
     Raises:
-        BuildError: it is more than plain data.
+        BuildError: a state has objects that are no plain data.
     """
-    states = {path: module.get_extra_state() for path, module in _keepers(model).items()}
+    states = {path: module.get_extra_state() for path, module in _modules_with_extra_state(model).items()}
     for path, state in states.items():
         check_plain(state, f"the extra state of {path!r}")
     return states
 
 
-def run(model: nn.Module, stages: nn.Module) -> set[str]:
-    """The paths of those of these modules that this rank's stages run."""
+def modules_run(model: nn.Module, stages: nn.Module) -> set[str]:
+    """Return the paths of modules with extra state that this rank's stages run."""
     own = {id(module) for module in stages.modules()}
-    return {path for path in _keepers(model) if id(model.get_submodule(path)) in own}
+    return {path for path in _modules_with_extra_state(model) if id(model.get_submodule(path)) in own}
 
 
-def merged(ranks: Sequence[tuple[Mapping[str, Any], set[str]]]) -> dict[str, Any]:
-    """The state of each module on the first rank that runs it.
+def merge(ranks: Sequence[tuple[Mapping[str, Any], set[str]]]) -> dict[str, Any]:
+    """Return the extra state of each module, from the first rank that runs the module.
 
     Args:
-        ranks: ``packed`` and ``run`` of the ranks of one pipeline.
+        ranks: ``collect`` and ``modules_run`` of the ranks of one pipeline.
     """
     found: dict[str, Any] = {}
     for is_run in (True, False):
@@ -46,35 +46,35 @@ def merged(ranks: Sequence[tuple[Mapping[str, Any], set[str]]]) -> dict[str, Any
     return found
 
 
-def chosen(own: Mapping[str, Any], foreign: Collection[str], merged: Mapping[str, Any]) -> dict[str, Any]:
-    """What a rank goes on with on the same layout: what it had itself, but for what others ran.
+def state_for_rank(own: Mapping[str, Any], foreign: Collection[str], merged: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a rank's extra state on the same layout: its own, or the merged state of modules that other ranks ran.
 
     Args:
-        own: What it had.
-        foreign: Of what it runs now, and others ran.
-        merged: What there is once.
+        own: Saved state of this rank.
+        foreign: Paths of modules that this rank runs now and other ranks ran before.
+        merged: State that is stored once.
     """
     return {path: state if path in foreign else own[path] for path, state in merged.items()}
 
 
 def check_same(model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Refuse what was saved of other modules.
+    """Refuse extra state of other modules.
 
     Raises:
-        BuildError: a module has extra state in the checkpoint or in the engine only.
+        BuildError: a module has extra state in the checkpoint only or in the engine only.
     """
-    if odd := sorted(set(saved) ^ set(_keepers(model))):
+    if odd := sorted(set(saved) ^ set(_modules_with_extra_state(model))):
         where = "engine" if odd[0] in saved else "checkpoint"
         raise BuildError(f"the extra state of {odd[0]!r} is not in the {where}; load it into the model it was saved from")
 
 
-def put(model: nn.Module, saved: Mapping[str, Any], loading: StateLoading) -> None:
-    """Hand each module what it gave."""
-    for path, module in _keepers(model).items():
+def restore(model: nn.Module, saved: Mapping[str, Any], loading: StateLoading) -> None:
+    """Restore the extra state of each module."""
+    for path, module in _modules_with_extra_state(model).items():
         now = module.get_extra_state
         loading.load(f"{path!r}", module.set_extra_state, saved[path], lambda now=now: copy.deepcopy(now()))  # type: ignore[misc]
 
 
-def _keepers(model: nn.Module) -> dict[str, nn.Module]:
+def _modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
     modules = {path: as_original(module) for path, module in model.named_modules()}
     return {path: module for path, module in modules.items() if type(module).get_extra_state is not nn.Module.get_extra_state}

@@ -1,4 +1,4 @@
-"""Load what ``checkpoint.py`` saves."""
+"""Loading of the checkpoints of ``saver``."""
 
 from __future__ import annotations
 
@@ -18,90 +18,92 @@ from slapo_training.optimizers import WholeTensorOptimizer, named_optimizers
 
 from . import extra_state, model_state, optimizer_loading, optimizer_state
 from .optimizer_state import key_of
-from .saver import COMMON, MODEL, TARGET, Trained, layout_of, place_of, ranges_of
+from .saver import COMMON, MODEL, TARGET, CheckpointState, layout_of, ranges_by_name, rank_file
 
 if TYPE_CHECKING:
     from slapo_training.checkpoint import SavedTensors
 
 
-def load_checkpoint(path: str | os.PathLike[str], what: Trained) -> Position:
-    """Read this rank's part; nothing is changed before all ranks have found theirs to fit. Collective.
+def load_checkpoint(path: str | os.PathLike[str], state: CheckpointState) -> Position:
+    """Load this rank's part of a checkpoint. Collective.
+
+    Nothing changes before all ranks have checked that the checkpoint fits.
 
     Returns:
-        Where training was.
+        Position of training.
 
     Raises:
         BuildError: on every rank: no complete checkpoint, a damaged one, other parameters or another optimizer.
     """
-    ranks = Ranks.of(what.program)
-    groups = ranks.on_all(
+    ranks = Ranks.of(state.program)
+    groups = ranks.run_on_all(
         lambda: {
             path: optimizer_state.groups(each)
-            for path, each in named_optimizers(named_tensors.parameters(what.module), what.optimizer).items()
+            for path, each in named_optimizers(named_tensors.parameters(state.module), state.optimizer).items()
         }
     )
-    checkpoint = folder.opened(path, TARGET, ranks)
-    reading = _Reading(what, ranks, checkpoint)
+    checkpoint = folder.open_checkpoint(path, TARGET, ranks)
+    reading = _CheckpointLoad(state, ranks, checkpoint)
     with folder.reading(checkpoint):
         folder.verify(checkpoint, ranks)
-        ranks.on_all(reading.open)
+        ranks.run_on_all(reading.open)
         reading.check_names()
-        ranks.on_all(lambda: reading.check(groups))
-        ranks.on_all(reading.fetch)
-        averages = what.averages.read(checkpoint, ranks)
+        ranks.run_on_all(lambda: reading.check(groups))
+        ranks.run_on_all(reading.fetch)
+        averages = state.averages.read(checkpoint, ranks)
     loading = StateLoading()
     try:
-        ranks.on_all(lambda: reading.hand(loading))
+        ranks.run_on_all(lambda: reading.restore_foreign_state(loading))
     except Exception:
         loading.roll_back()
         raise
-    ranks.on_all(reading.put)
-    what.averages.put(averages)
+    ranks.run_on_all(reading.restore_tensors)
+    state.averages.put(averages)
     return Position(**reading.common["position"])
 
 
-class _Reading:
-    """What this rank reads of a checkpoint, step by step.
+class _CheckpointLoad:
+    """One load of a checkpoint on this rank. Methods are called in their order here.
 
     Args:
-        what: What is loaded.
-        ranks: All.
-        checkpoint: It.
+        state: Objects whose state is loaded.
+        ranks: All ranks.
+        checkpoint: The checkpoint.
 
     Attributes:
-        common: What there is once.
+        common: State that is stored once.
     """
 
-    def __init__(self, what: Trained, ranks: Ranks, checkpoint: Checkpoint) -> None:
-        self._what, self._ranks, self._data = what, ranks, checkpoint.data
-        self._is_same_layout = checkpoint.about["layout"] == layout_of(what.program)
-        self._pieces = model_state.pieces(what.module)
+    def __init__(self, state: CheckpointState, ranks: Ranks, checkpoint: Checkpoint) -> None:
+        self._state, self._ranks, self._data = state, ranks, checkpoint.data
+        self._is_same_layout = checkpoint.about["layout"] == layout_of(state.program)
+        self._pieces = model_state.pieces(state.module)
         self.common: dict[str, Any] = {}
         self._place: dict[str, Any] = {}
         self._model: dict[str, torch.Tensor] = {}
         self._progress: dict[str, Any] = {}
         self._extra: dict[str, Any] = {}
-        self._taken: dict[str, optimizer_loading.Taken] = {}
+        self._loaded: dict[str, optimizer_loading.LoadedState] = {}
         self._states: dict[str, dict[tuple[str, Any], Piece]] = {}
         self._saved: SavedTensors
 
     def open(self) -> None:
-        """Read all but the tensors."""
-        from slapo_training.checkpoint import SavedTensors  # noqa: PLC0415  torch.distributed.checkpoint takes half a second  # noqa: PLC0415  torch.distributed.checkpoint takes half a second
+        """Read the plain data and the index of the tensors."""
+        from slapo_training.checkpoint import SavedTensors  # noqa: PLC0415  torch.distributed.checkpoint takes half a second
 
         self.common = _read(self._data / COMMON)
         if self._is_same_layout:
-            self._place = _read(self._data / place_of(self._ranks))
+            self._place = _read(self._data / rank_file(self._ranks))
         try:
             self._saved = SavedTensors(self._data)
         except (OSError, UnpicklingError, EOFError) as err:
             raise BuildError(f"'.metadata' of the checkpoint cannot be read: {failure_reason(err)}; load another one") from err
 
     def check_names(self) -> None:
-        """Refuse another model, by all that is different. Collective.
+        """Refuse a checkpoint of another model, with all differences in the message. Collective.
 
         Raises:
-            BuildError: the same on every rank.
+            BuildError: the same message on every rank.
         """
         facts = self._saved.facts().items()
         saved = {name.removeprefix(MODEL): fact for name, fact in facts if name.startswith(MODEL)}
@@ -116,16 +118,16 @@ class _Reading:
             raise BuildError(f"{'; '.join(faults)}; load it into the model it was saved from")
 
     def check(self, groups: list[dict[str, list[dict[str, Any]]]]) -> None:
-        """Choose what this rank takes.
+        """Select the state that this rank loads.
 
         Args:
-            groups: Of the optimizers of all ranks.
+            groups: Parameter groups of the optimizers of all ranks.
 
         Raises:
-            BuildError: it does not fit.
+            BuildError: the state does not fit.
         """
-        program, module, optimizer, progress, _ = self._what
-        kept, now = self._place.get("ranges", {}), ranges_of(module)
+        program, module, optimizer, progress, _ = self._state
+        kept, now = self._place.get("ranges", {}), ranges_by_name(module)
         optimizers = named_optimizers(named_tensors.parameters(module), optimizer)
         place = self._place.get("optimizer") or {}
         for path, each in optimizers.items():
@@ -134,52 +136,54 @@ class _Reading:
             here = {name: part for name, part in parts.items() if name in now and kept[name] == now[name]}
             everyone = [ranks.get(path, []) for ranks in groups]
             own = own if kept == now else None
-            self._taken[path] = optimizer_loading.chosen(each, everyone, saved, own, here, progress.goes_by_order)
+            self._loaded[path] = optimizer_loading.select_state(
+                each, everyone, saved, own, here, progress.depends_on_group_order
+            )
         stages = self.common["progress"]
-        source = self._taken[""].source if self._taken else None
+        source = self._loaded[""].source if self._loaded else None
         first = [] if source is None else [stages[source]]
-        self._progress = progress.chosen([*([self._place["progress"]] if kept == now else first), *stages])
+        self._progress = progress.state_for_rank([*([self._place["progress"]] if kept == now else first), *stages])
         progress.check_same(self._progress)
         self._extra = self.common["extra"]
         if self._is_same_layout:
-            foreign = (extra_state.run(program.module, module) & self.common["run"]) - self._place["run"]
-            self._extra = extra_state.chosen(self._place["extra"], foreign, self._extra)
+            foreign = (extra_state.modules_run(program.module, module) & self.common["run"]) - self._place["run"]
+            self._extra = extra_state.state_for_rank(self._place["extra"], foreign, self._extra)
         extra_state.check_same(program.module, self._extra)
         if self._is_same_layout:
             rng_state.check(self._place["random"])
         shapes = self._saved.facts()
         self._states = {
-            path: optimizer_loading.wanted(each, self._taken[path], shapes, path) for path, each in optimizers.items()
+            path: optimizer_loading.tensors_to_read(each, self._loaded[path], shapes, path) for path, each in optimizers.items()
         }
 
     def fetch(self) -> None:
-        """Read the tensors into new ones."""
+        """Read the saved tensors into new tensors."""
         empty = {name: torch.empty_like(piece.tensor, device="cpu") for name, piece in self._pieces.items()}
         fresh = {MODEL + name: piece._replace(tensor=empty[name]) for name, piece in self._pieces.items()}
         states = {key_of(*key, path): piece for path, own in self._states.items() for key, piece in own.items()}
         self._saved.read({**fresh, **states})
-        kept, now = self._place.get("ranges", {}), ranges_of(self._what.module)
+        kept, now = self._place.get("ranges", {}), ranges_by_name(self._state.module)
         own = {name: each for name, each in self._place.get("buffers", {}).items() if kept[name] == now.get(name)}
         self._model = {name: own.get(name, each) for name, each in empty.items()}
 
-    def hand(self, loading: StateLoading) -> None:
-        """Give others' code its states, while the tensors are as they were; it may raise."""
-        program, module, optimizer, progress, _ = self._what
-        extra_state.put(program.module, self._extra, loading)
+    def restore_foreign_state(self, loading: StateLoading) -> None:
+        """Call ``load_state_dict`` and the like of foreign code, which may raise; tensors have not changed yet."""
+        program, module, optimizer, progress, _ = self._state
+        extra_state.restore(program.module, self._extra, loading)
         for path, each in named_optimizers(named_tensors.parameters(module), optimizer).items():
-            optimizer_loading.put(each, self._taken[path], self._states[path], loading)
+            optimizer_loading.restore(each, self._loaded[path], self._states[path], loading)
         if isinstance(optimizer, WholeTensorOptimizer):
             optimizer.take_options()
-        progress.put(self._progress, loading)
+        progress.restore(self._progress, loading)
 
-    def put(self) -> None:
-        """Let the model have its tensors, and the generators their states."""
-        module = self._what.module
-        model_state.put({**named_tensors.parameters(module), **named_tensors.buffers(module)}, self._model)
+    def restore_tensors(self) -> None:
+        """Write the tensors into the model, and restore the random generators."""
+        module = self._state.module
+        model_state.restore({**named_tensors.parameters(module), **named_tensors.buffers(module)}, self._model)
         if self._is_same_layout:
-            rng_state.put(self._place["random"])
+            rng_state.restore(self._place["random"])
         else:
-            rng_state.derive(self.common["random"])
+            rng_state.reseed(self.common["random"])
 
 
 def _read(file: Path) -> Any:

@@ -1,4 +1,4 @@
-"""State of a model in checkpoints: its parameters and persistent buffers under original names."""
+"""Model state in checkpoints: parameters and persistent buffers under original names."""
 
 from __future__ import annotations
 
@@ -10,51 +10,53 @@ from torch import nn
 
 from slapo_core import Program, shard_spec
 from slapo_training.ema import MasterValue, buffer_values
-from slapo_training.model import Piece, Tensors, buffers, parameters, piece_of, write
-from slapo_training.optimizers import Layout
+from slapo_training.model import Piece, Tensors, buffers, copy_into, parameters, piece_of
+from slapo_training.optimizers import ParameterLayout
 
-from ..fsdp.replica_spec import in_replica, replica_spec
+from ..fsdp.replica_spec import replica_spec, replica_tensor
 
 
 def pieces(module: nn.Module) -> dict[str, Piece]:
     """Return this rank's pieces of the parameters and persistent buffers, under the names of ``parameters`` and ``buffers``."""
-    return {name: piece(tensor, tensor) for name, tensor in {**parameters(module), **buffers(module)}.items()}
+    return {name: piece_of_parameter(tensor, tensor) for name, tensor in {**parameters(module), **buffers(module)}.items()}
 
 
-def masters(module: nn.Module) -> Iterator[MasterValue]:
-    """Iterate over the trained parameters and the buffers of a rank, as they are stepped in place."""
+def master_values(module: nn.Module) -> Iterator[MasterValue]:
+    """Iterate over the trained parameters and buffers of a rank; parameters are their own master values."""
     for name, parameter in parameters(module).items():
         if parameter.requires_grad:
-            yield MasterValue(name, parameter, piece(parameter, parameter))
+            yield MasterValue(name, parameter, piece_of_parameter(parameter, parameter))
     found = buffers(module)
-    yield from buffer_values(found, {name: piece(buffer, buffer) for name, buffer in found.items()})
+    yield from buffer_values(found, {name: piece_of_parameter(buffer, buffer) for name, buffer in found.items()})
 
 
-def piece(tensor: torch.Tensor, value: torch.Tensor) -> Piece:
-    """Where a tensor of a parameter's shape on this rank lies in the whole one.
+def piece_of_parameter(tensor: torch.Tensor, value: torch.Tensor) -> Piece:
+    """Return this rank's piece of a full tensor.
 
     Args:
-        tensor: The parameter or buffer.
-        value: Itself, or what an optimizer keeps for each of its elements.
+        tensor: Parameter or buffer, which has the sharding.
+        value: The tensor itself, or per-element optimizer state of it.
     """
     spec = replica_spec(tensor)
     if spec is None:
         return piece_of(value, shard_spec(tensor))
-    return piece_of(value, spec.inner, in_replica(tensor).shape, spec.rows())
+    return piece_of(value, spec.inner, replica_tensor(tensor).shape, spec.rows())
 
 
-def layout(program: Program, module: nn.Module) -> Layout:
+def parameter_layout(program: Program, module: nn.Module) -> ParameterLayout:
     """Return the layout of this rank's parameters, for an optimizer that may step whole tensors."""
-    parts = Layout.of_engine(program, module, None, is_flat=False)
-    return replace(parts, piece=lambda parameter: piece(parameter, parameter))  # FSDP has rows of parts
+    parts = ParameterLayout.of_engine(program, module, None, is_flat=False)
+    return replace(
+        parts, piece=lambda parameter: piece_of_parameter(parameter, parameter)
+    )  # FSDP shards rows of tensor-parallel shards
 
 
 def differences(pieces: Mapping[str, Piece], saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Iterator[str]:
-    """What of a model is in a checkpoint with another shape or type.
+    """Describe the tensors that have another shape or dtype in a checkpoint.
 
     Args:
-        pieces: This rank's.
-        saved: Shape and type of what there is, by name.
+        pieces: This rank's pieces.
+        saved: Shape and dtype of each saved tensor, by name.
     """
     for name in pieces.keys() & saved.keys():
         held = pieces[name]
@@ -63,7 +65,7 @@ def differences(pieces: Mapping[str, Piece], saved: Mapping[str, tuple[tuple[int
             yield f"{name!r} has {there} in the checkpoint, {here} in the engine"
 
 
-def put(tensors: Tensors, read: Mapping[str, torch.Tensor]) -> None:
-    """Write what was read into the tensors."""
+def restore(tensors: Tensors, read: Mapping[str, torch.Tensor]) -> None:
+    """Copy read values into the tensors of the same names."""
     for name, tensor in tensors.items():
-        write(tensor, read[name])
+        copy_into(tensor, read[name])

@@ -1,7 +1,7 @@
-"""The groups of the optimizers that a checkpoint is of, and those that it is loaded into, by the names of their parameters.
+"""Parameter groups of saved optimizers, matched to groups of the optimizers that load them, by names of parameters.
 
-A factory makes them of what a rank has, so that another layout has others. What they have in common is compared: two parameters
-that one rank had, and one rank has, share a group in both or in neither.
+A factory makes groups of a rank's parameters, so another layout has other groups. Two parameters of one saved rank and of one
+loading rank must share a group in both or in neither.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from slapo_core import BuildError
 from slapo_training.checkpoint import digest
 
 Groups = Sequence[Mapping[str, Any]]
-"""Of one rank: of each the names of its ``params``, and its ``options``."""
+"""Parameter groups of one rank: names of ``params``, and ``options``."""
 
 SAME_LAYOUT = "load it on the same layout"
 _ANOTHER = "the checkpoint's optimizer has other parameter groups"
 
 
-class Chosen(NamedTuple):
-    """What of the saved groups is for this rank's.
+class MatchedGroups(NamedTuple):
+    """Saved options for this rank's groups.
 
     Args:
-        options: Of each group.
-        source: Which of the ranks that saved them had as many with the same options, in the same order; None where none had.
+        options: Options of each group.
+        source: Index of the saved rank whose groups had the same options in the same order; None if there is none.
     """
 
     options: list[dict[str, Any]]
@@ -34,11 +34,11 @@ class Chosen(NamedTuple):
 
 
 def groups_of(optimizer: torch.optim.Optimizer, names: Sequence[list[str]]) -> list[dict[str, Any]]:
-    """Its groups.
+    """Return the parameter groups of an optimizer.
 
     Args:
-        optimizer: This rank's.
-        names: Of each group the original names of its parameters.
+        optimizer: This rank's optimizer.
+        names: Original names of the parameters of each group.
     """
     return [
         {"params": own, "options": {key: value for key, value in group.items() if key not in ("params", "param_names")}}
@@ -50,24 +50,30 @@ def check_names(own: Sequence[Groups], saved: Sequence[Groups]) -> None:
     """Refuse an optimizer of other parameters.
 
     Args:
-        own: Those of all ranks.
-        saved: Likewise.
+        own: Groups of all ranks.
+        saved: Groups of all saved ranks.
+
+    Raises:
+        BuildError: a parameter is in the groups of one side only.
     """
-    here, there = ({name for groups in ranks for name in _places(groups)} for ranks in (own, saved))
+    here, there = ({name for groups in ranks for name in _group_indices(groups)} for ranks in (own, saved))
     for name in sorted(here ^ there):
         whose = "the engine's" if name in there else "its own"
         raise BuildError(f"{_ANOTHER}: {name!r} is in none of {whose}; build with the same parameters to train")
 
 
 def check_same(own: Groups, saved: Sequence[Groups]) -> None:
-    """Refuse an optimizer that parts parameters otherwise.
+    """Refuse an optimizer that groups parameters differently.
 
     Args:
-        own: This rank's.
-        saved: Those of the ranks that saved them.
+        own: Groups of this rank.
+        saved: Groups of all saved ranks.
+
+    Raises:
+        BuildError: two parameters share a group on one side only.
     """
-    here = _places(own)
-    for there in map(_places, saved):
+    here = _group_indices(own)
+    for there in map(_group_indices, saved):
         both = sorted(here.keys() & there.keys())
         for of, to, words in ((here, there, ("several", "one")), (there, here, ("one", "several"))):
             first: dict[int, str] = {}
@@ -80,37 +86,40 @@ def check_same(own: Groups, saved: Sequence[Groups]) -> None:
                     )
 
 
-def chosen(own: Groups, saved: Sequence[Groups], goes_by_order: bool) -> Chosen:
-    """The saved options for this rank's groups, which ``check_names`` and ``check_same`` took.
+def match_groups(own: Groups, saved: Sequence[Groups], depends_on_group_order: bool) -> MatchedGroups:
+    """Return the saved options for this rank's groups, after ``check_names`` and ``check_same``.
 
     Args:
-        own: This rank's.
-        saved: Those of the ranks that saved them.
-        goes_by_order: Whether there is a learning-rate schedule, whose state has lists of what belongs to each group.
+        own: Groups of this rank.
+        saved: Groups of all saved ranks.
+        depends_on_group_order: True with a learning-rate schedule, whose state has one entry per group.
 
     Raises:
-        BuildError: ranks had different options for parameters of one group, or no rank had groups like these for the schedule.
+        BuildError: saved ranks had different options for parameters of one group; or no saved rank had the groups that the
+            schedule needs.
     """
     by_name = {name: group["options"] for groups in reversed(saved) for group in groups for name in group["params"]}
-    wanted = [_common(group["params"], by_name) for group in own]
-    words = [None if options is None else _words(options) for options in wanted]
+    wanted = [_common_options(group["params"], by_name) for group in own]
+    words = [None if options is None else _options_digest(options) for options in wanted]
 
     def fits(groups: Groups) -> bool:
         pairs = zip(words, groups, strict=False)
-        return len(groups) == len(own) and all(word in (None, _words(group["options"])) for word, group in pairs)
+        return len(groups) == len(own) and all(word in (None, _options_digest(group["options"])) for word, group in pairs)
 
     source = next((number for number, groups in enumerate(saved) if fits(groups)), None)
-    if source is None and goes_by_order:
+    if source is None and depends_on_group_order:
         raise BuildError(
             "the learning-rate schedule was saved for other parameter groups than this rank's, or for these in another order; "
             f"build with the same groups in the same order, or {SAME_LAYOUT}"
         )
     left = own if source is None else saved[source]
-    return Chosen([dict(left[number]["options"]) if each is None else dict(each) for number, each in enumerate(wanted)], source)
+    return MatchedGroups(
+        [dict(left[number]["options"]) if each is None else dict(each) for number, each in enumerate(wanted)], source
+    )
 
 
-def _common(names: Sequence[str], by_name: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
-    """The saved options that parameters of one group share; None where there are no parameters."""
+def _common_options(names: Sequence[str], by_name: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the saved options of the parameters of one group; None for a group without parameters."""
     found = {id(by_name[name]): (name, by_name[name]) for name in reversed(names)}
     if not found:
         return None
@@ -125,10 +134,10 @@ def _common(names: Sequence[str], by_name: Mapping[str, dict[str, Any]]) -> dict
     return options
 
 
-def _places(groups: Groups) -> dict[str, int]:
-    """Parameters by name, and the numbers of their groups."""
+def _group_indices(groups: Groups) -> dict[str, int]:
+    """Return the index of each parameter's group, by name."""
     return {name: number for number, group in enumerate(groups) for name in group["params"]}
 
 
-def _words(options: Mapping[str, Any]) -> str:
+def _options_digest(options: Mapping[str, Any]) -> str:
     return digest(sorted(options.items(), key=lambda item: item[0]))

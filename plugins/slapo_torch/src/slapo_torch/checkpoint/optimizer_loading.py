@@ -1,4 +1,4 @@
-"""What this rank's optimizer takes of a checkpoint: on the same layout what its rank had, on any other what all had alike."""
+"""Loading of optimizer state: this rank's own state on the same layout, state common to all ranks on any other."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from slapo_training.model import Piece
 from slapo_training.optimizers import NamedOptimizer
 
 from . import optimizer_groups
-from .model_state import piece
+from .model_state import piece_of_parameter
 from .optimizer_groups import SAME_LAYOUT
 from .optimizer_state import class_of, groups, key_of
 
 
-class Taken(NamedTuple):
-    """Part of a checkpoint that this rank's optimizer takes, but for the tensors that lie where parameters do.
+class LoadedState(NamedTuple):
+    """State that this rank's optimizer loads, without per-element tensors.
 
     Args:
-        options: Of each group.
-        source: Which of the ranks of a pipeline had such groups, if one had.
-        state: Of each parameter what is kept once.
-        numbers: Of each parameter single numbers, and the types of those that are tensors.
-        parts: Of each parameter what fits this rank's part.
-        foreign: What is kept of no parameter.
-        more: What else is in the ``state_dict``.
+        options: Options of each group.
+        source: Index of the saved pipeline rank with the same groups, or None.
+        state: State of each parameter that is stored once.
+        numbers: Scalars of each parameter, with dtypes of scalar tensors.
+        parts: State of another shape that fits this rank's shard of each parameter.
+        foreign: State of keys that are no parameters.
+        more: The rest of the ``state_dict``.
     """
 
     options: list[dict[str, Any]]
@@ -40,26 +40,26 @@ class Taken(NamedTuple):
     more: dict[str, Any]
 
 
-def chosen(
+def select_state(
     named: NamedOptimizer,
     everyone: Sequence[Sequence[Mapping[str, Any]]],
     saved: Mapping[str, Any] | None,
     own: Mapping[str, Any] | None,
     parts: Mapping[str, Any],
-    goes_by_order: bool,
-) -> Taken:
-    """Return the part of a checkpoint that the optimizer takes.
+    depends_on_group_order: bool,
+) -> LoadedState:
+    """Return the state that an optimizer loads.
 
     Args:
         named: An optimizer of this rank.
         everyone: ``groups`` of all ranks.
-        saved: What ``merged`` gave.
-        own: ``State.own`` of the rank in this one's place, which had the same parts of parameters; None where it had others.
-        parts: What fits parts of parameters as this rank has them, by name.
-        goes_by_order: Whether there is a learning-rate schedule.
+        saved: Result of ``merge``; None if no optimizer was saved.
+        own: ``OptimizerState.own`` of the saved rank with the same shards of parameters; None if shards differ.
+        parts: State of other shapes that fits this rank's shards, by name.
+        depends_on_group_order: True with a learning-rate schedule.
 
     Raises:
-        BuildError: no state was saved, or that of another class, or other groups, or of what is only kept for the same layout.
+        BuildError: no state was saved; or it is of another class, of other groups, or for the same layout only.
     """
     optimizer = named.optimizer
     if saved is None:
@@ -78,38 +78,38 @@ def chosen(
         raise BuildError(f"the ranks that saved it had different {saved['differs']} in the state of {kind}; {SAME_LAYOUT}")
     if own is None and saved["foreign"]:
         raise BuildError(f"{kind} keeps more than its parameters' state; {SAME_LAYOUT}")
-    options, source = optimizer_groups.chosen(here, before, goes_by_order)
+    options, source = optimizer_groups.match_groups(here, before, depends_on_group_order)
     numbers = saved["numbers"] if own is None else {**saved["numbers"], **own["numbers"]}
     rest = ({}, saved["more"]) if own is None else (own["foreign"], own["more"])
-    return Taken(options, source if own is None else None, saved["state"], numbers, dict(parts), *rest)
+    return LoadedState(options, source if own is None else None, saved["state"], numbers, dict(parts), *rest)
 
 
-def wanted(
+def tensors_to_read(
     named: NamedOptimizer,
-    taken: Taken,
+    selected: LoadedState,
     shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     path: str,
 ) -> dict[tuple[str, Any], Piece]:
-    """Tensors for what is to be read of the optimizer's state, by parameter and the optimizer's own name."""
+    """Return new tensors to read the per-element state into, by parameter and the optimizer's key."""
     found = {}
     for name in named.own():
         parameter = named.local(name)
-        for key in taken.state.get(name, {"tensors": ()})["tensors"]:
+        for key in selected.state.get(name, {"tensors": ()})["tensors"]:
             _, dtype = shapes[key_of(name, key, path)]
-            found[name, key] = piece(parameter, torch.empty(parameter.shape, dtype=dtype))
+            found[name, key] = piece_of_parameter(parameter, torch.empty(parameter.shape, dtype=dtype))
     return found
 
 
 def _check_parts(named: NamedOptimizer, state: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
-    """Refuse state of parts of parameters that are not this rank's.
+    """Refuse state of other shards than this rank's.
 
     Args:
         named: An optimizer of this rank.
-        state: Of each parameter what is kept once.
-        parts: What fits this rank's parts, as it was saved.
+        state: State of each parameter that is stored once.
+        parts: State of other shapes that fits this rank's shards.
 
     Raises:
-        BuildError: it would be needed.
+        BuildError: a parameter needs such state.
     """
     for name, parameter in named.own().items():
         kept = state.get(name, {"parts": (), "values": {}})
@@ -121,26 +121,26 @@ def _check_parts(named: NamedOptimizer, state: Mapping[str, Any], parts: Mapping
             )
 
 
-def put(
+def restore(
     named: NamedOptimizer,
-    taken: Taken,
+    selected: LoadedState,
     read: Mapping[tuple[str, Any], Piece],
     loading: StateLoading,
 ) -> None:
-    """Hand the optimizer what was saved."""
+    """Load the selected state into the optimizer."""
     (names, listed), own = named.names(), named.own()
     index = {name: number for number, name in enumerate(names)}
-    state: dict[Any, Any] = dict(taken.foreign)
+    state: dict[Any, Any] = dict(selected.foreign)
     for name in own:
-        if (kept := taken.state.get(name)) is not None:
+        if (kept := selected.state.get(name)) is not None:
             tensors = {key: read[name, key].tensor for key in kept["tensors"]}
-            single = taken.numbers.get(name, {}).items()
+            single = selected.numbers.get(name, {}).items()
             numbers = {key: value if dtype is None else torch.tensor(value, dtype=dtype) for key, (value, dtype) in single}
-            parts = {key: taken.parts[name][key] for key in kept["parts"]}
+            parts = {key: selected.parts[name][key] for key in kept["parts"]}
             state[index[name]] = named.taken(name, tensors, {**numbers, **kept["values"], **parts})
     for name in named.elsewhere:
         if marks := named.optimizer.state.get(named.known[name]):
             state[index[name]] = dict(marks)
-    made = [{**each, "params": [index[name] for name in group]} for each, group in zip(taken.options, listed, strict=True)]
-    packed = {**taken.more, "state": state, "param_groups": made}
+    made = [{**each, "params": [index[name] for name in group]} for each, group in zip(selected.options, listed, strict=True)]
+    packed = {**selected.more, "state": state, "param_groups": made}
     loading.load(type(named.optimizer).__name__, named.load_state_dict, packed, named.state_dict)

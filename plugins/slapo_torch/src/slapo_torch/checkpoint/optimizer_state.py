@@ -1,8 +1,8 @@
-"""State of an optimizer in checkpoints: its ``state_dict`` by the original names of parameters.
+"""Optimizer state in checkpoints: the ``state_dict`` by original names of parameters.
 
-A tensor with a number for each element of a parameter lies where the parameter does. Single numbers, groups and what else there
-is are each rank's own on the same layout; for any other they are kept once, and whether ranks had different ones. What has
-another shape is kept once of a parameter that this rank has whole; of a part of one it fits the same parts only.
+State with one value per element of a parameter is stored like the parameter. Scalars, groups and the rest are stored per rank
+for the same layout. For other layouts they are stored once, with the names of those that differ between ranks. State of another
+shape is stored once if the rank has the whole parameter; state of a shard fits the same shards only.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from slapo_training.optimizers import NamedOptimizer
 from slapo_training.optimizers.whole_tensors import local_of
 
 from ..fsdp.replica_spec import replica_spec
-from .model_state import piece
+from .model_state import piece_of_parameter
 from .optimizer_groups import groups_of
 
 
-class State(NamedTuple):
-    """This rank's.
+class OptimizerState(NamedTuple):
+    """Optimizer state of this rank.
 
     Args:
-        tensors: By the name of the parameter and the optimizer's own for it, where they lie.
-        own: Plain data that come back to this rank on the same layout.
-        once: What is kept once of each parameter, plain data.
+        tensors: Per-element state, by the parameter's name and the optimizer's key.
+        own: Plain data that this rank loads on the same layout.
+        once: Plain data of each parameter that is stored once.
     """
 
     tensors: dict[tuple[str, Any], Piece]
@@ -38,16 +38,22 @@ class State(NamedTuple):
 
 
 def key_of(name: str, key: Any, path: str = "") -> str:
-    """Return the unique name of a state tensor in the checkpoint; ``path`` is that of its optimizer inside the rank's."""
+    """Return the unique name of a state tensor in the checkpoint.
+
+    Args:
+        name: Name of the parameter.
+        key: The optimizer's key of the state.
+        path: Path of a nested optimizer within the rank's optimizer.
+    """
     return f"optimizer.{f'[{path!r}].' if path else ''}{key if isinstance(key, str) and key.isidentifier() else [key]}.{name}"
 
 
 def check(named: NamedOptimizer) -> None:
-    """Refuse to write what could not be read back.
+    """Refuse state that a checkpoint cannot hold.
 
     Raises:
-        BuildError: its state has objects that would only come back by running what a file says, or tensors of other shapes than
-            the parameters have, where replicas share these out.
+        BuildError: the state has objects that need code of a file to load; or state of another shape than its parameter, which
+            FSDP shards.
     """
     kind = type(named.optimizer).__name__
     state, more = _named_state(named)
@@ -59,7 +65,7 @@ def check(named: NamedOptimizer) -> None:
                 raise BuildError(f"{kind} keeps a state for {parameter!r}, which is a parameter's number in a checkpoint")
             continue
         whole = replica_spec(parameter) is None
-        odd = [key for key, value in kept.items() if not (whole or _is_one(value) or _is_per_element(value, parameter))]
+        odd = [key for key, value in kept.items() if not (whole or _is_scalar(value) or _is_per_element(value, parameter))]
         if odd:
             raise BuildError(
                 f"{odd[0]!r} in the state of {kind} is no number for each element of a parameter, and replicas have rows of "
@@ -67,8 +73,8 @@ def check(named: NamedOptimizer) -> None:
             )
 
 
-def held(named: NamedOptimizer) -> State:
-    """Return the state to write of an optimizer that was checked."""
+def collect(named: NamedOptimizer) -> OptimizerState:
+    """Return the state to save of an optimizer that passed ``check``."""
     entries, more = _named_state(named)
     known = named.known
     tensors: dict[tuple[str, Any], Piece] = {}
@@ -76,16 +82,16 @@ def held(named: NamedOptimizer) -> State:
     parts: dict[str, dict[Any, Any]] = {}
     once: dict[str, Any] = {}
     for name, state in entries["parameters"].items():
-        if name in named.elsewhere:  # marks that an optimizer made for each parameter at its start; its owner keeps the state
+        if name in named.elsewhere:  # its owner saves the state; here are only values from the optimizer's construction
             continue
         own = once[name] = {"tensors": [], "values": {}, "parts": []}
         for key, value in state.items():
             if _is_per_element(value, known[name]):
                 own["tensors"].append(key)
-                tensors[name, key] = piece(named.local(name), local_of(value))
-            elif isinstance(value, torch.Tensor) and value.dim() == 0:  # pickled by the thousand, tensors would take their time
+                tensors[name, key] = piece_of_parameter(named.local(name), local_of(value))
+            elif isinstance(value, torch.Tensor) and value.dim() == 0:  # thousands of pickled tensors would be slow
                 numbers.setdefault(name, {})[key] = value.item(), value.dtype
-            elif _is_one(value):
+            elif _is_scalar(value):
                 numbers.setdefault(name, {})[key] = value, None
             elif is_sharded(known[name]):
                 own["parts"].append(key)
@@ -93,11 +99,11 @@ def held(named: NamedOptimizer) -> State:
             else:
                 own["values"][key] = local_of(value)
     rest = {"numbers": numbers, "parts": parts, "foreign": entries["foreign"], "more": more}
-    return State(tensors, {"class": class_of(named.optimizer), "groups": groups(named), **rest}, once)
+    return OptimizerState(tensors, {"class": class_of(named.optimizer), "groups": groups(named), **rest}, once)
 
 
 def digests(own: Mapping[str, Any] | None) -> dict[str, dict[Any, str]]:
-    """Return digests of the state that ranks with the same parameters should have alike."""
+    """Return digests of the state that must be equal on ranks with the same parameters."""
     if own is None:
         return {}
     options = [({key: digest(value) for key, value in each["options"].items()}, each["params"]) for each in own["groups"]]
@@ -106,17 +112,17 @@ def digests(own: Mapping[str, Any] | None) -> dict[str, dict[Any, str]]:
     return {**found, "": {key: digest(value) for key, value in own["more"].items()}}
 
 
-def merged(
+def merge(
     ranks: Sequence[tuple[Mapping[str, Any] | None, Mapping[str, Any]]],
     owners: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]],
     everyone: Sequence[Mapping[str, Mapping[Any, str]]],
 ) -> dict[str, Any] | None:
-    """Return the state that is kept once, of the optimizers of all pipeline ranks.
+    """Return the state that is stored once, of the optimizers of all pipeline ranks.
 
     Args:
-        ranks: ``State.own`` and ``State.once`` of each.
-        owners: ``State.own`` and ``State.once`` of other ranks that own whole tensors.
-        everyone: ``digests`` of these and all others.
+        ranks: ``OptimizerState.own`` and ``OptimizerState.once`` of each pipeline rank.
+        owners: The same of other ranks that own whole tensors.
+        everyone: ``digests`` of all ranks.
     """
     found = [(own, once) for own, once in ranks if own is not None]
     if not found:
@@ -130,12 +136,12 @@ def merged(
         "numbers": {name: each for own, _ in reversed(kept) for name, each in own["numbers"].items()},
         "more": owns[0]["more"],
         "foreign": any(own["foreign"] for own, _ in kept),
-        "differs": next(_different(everyone), ""),
+        "differs": next(_differing_keys(everyone), ""),
     }
 
 
-def _different(everyone: Sequence[Mapping[str, Mapping[Any, str]]]) -> Iterator[str]:
-    """Name the state of which ranks have different digests."""
+def _differing_keys(everyone: Sequence[Mapping[str, Mapping[Any, str]]]) -> Iterator[str]:
+    """Iterate over the names of state whose digests differ between ranks."""
     unlike: list[Mapping[str, Mapping[Any, str]]] = []
     seen: dict[tuple[str, Any], str] = {}
     for each in everyone:
@@ -146,12 +152,12 @@ def _different(everyone: Sequence[Mapping[str, Mapping[Any, str]]]) -> Iterator[
 
 
 def groups(named: NamedOptimizer) -> list[dict[str, Any]]:
-    """This rank's groups, by names."""
+    """Return this rank's parameter groups by original names."""
     return groups_of(named.optimizer, named.names()[1])
 
 
 def _named_state(named: NamedOptimizer) -> tuple[dict[str, dict[Any, Any]], dict[str, Any]]:
-    """What is kept of ``parameters`` by name, and what is ``foreign`` to them; and what else is in the ``state_dict``."""
+    """Return the state of ``parameters`` by name and of ``foreign`` keys, and the rest of the ``state_dict``."""
     (names, _), written = named.names(), named.state_dict()
     found: dict[str, dict[Any, Any]] = {"parameters": {}, "foreign": {}}
     for key, value in written.pop("state").items():
@@ -165,10 +171,10 @@ def _is_per_element(value: Any, parameter: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == parameter.shape
 
 
-def _is_one(value: Any) -> bool:
+def _is_scalar(value: Any) -> bool:
     return not isinstance(value, torch.Tensor | list | tuple | dict) or (isinstance(value, torch.Tensor) and value.dim() == 0)
 
 
 def class_of(optimizer: torch.optim.Optimizer) -> str:
-    """The full name of its class."""
+    """Return the qualified class name of an optimizer."""
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"

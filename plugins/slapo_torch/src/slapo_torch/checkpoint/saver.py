@@ -1,9 +1,9 @@
-"""Save an engine, to be loaded exactly on the same layout, and on any other so that the losses go on.
+"""Saving of an engine, to be loaded exactly on the same layout and with the same losses on any other.
 
-In the folder of ``slapo_training.checkpoint.folder``: the files of ``torch.distributed.checkpoint`` have parameters, persistent
-buffers and what the optimizer keeps for each element of a parameter, all by original names; ``common.pt`` what there is once;
-``place-0.pt`` and so on, by ranks, what is each rank's own and comes back on the same layout alone: random states, a replica's
-buffers, modules' extra state.
+The folder (``slapo_training.checkpoint.folder``) has three kinds of files. Files of ``torch.distributed.checkpoint`` have
+parameters, persistent buffers and per-element optimizer state by original names. ``common.pt`` has state that is stored once.
+``place-0.pt``, ``place-1.pt`` and so on have each rank's own state, restored on the same layout only: random states, buffers of
+a replica, and extra state of modules.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 from torch import nn
 
 from slapo_core import Program
-from slapo_training.checkpoint import Buffers, Saver, Saving, Writing, digest, rng_state
+from slapo_training.checkpoint import Buffers, CheckpointWriter, SaveHandle, Saver, digest, rng_state
 from slapo_training.distributed import Ranks
 from slapo_training.ema import AverageList
 from slapo_training.engines import Position, bytes_of
 from slapo_training.model import Piece, named_tensors
 from slapo_training.optimizers import WholeTensorOptimizer, named_optimizers
 
-from ..step.training_progress import Progress
+from ..step.training_progress import TrainingProgress
 from . import extra_state, model_state, optimizer_state
 
 if TYPE_CHECKING:
@@ -34,21 +34,21 @@ COMMON = "common.pt"
 MODEL = "model."
 
 
-class Trained(NamedTuple):
-    """What of an engine is saved and loaded.
+class CheckpointState(NamedTuple):
+    """Objects of an engine whose state is saved and loaded.
 
     Args:
         program: The program.
         module: This rank's stages.
-        optimizer: This rank's, or None.
-        progress: Of what changes the weights.
-        averages: Of the weights.
+        optimizer: This rank's optimizer, or None.
+        progress: Learning-rate schedule, loss scale and number of labels.
+        averages: Averages of the weights.
     """
 
     program: Program
     module: nn.Module
     optimizer: torch.optim.Optimizer | None
-    progress: Progress
+    progress: TrainingProgress
     averages: AverageList
 
 
@@ -57,80 +57,80 @@ class TorchSaver(Saver):
 
     _files: TensorFiles | None = None
 
-    def save(self, path: str | os.PathLike[str], what: Trained, position: Position, waits: bool) -> Saving:
+    def save(self, path: str | os.PathLike[str], state: CheckpointState, position: Position, waits: bool) -> SaveHandle:
         """Write a checkpoint. Collective; see ``Saver.write``.
 
         Args:
-            path: The same folder on every rank.
-            what: What is saved.
-            position: Where training is.
-            waits: Whether to return when it is written, not when all that is to be written was copied.
+            path: Folder, the same on every rank.
+            state: Objects whose state is saved.
+            position: Position of training.
+            waits: True to return after the write, False to return once all data is copied.
         """
-        return self.write(lambda ranks, copies: self._prepared(path, what, position, ranks, copies), waits)
+        return self.write(lambda ranks, copies: self._prepared(path, state, position, ranks, copies), waits)
 
     def close(self) -> None:
-        """Wait, and give back what only a checkpoint in the background needs."""
+        """Wait for the last write, and free what background writes need."""
         self._files = None
         super().close()
 
     def _prepared(
-        self, path: str | os.PathLike[str], what: Trained, position: Position, ranks: Ranks, copies: Buffers | None
+        self, path: str | os.PathLike[str], state: CheckpointState, position: Position, ranks: Ranks, copies: Buffers | None
     ) -> Callable[[Ranks], None]:
-        """What writes the checkpoint as the engine is now, given the ranks to meet. Collective."""
-        from slapo_training.checkpoint import TensorFiles  # noqa: PLC0415  torch.distributed.checkpoint takes half a second  # noqa: PLC0415  torch.distributed.checkpoint takes half a second
+        """Return a function that writes the checkpoint of the engine as it is now, given the ranks to use. Collective."""
+        from slapo_training.checkpoint import TensorFiles  # noqa: PLC0415  torch.distributed.checkpoint takes half a second
 
-        program, module = what.program, what.module
+        program, module = state.program, state.module
         place: dict[str, Any] = {}
         pieces: dict[str, Piece] = {}
 
         def collect() -> _Announcement:
-            optimizers = named_optimizers(named_tensors.parameters(module), what.optimizer)
+            optimizers = named_optimizers(named_tensors.parameters(module), state.optimizer)
             for each in optimizers.values():
                 optimizer_state.check(each)
-            states = {spot: optimizer_state.held(each) for spot, each in optimizers.items()}
+            states = {spot: optimizer_state.collect(each) for spot, each in optimizers.items()}
             parameters, buffers = named_tensors.parameters(module), named_tensors.buffers(module)
             saved = parameters if program.axis_rank("dp") else {**parameters, **buffers}
-            pieces.update({MODEL + name: model_state.piece(tensor, tensor) for name, tensor in saved.items()})
-            for spot, state in states.items():
-                pieces.update({optimizer_state.key_of(*key, spot): piece for key, piece in state.tensors.items()})
-            extra = extra_state.packed(program.module)
-            run, progress = extra_state.run(program.module, module), what.progress.packed()
+            pieces.update({MODEL + name: model_state.piece_of_parameter(tensor, tensor) for name, tensor in saved.items()})
+            for spot, own in states.items():
+                pieces.update({optimizer_state.key_of(*key, spot): piece for key, piece in own.tensors.items()})
+            extra = extra_state.collect(program.module)
+            run, progress = extra_state.modules_run(program.module, module), state.progress.state()
             place.update(
                 buffers={name: tensor.detach() for name, tensor in buffers.items()},
-                ranges=ranges_of(module),
-                optimizer={spot: state.own for spot, state in states.items()},
+                ranges=ranges_by_name(module),
+                optimizer={spot: own.own for spot, own in states.items()},
                 progress=progress,
                 extra=extra,
                 run=run,
-                random=rng_state.packed(),
+                random=rng_state.collect(),
             )
-            kept = {spot: (state.own, state.once) for spot, state in states.items()}
+            kept = {spot: (own.own, own.once) for spot, own in states.items()}
             is_first = program.axis_rank("dp") == program.axis_rank("tp") == 0
-            is_owner = isinstance(what.optimizer, WholeTensorOptimizer) and not is_first
+            is_owner = isinstance(state.optimizer, WholeTensorOptimizer) and not is_first
             return _Announcement(
                 {"optimizer": kept, "progress": progress, "extra": (extra, run)} if is_first else None,
                 kept if is_owner else None,
                 digest(_digests(place["optimizer"])),
-                Writing.proposed(path, TARGET),
+                CheckpointWriter.proposed(path, TARGET),
                 position.words(),
                 self._files is not None and self._files.fits(pieces),
             )
 
-        everyone: list[_Announcement] = ranks.on_all(collect)
+        everyone: list[_Announcement] = ranks.run_on_all(collect)
         stages = [each.stage for each in everyone if each.stage is not None]
-        writing = Writing.agreed([each.writing for each in everyone], TARGET)
+        writing = CheckpointWriter.agreed([each.writing for each in everyone], TARGET)
         position.check_same(each.position for each in everyone)
         owners = [each.owner for each in everyone if each.owner is not None]
         digests = [_digests({path: own for path, (own, _) in each["optimizer"].items()}) for each in stages]
-        if {each.optimizer for each in everyone}.difference(map(digest, digests)):  # else the short digest is enough
+        if {each.optimizer for each in everyone}.difference(map(digest, digests)):  # otherwise one digest per rank is enough
             digests = ranks.gather(_digests(place["optimizer"]))
-        files = {place_of(ranks): bytes_of(place)}
-        if ranks.place == 0:
+        files = {rank_file(ranks): bytes_of(place)}
+        if ranks.index == 0:
             files[COMMON] = bytes_of(
                 {
-                    "optimizer": _merged([own["optimizer"] for own in stages], owners, digests),
+                    "optimizer": _merge_optimizer_states([own["optimizer"] for own in stages], owners, digests),
                     "progress": [own["progress"] for own in stages],
-                    "extra": extra_state.merged([own["extra"] for own in stages]),
+                    "extra": extra_state.merge([own["extra"] for own in stages]),
                     "run": {path for own in stages for path in own["extra"][1]},
                     "random": rng_state.digest_of(place["random"]),
                     "position": position._asdict(),
@@ -141,34 +141,34 @@ class TorchSaver(Saver):
         else:
             self._files = TensorFiles(pieces, ranks, copies)
         tensors = self._files
-        put_averages = what.averages.prepared(ranks, copies is not None)
-        about = {"layout": layout_of(program), **what.averages.about()}
+        put_averages = state.averages.prepared(ranks, copies is not None)
+        about = {"layout": layout_of(program), **state.averages.about()}
 
         def write(meeting: Ranks) -> None:
             def put() -> None:
                 for name, content in files.items():
                     (writing.data / name).write_bytes(content)
 
-            with writing.by(meeting) as meeting:
+            with writing.cleanup_on_error(meeting) as meeting:
                 writing.begin(meeting)
-                meeting.on_all(put)
+                meeting.run_on_all(put)
                 tensors.write(writing.data, meeting)
                 put_averages(writing.data, meeting)
-                writing.seal(about, meeting)
+                writing.commit(about, meeting)
 
         return write
 
 
 class _Announcement(NamedTuple):
-    """Facts that each rank gives to all before a checkpoint is written.
+    """Facts that ranks exchange before a checkpoint is written.
 
     Args:
-        stage: Plain data of a pipeline rank, from its first replica and tensor-parallel rank; None from the others.
-        owner: State of whole tensors that one of these others owns, or None.
-        optimizer: Digest of the optimizers' state that ranks with the same parameters should have alike.
-        writing: See ``Writing.proposed``.
+        stage: Plain data of a pipeline rank, from its first replica and tensor-parallel rank; None from other ranks.
+        owner: State of whole tensors that this other rank owns, or None.
+        optimizer: Digest of optimizer state that must be equal on ranks with the same parameters.
+        writing: See ``CheckpointWriter.proposed``.
         position: See ``Position.words``.
-        fits: Whether the plan of the last checkpoint fits this one.
+        fits: True if the plan of the last checkpoint fits this one.
     """
 
     stage: dict[str, Any] | None
@@ -180,16 +180,16 @@ class _Announcement(NamedTuple):
 
 
 def _digests(owns: Mapping[str, Any]) -> dict[str, Any]:
-    """Return digests of the state that ranks should have alike, for each of a rank's optimizers by its path."""
+    """Return digests of the state that must be equal on ranks, for each of a rank's optimizers by its path."""
     return {path: optimizer_state.digests(own) for path, own in owns.items()}
 
 
-def _merged(
+def _merge_optimizer_states(
     stages: Sequence[Mapping[str, Any]], owners: Sequence[Mapping[str, Any]], digests: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return the state that is kept once, for each of the optimizers by its path."""
+    """Return the state that is stored once, for each optimizer by its path."""
     return {
-        path: optimizer_state.merged(
+        path: optimizer_state.merge(
             [each.get(path, (None, {})) for each in stages],
             [each[path] for each in owners if path in each],
             [each[path] for each in digests if path in each],
@@ -198,8 +198,8 @@ def _merged(
     }
 
 
-def ranges_of(module: nn.Module) -> dict[str, Any]:
-    """Return the places of this rank's pieces."""
+def ranges_by_name(module: nn.Module) -> dict[str, Any]:
+    """Return full shape and ranges of this rank's pieces, by name."""
     return {name: (piece.full_shape, piece.ranges) for name, piece in model_state.pieces(module).items()}
 
 
@@ -208,6 +208,6 @@ def layout_of(program: Program) -> dict[str, int]:
     return {"stages": len(program.stages), **{axis: program.axis_size(axis) for axis in ("pp", "dp", "tp")}}
 
 
-def place_of(ranks: Ranks) -> str:
-    """The file of what is this rank's own."""
-    return f"place-{ranks.place}.pt"
+def rank_file(ranks: Ranks) -> str:
+    """Return the name of the file of this rank's own state."""
+    return f"place-{ranks.index}.pt"

@@ -1,6 +1,6 @@
-"""How a parameter is cut that FSDP2 shards over the replicas, on top of what tensor parallelism cut already.
+"""Shard specs of parameters that FSDP2 shards over the replicas, on top of tensor parallelism.
 
-The ranks keep plain local tensors with this spec, and all that gathers, counts or loads parameters by their spec works on.
+Ranks keep plain local tensors with this spec. So code that gathers, counts or loads parameters by their spec needs no change.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from slapo_core import BuildError, ShardSpec, parameter_facts, shard_spec
 
 @dataclass(frozen=True)
 class ReplicaSpec(ShardSpec):
-    """Rows of a replica's parameter, dealt out to the replicas as ``torch.chunk`` does; the last ones may have fewer, or none.
+    """Rows of a replica's parameter on one rank, split as ``torch.chunk`` splits; the last ranks may have fewer rows or none.
 
     ``rank``, ``num_shards`` and ``group`` are those of all ranks that together hold the full tensor.
 
     Args:
-        inner: How the replica's tensor is cut from the full one, as it was before; None for a whole one.
-        replicas: The ranks that share the replica's tensor.
+        inner: Spec of the replica's tensor within the full tensor; None if the replica has the full tensor.
+        replicas: Process group of the ranks that share the replica's tensor.
     """
 
     inner: ShardSpec | None = None
@@ -31,12 +31,12 @@ class ReplicaSpec(ShardSpec):
 
     @classmethod
     def of(cls, parameter: torch.Tensor, replicas: dist.ProcessGroup, everyone: dist.ProcessGroup | None) -> ReplicaSpec:
-        """The spec of this rank's rows of a replica's parameter.
+        """Return the spec of this rank's rows of a replica's parameter.
 
         Args:
-            parameter: Before it is sharded over replicas.
-            replicas: The data-parallel ranks.
-            everyone: The data-parallel and tensor-parallel ranks, row-major.
+            parameter: The parameter before it is sharded over replicas.
+            replicas: Process group of the data-parallel ranks.
+            everyone: Process group of the data-parallel and tensor-parallel ranks, row-major; None without these.
         """
         inner = shard_spec(parameter)
         rank, size, shape = replicas.rank(), replicas.size(), tuple(parameter.shape)
@@ -50,12 +50,12 @@ class ReplicaSpec(ShardSpec):
 
     @property
     def parts(self) -> int:
-        """Into how many parts the full tensor was cut before."""
+        """Number of tensor-parallel shards of the full tensor."""
         return self.inner.num_shards if self.inner is not None else 1
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Return the number of rows of each rank."""
+        """Number of rows of each rank."""
         return tuple(stop - start for start, stop in map(self.rows, range(self.num_shards)))
 
     def replica_rows(self, rank: int | None = None) -> int:
@@ -64,7 +64,7 @@ class ReplicaSpec(ShardSpec):
         return self.inner.sizes[part] if self.inner is not None and self.inner.dim == 0 else self.full_shape[0]
 
     def rows(self, rank: int | None = None) -> tuple[int, int]:
-        """Return the first of a rank's rows, and the one behind the last."""
+        """Return the first row of a rank, and the row after its last one."""
         rank = self.rank if rank is None else rank
         rows, replicas = self.replica_rows(rank), self.num_shards // self.parts
         step = -(-rows // replicas)
@@ -72,19 +72,19 @@ class ReplicaSpec(ShardSpec):
         return start, min(start + step, rows)
 
     def ranges(self, rank: int | None = None) -> list[tuple[int, int]]:
-        """The ranges of the full tensor along ``dim`` that a rank holds."""
+        """Return the ranges of the full tensor along ``dim`` that a rank holds."""
         if self.parts > 1:
             raise BuildError("rows of a tensor-parallel part are no ranges of the full tensor; use local() and assemble()")
         return [self.rows(rank)]
 
     def counted(self, shard: torch.Tensor) -> torch.Tensor:
-        """Return the part of this rank's shard that counts where every element of the full tensor counts once."""
-        if self.inner is None or self.inner.dealt is None:
+        """Return the part of this rank's shard to count, so that each element of the full tensor counts on one rank."""
+        if self.inner is None or self.inner.uneven_ranges is None:
             return shard
         if self.inner.dim:
-            return self.inner.counted(shard)
+            return self.inner.without_copies(shard)
         start, stop = self.rows()
-        kept = self.inner.counted(torch.arange(self.replica_rows()))
+        kept = self.inner.without_copies(torch.arange(self.replica_rows()))
         kept = kept[(kept >= start) & (kept < stop)] - start
         return shard if len(kept) == stop - start else shard.index_select(0, kept.to(shard.device))
 
@@ -97,25 +97,25 @@ class ReplicaSpec(ShardSpec):
         return self.cut(full, rank)
 
     def cut(self, whole: torch.Tensor, rank: int | None = None) -> torch.Tensor:
-        """The rows of a rank out of its replica's tensor: a new contiguous tensor."""
+        """Return a rank's rows of its replica's tensor: a new contiguous tensor."""
         start, stop = self.rows(rank)
         return whole.narrow(0, start, stop - start).clone(memory_format=torch.contiguous_format)
 
     def assemble(self, shards: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
-        """Put the shards of all ranks, in rank order, together to the full tensor; what is behind a shard's size is ignored."""
+        """Assemble the full tensor from the shards of all ranks in rank order; padding rows are ignored."""
         kept = [shard.narrow(0, 0, size) for shard, size in zip(shards, self.sizes, strict=True)]
         parts = [torch.cat(kept[part :: self.parts]) for part in range(self.parts)]
         return self.inner.assemble(parts) if self.inner is not None and self.parts > 1 else parts[0]
 
 
 def replica_spec(tensor: torch.Tensor) -> ReplicaSpec | None:
-    """Return the sharding of a parameter over replicas; None for what each has for itself."""
+    """Return the spec of a parameter that is sharded over replicas, or None."""
     spec = shard_spec(tensor)
     return spec if isinstance(spec, ReplicaSpec) else None
 
 
-def in_replica(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a meta tensor of its shape in its replica; a tensor that is not sharded over replicas as it is."""
+def replica_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a meta tensor with the shape and facts of the replica's tensor; or ``tensor`` if FSDP has not sharded it."""
     spec = replica_spec(tensor)
     if spec is None:
         return tensor
@@ -124,8 +124,8 @@ def in_replica(tensor: torch.Tensor) -> torch.Tensor:
     return meta
 
 
-def as_replicas_see(parameter: nn.Parameter) -> nn.Parameter:
-    """The same values and gradient with what was known of the parameter before it was sharded over replicas."""
+def without_replica_sharding(parameter: nn.Parameter) -> nn.Parameter:
+    """Return a parameter with the same values, the same gradient, and the facts from before FSDP sharded it."""
     spec = replica_spec(parameter)
     if spec is None:
         return parameter

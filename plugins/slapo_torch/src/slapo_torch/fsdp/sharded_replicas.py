@@ -16,30 +16,29 @@ from slapo_training.distributed import new_group
 from slapo_training.model import StateSnapshot
 
 from ..gradients.reduction import average_gradients
-from .unit import REMEDY, Sharded, Unit
-from .unit_runtime import Walk
-from .wrap_policy import can_shard, deal, is_empty_somewhere, unit_paths
+from .unit import REMEDY, ShardedParameter, Unit
+from .unit_runtime import UnitRuntime
+from .wrap_policy import assign_parameters, can_shard, is_empty_on_a_rank, unit_paths
 
-_everyone: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_dp_tp_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
-class ShardedReplicas:
+class FSDPReplicas:
     """This rank's parameters, of which each replica keeps some rows.
 
-    In a step the parameters of a pipeline's stages are gathered, unit after unit, before the batch is looked at, and their
-    gradients reduced behind the last backward. A model in one piece gathers and reduces each unit as it runs. Whatever a
-    replica does with a batch, and whether it fails, all send the same messages.
+    With pipeline stages, all units are gathered before a step and reduced after its last backward. Without stages, each unit
+    is gathered and reduced as it runs. All replicas send the same messages, even if one of them fails.
 
-    Between steps the model has plain tensors, with specs that say which rows of which parts they are. Until ``begin`` it is as
-    it was, so that all ranks can first see that none ran out of memory, say.
+    Between steps the model has plain tensors with a ``ReplicaSpec``. The model does not change before ``install_shards``, so
+    that all ranks can first agree that no rank failed, e.g. for lack of memory.
 
     Args:
-        program: The program; its mesh has an axis ``dp``.
+        program: The program, with a mesh axis ``dp``.
         module: This rank's stages.
         patterns: ``Options.fsdp_units``.
 
     Attributes:
-        walk: Gathers the units of a model in one piece; None where all are gathered for the whole step.
+        unit_runtime: Runtime that gathers units as they run; None if all units are gathered for the whole step.
     """
 
     def __init__(
@@ -51,43 +50,45 @@ class ShardedReplicas:
         mesh = program.mesh
         assert mesh is not None
         self._group, self._device = mesh["dp"].get_group(), torch.device(mesh.device_type)
-        everyone = _ranks_of_parts(program)
-        dealt = deal(program.module, unit_paths(program.module, patterns), {id(each) for each in module.parameters()})
-        self._others = [p for parameters in dealt.values() for p in parameters if not can_shard(p)]
-        if number := sum(map(is_empty_somewhere, self._others)):
+        everyone = _dp_tp_group(program)
+        assigned = assign_parameters(
+            program.module, unit_paths(program.module, patterns), {id(each) for each in module.parameters()}
+        )
+        self._others = [p for parameters in assigned.values() for p in parameters if not can_shard(p)]
+        if number := sum(map(is_empty_on_a_rank, self._others)):
             what = "data_parallel='fsdp' keeps %d parameters whole on each replica: a tensor-parallel rank holds all of each"
             get_logger().warning(what, number)
         self._units: list[Unit] = []
-        self._olds: dict[int, Sharded] = {}
-        for path, parameters in dealt.items():
+        self._replaced: dict[int, ShardedParameter] = {}
+        for path, parameters in assigned.items():
             if some := [parameter for parameter in parameters if can_shard(parameter)]:
                 self._units.append(unit := Unit(path, some, mesh, everyone))
-                self._olds |= {id(old): each for old, each in zip(some, unit.members, strict=True)}
+                self._replaced |= {id(old): each for old, each in zip(some, unit.members, strict=True)}
         self._program = program
         self._own = [program.module, module, *(stage.module for stage in program.stages)]
         self._trees = self._own
-        self._walked = [unit for unit in self._units if unit.path] if len(program.stages) == 1 else []
-        self._lasting = [unit for unit in self._units if unit not in self._walked]
-        self.walk: Walk | None = None
-        self._are_given, self._ordered = patterns is not None, set[bool]()
+        self._forward_units = [unit for unit in self._units if unit.path] if len(program.stages) == 1 else []
+        self._step_units = [unit for unit in self._units if unit not in self._forward_units]
+        self.unit_runtime: UnitRuntime | None = None
+        self._has_patterns, self._ordered = patterns is not None, set[bool]()
         self._has_begun = self._is_running = False
         self._guard: RemovableHandle | None = None
 
-    def begin(self, groups: Iterable[dict[str, Any]] = ()) -> None:
-        """Give the model its rows.
+    def install_shards(self, groups: Iterable[dict[str, Any]] = ()) -> None:
+        """Install this rank's rows in the model.
 
         Args:
-            groups: Of an optimizer that has this rank's parameters, and gets what takes their places.
+            groups: Parameter groups of an optimizer of the old parameters; the rows replace them.
         """
-        self._has_begun, olds, root = True, self._olds, self._program.module
-        self._find_places(self._own, olds)
-        self._put("local")
+        self._has_begun, replaced, root = True, self._replaced, self._program.module
+        self._find_owners(self._own, replaced)
+        self._install("local")
         for group in groups:
-            found = [(parameter, olds.get(id(parameter))) for parameter in group["params"]]
+            found = [(parameter, replaced.get(id(parameter))) for parameter in group["params"]]
             group["params"] = [parameter if each is None else each.local for parameter, each in found]
-        self._olds = {}
-        if self._walked:
-            self.walk = Walk(root, self._walked, is_watched=self._program.axis_size("tp") > 1)
+        self._replaced = {}
+        if self._forward_units:
+            self.unit_runtime = UnitRuntime(root, self._forward_units, is_observed=self._program.axis_size("tp") > 1)
         if len(self._program.stages) == 1:
             self._guard = root.register_forward_pre_hook(self._check_running, prepend=True)
 
@@ -98,69 +99,68 @@ class ShardedReplicas:
                 "inside of slapo.ema(engine).applied()"
             )
 
-    def __deepcopy__(self, memo: object) -> ShardedReplicas:
-        return self  # a copied model has rows as well, and is refused where the model is
+    def __deepcopy__(self, memo: object) -> FSDPReplicas:
+        return self  # a copy of the model has the same rows and the same guard
 
-    def undo(self) -> None:
-        """Give the model whole parameters of its own, as it had before. Collective over the replicas once it has begun."""
+    def unshard(self) -> None:
+        """Restore whole parameters in the model. Collective over the replicas after ``install_shards``."""
         for unit in self._units if self._has_begun else ():
             unit.gather()
             for each in unit.members:
                 each.local = cast(nn.Parameter, successor(each.gathered(), each.gathered().detach().clone()))
             unit.free("local")
-        if self.walk is not None:
-            self.walk.close()
+        if self.unit_runtime is not None:
+            self.unit_runtime.close()
         if self._guard is not None:
             self._guard.remove()
 
     @property
-    def members(self) -> list[Sharded]:
-        """All parameters that are sharded."""
+    def members(self) -> list[ShardedParameter]:
+        """All sharded parameters."""
         return [each for unit in self._units for each in unit.members]
 
     # ---- the model's tables
 
-    def follow(self, trees: Iterable[nn.Module]) -> None:
-        """Have these modules, and no others that came later, get the parameters as well as the model's own.
+    def set_extra_modules(self, trees: Iterable[nn.Module]) -> None:
+        """Set the modules that get the parameters beside the model's own.
 
-        Those that are new had the gathered parameters when they were made.
+        New modules are made with the gathered parameters.
         """
         known = {id(tree) for tree in self._trees}
         kept = {id(tree): tree for tree in [*self._own, *trees]}
         if known != kept.keys():
-            self._find_places([*kept.values()], {})
+            self._find_owners([*kept.values()], {})
         if kept.keys() - known:
-            self._put("whole")
+            self._install("whole")
 
-    def _find_places(self, trees: list[nn.Module], olds: dict[int, Sharded]) -> None:
+    def _find_owners(self, trees: list[nn.Module], replaced: dict[int, ShardedParameter]) -> None:
         forms = {id(form): each for each in self.members for form in (each.local, each.freed, each.whole) if form is not None}
-        forms |= olds
+        forms |= replaced
         units = {id(each): unit for unit in self._units for each in unit.members}
         for unit in self._units:
-            unit.places = []
+            unit.owners = []
         self._trees = trees
         for module in {id(module): module for tree in trees for module in tree.modules()}.values():
             for name, parameter in module._parameters.items():
                 if parameter is not None and (each := forms.get(id(parameter))) is not None:
-                    units[id(each)].places.append((module, name, each))
+                    units[id(each)].owners.append((module, name, each))
 
-    def _put(self, form: str) -> None:
+    def _install(self, form: str) -> None:
         for unit in self._units:
-            unit.put(form)
+            unit.install(form)
 
     # ---- a step
 
     def run(self, work: Callable[[], torch.Tensor], training: bool) -> torch.Tensor:
-        """Gather, and run what has the gathered parameters. Collective over the replicas.
+        """Gather parameters and run the model. Collective over the replicas.
 
-        Where the model does not run units that nobody has named in their order, which the first run shows, that one starts over
-        with all of them gathered.
+        Without ``fsdp_units``, a first run that does not run the units in order is repeated with all units gathered.
 
         Args:
-            work: What runs the model; raises the same error on all ranks.
-            training: Whether it trains.
+            work: Function that runs the model; it raises the same error on all ranks.
+            training: True for a training step.
         """
-        is_first = self.walk is not None and not self._are_given and training not in self._ordered
+        is_first = self.unit_runtime is not None and not self._has_patterns and training not in self._ordered
         state = StateSnapshot(self._program.module.modules()) if is_first else None
         self.gather()
         try:
@@ -170,34 +170,34 @@ class ShardedReplicas:
             reason, remedy, _ = str(err).partition(f"; {REMEDY}")
             if state is None or not isinstance(err, BuildError) or not remedy:
                 raise
-            state.put_back()
-            self._hold_all(reason)
+            state.restore()
+            self._gather_for_step(reason)
             return self.run(work, training)
-        if self.walk is None or not self.walk.has_all:
+        if self.unit_runtime is None or not self.unit_runtime.gathers_all:
             self._ordered.add(training)
         return loss
 
-    def _hold_all(self, reason: str) -> None:
+    def _gather_for_step(self, reason: str) -> None:
         """Gather all units for the whole step from now on."""
-        assert self.walk is not None
-        self.walk.close()
-        self.walk, self._walked, self._lasting = None, [], self._units
+        assert self.unit_runtime is not None
+        self.unit_runtime.close()
+        self.unit_runtime, self._forward_units, self._step_units = None, [], self._units
         get_logger().warning("data_parallel='fsdp' gathers all parameters for the whole step: %s", reason)
 
     def gather(self) -> None:
-        """Begin a step: give the model what it has throughout. Collective over the replicas."""
+        """Begin a step: gather the units that stay gathered for the whole step. Collective over the replicas."""
         self._is_running = True
         for each in self.members:
             each.begin()
         for unit in self._units:
-            unit.put("freed")
-        for index, unit in enumerate(self._lasting):
-            for upcoming in self._lasting[index : index + 2]:
+            unit.install("freed")
+        for index, unit in enumerate(self._step_units):
+            for upcoming in self._step_units[index : index + 2]:
                 upcoming.begin_gather()
             unit.gather()
 
     def release(self) -> None:
-        """End a step without its gradients: give the model its rows back."""
+        """End a step without gradients: install this rank's rows."""
         self._is_running = False
         for each in self.members:
             each.drop_gradients()
@@ -208,21 +208,21 @@ class ShardedReplicas:
         """Return the number of trainable parameters without a gradient on this rank."""
         trained = [each for each in self.members if each.local.requires_grad]
         for each in trained:
-            each.note_use()
+            each.record_use()
         return sum(not each.is_used for each in trained)
 
     def used(self) -> set[int]:
-        """Ids of the parameters that got a gradient on this rank, when ``num_unused`` was asked."""
+        """Return the ids of parameters with a gradient on this rank at the last ``num_unused``."""
         return {id(each.local) for each in self.members if each.is_used}
 
     def reduce(self, some_unused: bool) -> None:
-        """End a step: average gradients over replicas, each to its own rows, and release. Collective over the replicas.
+        """End a step: reduce-scatter mean gradients to the rows, and install these. Collective over the replicas.
 
         Args:
-            some_unused: Whether a replica has parameters without a gradient; what none used keeps none.
+            some_unused: True if a replica has parameters without a gradient; parameters that no replica used keep None.
         """
         self._is_running = False
-        for unit in self._lasting:
+        for unit in self._step_units:
             unit.reduce("local")
         trained = [each for each in self.members if each.local.requires_grad]
         used = [each.is_used for each in trained]
@@ -233,14 +233,14 @@ class ShardedReplicas:
         for each, is_used in zip(trained, used, strict=True):
             each.take_gradient(is_used)
         average_gradients([parameter for parameter in self._others if parameter.requires_grad], self._group)
-        self._put("local")
+        self._install("local")
 
 
-def _ranks_of_parts(program: Program) -> dist.ProcessGroup | None:
-    """The ranks of all replicas of this rank's stages, row-major over ``dp`` and ``tp``; None without tensor parallelism.
+def _dp_tp_group(program: Program) -> dist.ProcessGroup | None:
+    """Return the group of all replicas of this rank's stages, row-major over ``dp`` and ``tp``; None without ``tp``.
 
     Raises:
-        BuildError: something is sharded over other ranks than those of the mesh's axis ``tp``.
+        BuildError: a parameter is sharded over other ranks than the mesh axis ``tp``.
     """
     mesh = program.mesh
     assert mesh is not None
@@ -253,8 +253,8 @@ def _ranks_of_parts(program: Program) -> dist.ProcessGroup | None:
                 f"{name!r} is sharded over other ranks than the mesh's axis tp; use data_parallel='ddp', or that axis"
             )
     replicas = mesh["dp"].get_group()
-    if (group := _everyone.get(replicas)) is None:
+    if (group := _dp_tp_groups.get(replicas)) is None:
         names = [*(mesh.mesh_dim_names or ())]
         by_stage = mesh.mesh.movedim([names.index("dp"), names.index("tp")], [-2, -1])
-        group = _everyone[replicas] = new_group(by_stage.reshape(-1, mesh["dp", "tp"].size()).tolist(), mesh)
+        group = _dp_tp_groups[replicas] = new_group(by_stage.reshape(-1, mesh["dp", "tp"].size()).tolist(), mesh)
     return group

@@ -1,4 +1,4 @@
-"""One unit of FSDP2: parameters that are gathered together, and whose gradients are reduced together."""
+"""One unit of FSDP2: parameters that are gathered together and whose gradients are reduced together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, UnshardHandle, fully_shard
 from torch.distributed.tensor import DTensor
 
 from slapo_core import BuildError, successor
-from slapo_training.gradient_hooks import cut_attributes
+from slapo_training.gradient_hooks import shard_attributes
 
 from .replica_spec import ReplicaSpec, replica_spec
 
@@ -23,16 +23,20 @@ REMEDY = "give fsdp_units=[] to have all parameters gathered for the whole step,
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
-class Freed(torch.Tensor):
-    """Stand-in for a parameter while its unit does not run: of the whole's shape and type, and whoever reads it fails."""
+class FreedParameter(torch.Tensor):
+    """Stand-in for a parameter while its unit does not run; has the full shape and dtype, and raises if it is read."""
 
     @staticmethod
-    def of(parameter: torch.Tensor) -> Freed:
-        """Return one for a parameter of this shape."""
-        made: Freed = torch.Tensor._make_wrapper_subclass(
-            Freed, parameter.shape, dtype=parameter.dtype, device=parameter.device, requires_grad=parameter.requires_grad
+    def like(parameter: torch.Tensor) -> FreedParameter:
+        """Return a stand-in for a parameter."""
+        made: FreedParameter = torch.Tensor._make_wrapper_subclass(
+            FreedParameter,
+            parameter.shape,
+            dtype=parameter.dtype,
+            device=parameter.device,
+            requires_grad=parameter.requires_grad,
         )
-        made._is_param = True  # an nn.Parameter to who asks
+        made._is_param = True  # isinstance(made, nn.Parameter) is True
         return made
 
     @classmethod
@@ -41,37 +45,37 @@ class Freed(torch.Tensor):
 
 
 @dataclass(eq=False)
-class Sharded:
-    """One parameter.
+class ShardedParameter:
+    """One parameter that FSDP2 shards, in the forms that the model holds at different times.
 
     Args:
-        holder: The module that has it for FSDP2.
-        key: Its name in there.
-        sharded: As FSDP2 keeps it between steps.
-        local: The same memory as a plain tensor, with its facts: what the model has, and the optimizer steps.
-        uncut: Tensors among the attributes of the whole parameter, of which ``local`` has rows.
-        freed: What the model has within a step where it is not gathered.
-        whole: As FSDP2 gathers it, in every step the same object.
-        is_used: Whether it got a gradient on this rank in this step.
+        holder: Module that holds the parameter for FSDP2.
+        key: Name of the parameter in ``holder``.
+        sharded: The rows that FSDP2 keeps between steps.
+        local: Plain tensor with facts on the memory of ``sharded``; in the model between steps, and stepped by the optimizer.
+        full_attributes: Tensor attributes of the full parameter, of which ``local`` has rows.
+        freed: Stand-in; in the model within a step while the parameter is not gathered.
+        whole: The gathered parameter, the same object in every step; None before the first one.
+        is_used: True if the parameter got a gradient on this rank in this step.
     """
 
     holder: nn.Module
     key: str
     sharded: DTensor
     local: nn.Parameter
-    uncut: dict[str, torch.Tensor]
-    freed: Freed
+    full_attributes: dict[str, torch.Tensor]
+    freed: FreedParameter
     whole: nn.Parameter | None = None
     is_used: bool = False
 
     def gathered(self) -> nn.Parameter:
-        """The whole parameter, with the facts and hooks it had before it was sharded over replicas."""
+        """Return the gathered parameter, with the facts and hooks from before it was sharded."""
         if self.whole is None:
             self.whole = self.holder._parameters[self.key]
             spec = replica_spec(self.local)
             assert self.whole is not None
             assert spec is not None
-            vars(self.whole).update(vars(successor(self.local, self.local.detach(), spec=spec.inner)) | self.uncut)
+            vars(self.whole).update(vars(successor(self.local, self.local.detach(), spec=spec.inner)) | self.full_attributes)
             self._take_hooks()
         return self.whole
 
@@ -81,12 +85,12 @@ class Sharded:
             if getattr(self.whole, table, None) is not hooks:
                 setattr(self.whole, table, hooks)
 
-    def note_use(self) -> None:
-        """Remember whether it has a gradient now."""
+    def record_use(self) -> None:
+        """Record whether the parameter has a gradient now."""
         self.is_used = self.is_used or (self.whole is not None and self.whole.grad is not None)
 
     def begin(self) -> None:
-        """Begin a step: it is trained, and has the hooks, as what the model has."""
+        """Begin a step: take ``requires_grad`` and hooks from the local parameter."""
         self.is_used = False
         if self.whole is not None:
             self._take_hooks()
@@ -103,14 +107,14 @@ class Sharded:
                 self.local.grad = found.to_local()
 
     def drop_gradients(self) -> None:
-        """Forget what a step that broke off left."""
+        """Drop gradients of a failed step."""
         self.sharded.grad = None
         if self.whole is not None:
             self.whole.grad = None
 
 
-class _Holder(nn.Module):
-    """Has parameters of one type, which FSDP2 shards in here: the model's modules, and their traces, stay as they are."""
+class _ParameterHolder(nn.Module):
+    """Module in which FSDP2 shards parameters of one dtype; the model's own modules and their traces do not change."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()
@@ -118,98 +122,102 @@ class _Holder(nn.Module):
             self.register_parameter(str(index), parameter)
 
     def forward(self, token: torch.Tensor) -> torch.Tensor:
-        """Its backward has FSDP2 reduce the gradients."""
+        """Return the token; its backward makes FSDP2 reduce the gradients."""
         return token * 1
 
 
 class Unit:
-    """Parameters that are gathered together, and whose gradients are reduced together.
+    """Parameters that are gathered together and whose gradients are reduced together.
 
     Args:
-        path: Of its module; empty for the parameters of none, or of several units.
-        parameters: Of this rank; the model still has them.
-        mesh: With an axis ``dp``.
-        everyone: The data-parallel and tensor-parallel ranks; None without tensor parallelism.
+        path: Path of the unit's module; empty for parameters of no unit or of several units.
+        parameters: This rank's parameters, which the model still holds.
+        mesh: Mesh with an axis ``dp``.
+        everyone: Process group of data-parallel and tensor-parallel ranks; None without tensor parallelism.
 
     Attributes:
-        members: Its parameters, in order.
-        places: Where the model has them.
+        members: Parameters of the unit, in order.
+        owners: Modules and names under which the model holds each parameter.
     """
 
     def __init__(
         self, path: str, parameters: Sequence[nn.Parameter], mesh: DeviceMesh, everyone: dist.ProcessGroup | None
     ) -> None:
         self.path = path
-        self.places: list[tuple[nn.Module, str, Sharded]] = []
+        self.owners: list[tuple[nn.Module, str, ShardedParameter]] = []
         self._device = torch.device(mesh.device_type)
         self._holders: list[FSDPModule] = []
         self._waiting: list[UnshardHandle | None] = []
-        made: dict[int, Sharded] = {}
-        for same in _by_type(parameters):
+        made: dict[int, ShardedParameter] = {}
+        for same in _group_by_dtype(parameters):
             specs = [ReplicaSpec.of(parameter, mesh["dp"].get_group(), everyone) for parameter in same]
             for parameter in same:
                 parameter.data = parameter.data.contiguous()
-            holder = _Holder(same)
+            holder = _ParameterHolder(same)
             made |= {id(old): each for old, each in zip(same, self._shard(holder, mesh, specs, same), strict=True)}
         self.members = [made[id(parameter)] for parameter in parameters]
 
     def _shard(
-        self, holder: nn.Module, mesh: DeviceMesh, specs: Sequence[ReplicaSpec], olds: Sequence[nn.Parameter]
-    ) -> list[Sharded]:
+        self, holder: nn.Module, mesh: DeviceMesh, specs: Sequence[ReplicaSpec], replaced: Sequence[nn.Parameter]
+    ) -> list[ShardedParameter]:
         unit = fully_shard(holder, mesh=mesh["dp"], reshard_after_forward=False)
         unit.set_reduce_scatter_unused_params(True)
         self._holders.append(unit)
-        made: list[Sharded] = []
-        for (key, sharded), spec, old in zip(holder._parameters.items(), specs, olds, strict=True):
+        made: list[ShardedParameter] = []
+        for (key, sharded), spec, old in zip(holder._parameters.items(), specs, replaced, strict=True):
             assert isinstance(sharded, DTensor)
             with torch.no_grad():
                 local = successor(old, sharded.to_local(), spec=spec)
-                uncut = cut_attributes(local, old.shape, 0, spec.cut)
-                made.append(Sharded(holder, key, sharded, local, uncut, Freed.of(old)))
+                full_attributes = shard_attributes(local, old.shape, 0, spec.cut)
+                made.append(ShardedParameter(holder, key, sharded, local, full_attributes, FreedParameter.like(old)))
         return made
 
     @property
     def is_trained(self) -> bool:
-        """Return whether some parameter gets a gradient."""
+        """True if some parameter is trainable."""
         return any(each.local.requires_grad for each in self.members)
 
-    def put(self, form: str) -> None:
-        """Give the model its parameters as they are ``"whole"``, ``"freed"`` or ``"local"``."""
-        for module, name, each in self.places:
+    def install(self, form: str) -> None:
+        """Install a form of each parameter in the model: ``"whole"``, ``"freed"`` or ``"local"``."""
+        for module, name, each in self.owners:
             parameter = each.gathered() if form == "whole" else getattr(each, form)
             if type(module).__setattr__ is nn.Module.__setattr__:
                 module._parameters[name] = parameter
-            else:  # recurrent layers keep a list of their own
+            else:  # recurrent layers keep their own list of weights
                 setattr(module, name, parameter)
 
     def begin_gather(self) -> None:
-        """Send the rows to the other replicas, and go on. Collective over these."""
+        """Start the all-gather without waiting for it. Collective over the replicas."""
         if not self._waiting:
             self._waiting = [holder.unshard(async_op=True) for holder in self._holders]
 
     def gather(self) -> None:
-        """Give the model the whole parameters. Collective over the replicas."""
+        """Wait for the all-gather, and install the whole parameters. Collective over the replicas."""
         self.begin_gather()
         for handle in self._waiting:
             if handle is not None:
                 handle.wait()
         self._waiting = []
-        self.put("whole")
+        self.install("whole")
 
     def free(self, form: str) -> None:
-        """Free the whole parameters; the model gets the ``form`` that says so to who reads them, or its local ones."""
+        """Free the whole parameters, and install ``form``: ``"freed"`` within a step, ``"local"`` after it."""
         for handle in self._waiting:
             if handle is not None:
                 handle.wait()
         self._waiting = []
         for holder in self._holders:
             holder.reshard()
-        self.put(form)
+        self.install(form)
 
     def reduce(self, form: str) -> None:
-        """Add the means of the replicas' gradients to those of the rows, and free. Collective over the replicas."""
+        """Reduce-scatter gradients to their means over replicas, and free. Collective over the replicas.
+
+        Args:
+            form: Form that ``free`` installs.
+        """
         for each in self.members:
-            each.note_use()
+            each.record_use()
         for holder in self._holders:
             assert isinstance(holder, nn.Module)
             if any(parameter.requires_grad for parameter in holder.parameters()):
@@ -219,8 +227,8 @@ class Unit:
         self.free(form)
 
 
-def _by_type(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """FSDP2 reduces gradients of one type together."""
+def _group_by_dtype(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Group parameters by dtype; FSDP2 reduces gradients of one dtype together."""
     found: dict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         found[parameter.dtype].append(parameter)

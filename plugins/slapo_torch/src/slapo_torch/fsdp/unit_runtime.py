@@ -1,4 +1,4 @@
-"""The units of a model in one piece, gathered one after the other as they run, and in the same order on every replica."""
+"""Gathers and reductions of units as they run, in the same order on every replica, for models without pipeline stages."""
 
 from __future__ import annotations
 
@@ -20,132 +20,134 @@ from ..gradients._torch_private import no_functions
 from .unit import REMEDY, Unit
 
 
-class Walk:
-    """Gathers each unit for its forward, and again for its backward, and reduces it behind that.
+class UnitRuntime:
+    """Gathers each unit before its forward and before its backward, and reduces it after its backward.
 
-    Replicas send the same messages, whatever they do: for a unit that one of them does not run, and for all that is left after
-    an error, it gathers and reduces as the others do. So a unit runs at most once in a forward, and in the order of the model.
+    All replicas send the same messages: a replica gathers and reduces also units that it does not run, and the rest after an
+    error. So a unit may run once in a forward only, in the order of the model.
 
     Args:
         root: The model.
-        units: In its order.
-        is_watched: Whether others look at the first forward, and at all parameters: it has them all.
+        units: Units in the order of the model.
+        is_observed: True if first-run checks read all parameters in the first forward; it then gathers all units.
 
     Attributes:
-        has_all: Whether the last forward had all parameters.
+        gathers_all: True if the last forward had all units gathered.
     """
 
-    def __init__(self, root: nn.Module, units: Sequence[Unit], is_watched: bool) -> None:
+    def __init__(self, root: nn.Module, units: Sequence[Unit], is_observed: bool) -> None:
         self._units = list(units)
-        self.has_all = self._is_watched = is_watched
+        self.gathers_all = self._is_observed = is_observed
         self._is_active = False
         self._is_backward = False
-        self._next = 0  # the first unit that has not begun its forward
-        self._left = -1  # the last one that has not begun its backward
-        self._open: int | None = None  # the one that has, and is not reduced
+        self._next_forward = 0  # index of the next unit to gather for its forward
+        self._next_backward = -1  # index of the next unit to gather for its backward
+        self._in_backward: int | None = None  # index of the unit that is gathered for its backward
         self._hooks: list[RemovableHandle] = []
         for index, unit in enumerate(self._units):
             module = root.get_submodule(unit.path)
-            before, behind = (_uncompiled(partial(hook, index)) for hook in (self._before, self._behind))
-            before.of_engine = behind.of_engine = True  # type: ignore[attr-defined]  # a trace leaves them out
+            before, behind = (
+                _exclude_from_compilation(partial(hook, index)) for hook in (self._pre_forward, self._post_forward)
+            )
+            before.of_engine = behind.of_engine = True  # type: ignore[attr-defined]  # traces leave these hooks out
             self._hooks.append(module.register_forward_pre_hook(before, prepend=True))
             self._hooks.append(module.register_forward_hook(behind, with_kwargs=True))
 
     def close(self) -> None:
-        """Take the hooks off the model."""
+        """Remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 
     @contextmanager
     def microbatch(self, training: bool) -> Iterator[None]:
-        """One forward, and in training one backward, inside of this; collective over the replicas, also after an error."""
+        """Context of one forward and, in training, one backward. Collective over the replicas, also after an error."""
         self._is_active, self._is_backward = True, False
-        self._next, self._left, self._open = 0, len(self._units) - 1, None
-        self.has_all, self._is_watched = self._is_watched, False
-        for unit in self._units if self.has_all else ():
+        self._next_forward, self._next_backward, self._in_backward = 0, len(self._units) - 1, None
+        self.gathers_all, self._is_observed = self._is_observed, False
+        for unit in self._units if self.gathers_all else ():
             unit.gather()
         try:
             yield
         finally:
             self._end_forward()
             if training:
-                self._backward_to(-1)
+                self._advance_backward(-1)
             self._is_active = False
         late = next((unit.path for unit in self._units for each in unit.members if _has_gradient(each.whole)), None)
         if late is not None:
             raise BuildError(f"a parameter of {late!r} got a gradient when the backward had left that unit; {REMEDY}")
 
-    def _before(self, index: int, module: nn.Module, args: Any) -> None:
+    def _pre_forward(self, index: int, module: nn.Module, args: Any) -> None:
         path = self._units[index].path
         if not self._is_active:
             raise BuildError(
                 f"the parameters of {path!r} are sharded over replicas; run the model by train_batch or eval_batch"
             )
-        if index < self._next and index != self._open:
+        if index < self._next_forward and index != self._in_backward:
             raise BuildError(f"the unit {path!r} runs again, or behind one that follows it in the model; {REMEDY}")
         if not self._is_backward:
             with no_functions():
-                self._forward_to(index)
+                self._advance_forward(index)
 
-    def _behind(self, index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        if self._is_backward:  # computed again, inside of its backward
+    def _post_forward(self, index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if self._is_backward:  # recomputation within the backward
             return output
         unit = self._units[index]
         if torch.is_grad_enabled():
-            # what is done to a view in place would go past its hooks
+            # an in-place operation on a view would bypass the hook
             output = tree_map_only(torch.Tensor, lambda each: each.clone() if each._is_view() else each, output)
             found = [tensor for tensor in _tensors(output) if tensor.requires_grad]
             if unit.is_trained and not found:
                 raise BuildError(f"the unit {unit.path!r} returns no tensor with a gradient; {REMEDY}")
-            given = {id(tensor) for tensor in _tensors([args, kwargs])}  # what it passes on, the units before have made
+            given = {id(tensor) for tensor in _tensors([args, kwargs])}  # outputs that are inputs belong to earlier units
             for tensor in found:
                 if id(tensor) not in given:
-                    tensor.register_hook(partial(self._before_backward, index))  # type: ignore[no-untyped-call]
-        if not self.has_all:
+                    tensor.register_hook(partial(self._pre_backward, index))  # type: ignore[no-untyped-call]
+        if not self.gathers_all:
             with no_functions():
                 unit.free("freed")
         return output
 
-    def _before_backward(self, index: int, gradient: torch.Tensor) -> None:
-        if index != self._open:
-            if index > self._left:
+    def _pre_backward(self, index: int, gradient: torch.Tensor) -> None:
+        if index != self._in_backward:
+            if index > self._next_backward:
                 raise BuildError(f"the backward comes back to the unit {self._units[index].path!r}; {REMEDY}")
-            self._backward_to(index)
+            self._advance_backward(index)
 
-    def _forward_to(self, index: int) -> None:
-        while self._next <= index:
-            self._next += 1
-            if not self.has_all:
-                for unit in self._units[max(self._next - 2, 0) : self._next - 1]:
+    def _advance_forward(self, index: int) -> None:
+        while self._next_forward <= index:
+            self._next_forward += 1
+            if not self.gathers_all:
+                for unit in self._units[max(self._next_forward - 2, 0) : self._next_forward - 1]:
                     unit.free("freed")
-                self._units[self._next - 1].gather()
-                for unit in self._units[self._next : self._next + 1]:
+                self._units[self._next_forward - 1].gather()
+                for unit in self._units[self._next_forward : self._next_forward + 1]:
                     unit.begin_gather()
 
     def _end_forward(self) -> None:
         if not self._is_backward:
-            self._forward_to(len(self._units) - 1)
-            for unit in self._units if self.has_all else self._units[-1:]:
+            self._advance_forward(len(self._units) - 1)
+            for unit in self._units if self.gathers_all else self._units[-1:]:
                 unit.free("freed")
             self._is_backward = True
 
-    def _backward_to(self, index: int) -> None:
-        """Reduce the units behind this one, and gather it; -1 is for none."""
+    def _advance_backward(self, index: int) -> None:
+        """Reduce the units after ``index``, and gather that unit; -1 reduces all units."""
         self._end_forward()
-        while self._open is None or self._open != index:
-            if self._open is not None:
-                self._units[self._open].reduce("freed")
-                self._open = None
-            if self._left < max(index, 0):
+        while self._in_backward is None or self._in_backward != index:
+            if self._in_backward is not None:
+                self._units[self._in_backward].reduce("freed")
+                self._in_backward = None
+            if self._next_backward < max(index, 0):
                 return
-            self._units[self._left].gather()
-            self._open, self._left = self._left, self._left - 1
-            if self._left >= 0:
-                self._units[self._left].begin_gather()
+            self._units[self._next_backward].gather()
+            self._in_backward, self._next_backward = self._next_backward, self._next_backward - 1
+            if self._next_backward >= 0:
+                self._units[self._next_backward].begin_gather()
 
 
-def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """The hook, which a compiled module has to call and not to trace; the compiler, where nobody has it, takes seconds."""
+def _exclude_from_compilation(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the hook, excluded from compilation if ``torch._dynamo`` is in use; its import takes seconds."""
     found: Callable[..., Any] = hook
     if "torch._dynamo" in sys.modules:
         found = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
@@ -157,7 +159,7 @@ def _has_gradient(parameter: nn.Parameter | None) -> bool:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested containers and dataclasses."""
+    """Iterate over the tensors in nested containers and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Units of parameters that FSDP2 gathers and reduces together: those of each repeated layer, and all others."""
+"""Units of parameters that FSDP2 gathers and reduces together: one per repeated layer, and one for all other parameters."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 from torch import nn
 
 from slapo_core import BuildError, Program, UnknownNameError, paths, shard_spec
-from slapo_training.model import is_wrapper
+from slapo_training.model import is_wrapper_subclass
 
 
 def unit_paths(root: nn.Module, patterns: Sequence[str] | None) -> list[str]:
-    """Paths of the units in the order of the model.
+    """Return the paths of the units in the order of the model.
 
     Args:
         root: The whole model.
-        patterns: Globs, as ``Schedule.select`` takes them; None for the elements of lists of layers of one class.
+        patterns: Globs as in ``Schedule.select``; None for the elements of lists of layers of one class.
 
     Raises:
-        BuildError: a pattern matches nothing, or a unit is inside of another one.
+        BuildError: a pattern matches nothing, or a unit is inside another one.
     """
     if patterns is None:
         return list(_layers(root, ""))
@@ -42,7 +42,7 @@ def _layers(module: nn.Module, path: str, in_list: bool = False) -> Iterator[str
     children = {name: child for name, child in module._modules.items() if child is not None}
     if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) and (in_list or _repeats_a_class(module)):
         for name, child in children.items():
-            if _never_runs(child):  # layers written as lists of their parts: the parts run
+            if _has_no_forward(child):  # a layer that is a list of its parts has no forward; its parts run
                 yield from _layers(child, paths.join(path, name), in_list=True)
             else:
                 yield paths.join(path, name)
@@ -54,22 +54,22 @@ def _layers(module: nn.Module, path: str, in_list: bool = False) -> Iterator[str
 def _repeats_a_class(module: nn.Module) -> bool:
     kinds = [type(child) for child in module.children() if next(child.parameters(), None) is not None]
     if isinstance(module, nn.ModuleDict) and len(set(kinds)) > 1:
-        # a model's parts by name, whose tables of tokens and positions are no layers; a head may read one
+        # the parts of a model by name: token and position tables are no layers, and a tied head may read one
         kinds = [kind for kind in kinds if not issubclass(kind, nn.Embedding)]
     return any(kinds.count(kind) > 1 for kind in kinds)
 
 
-def _never_runs(module: nn.Module) -> bool:
+def _has_no_forward(module: nn.Module) -> bool:
     return type(module).forward is nn.Module.forward
 
 
-def deal(root: nn.Module, unit_roots: Sequence[str], held: Collection[int]) -> dict[str, list[nn.Parameter]]:
-    """The parameters of each unit, those of the same type together, and under ``""`` those of none or of several units.
+def assign_parameters(root: nn.Module, unit_roots: Sequence[str], held: Collection[int]) -> dict[str, list[nn.Parameter]]:
+    """Return the parameters of each unit; under ``""`` those of no unit and those of several units.
 
     Args:
         root: The whole model.
         unit_roots: Path of each unit.
-        held: Ids of the parameters to deal out.
+        held: Ids of the parameters of this rank.
     """
     users: dict[int, set[str]] = defaultdict(set)
     units = {
@@ -80,35 +80,34 @@ def deal(root: nn.Module, unit_roots: Sequence[str], held: Collection[int]) -> d
     named = dict(root.named_parameters(remove_duplicate=False))
     for name, parameter in named.items():
         users[id(parameter)].add(units.get(name, ""))
-    dealt: dict[str, list[nn.Parameter]] = {path: [] for path in [*unit_roots, ""]}
+    assigned: dict[str, list[nn.Parameter]] = {path: [] for path in [*unit_roots, ""]}
     for parameter in {id(parameter): parameter for parameter in named.values()}.values():
         if id(parameter) in held:
             using = users[id(parameter)]
-            dealt[next(iter(using)) if len(using) == 1 else ""].append(parameter)
-    return {path: parameters for path, parameters in dealt.items() if parameters}
+            assigned[next(iter(using)) if len(using) == 1 else ""].append(parameter)
+    return {path: parameters for path, parameters in assigned.items() if parameters}
 
 
 def can_shard(parameter: torch.Tensor) -> bool:
-    """Return whether FSDP2 takes such a tensor: numbers have no rows, and it reduces real floating-point gradients only.
+    """Return True if FSDP2 can shard a tensor: it has rows and is floating-point, as only such gradients are reduced.
 
-    Whether it can cut quantised weights, which wrap other tensors, their class alone knows: these stay whole.
+    Wrapper subclasses such as quantised weights stay whole: only their class knows whether rows can be taken.
     """
-    has_rows = parameter.dim() > 0 and parameter.numel() > 0 and not is_empty_somewhere(parameter)
-    return has_rows and parameter.is_floating_point() and not is_wrapper(parameter)
+    has_rows = parameter.dim() > 0 and parameter.numel() > 0 and not is_empty_on_a_rank(parameter)
+    return has_rows and parameter.is_floating_point() and not is_wrapper_subclass(parameter)
 
 
-def is_empty_somewhere(parameter: torch.Tensor) -> bool:
-    """Return whether a tensor-parallel rank holds nothing of a parameter, as of a branch that another rank runs."""
+def is_empty_on_a_rank(parameter: torch.Tensor) -> bool:
+    """Return True if some tensor-parallel rank holds no element of a parameter, e.g. of a branch that another rank runs."""
     spec = shard_spec(parameter)
     return spec is not None and not all(spec.sizes)
 
 
 def check_shardable(program: Program, patterns: Sequence[str] | None) -> None:
-    """Refuse what cannot be sharded over replicas.
+    """Refuse programs that FSDP cannot shard over replicas.
 
     Raises:
-        BuildError: units that are none; parameters that are DTensors; parts of a parameter that differ in another dimension
-            than the first.
+        BuildError: units that do not exist; parameters that are DTensors; or uneven shards along another dimension than 0.
     """
     unit_paths(program.module, patterns)
     for name, parameter in program.module.named_parameters():

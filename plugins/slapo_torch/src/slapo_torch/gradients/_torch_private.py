@@ -1,4 +1,4 @@
-"""The private names of torch that this package uses; a test fails when torch moves one."""
+"""Private names of torch that this package uses; a test fails when torch moves one."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 no_functions = torch._C.DisableTorchFunction
-"""A context in which no code but torch's own sees torch functions."""
+"""Context in which torch functions skip all overrides: subclasses and modes of other code."""
 
 
 def default_store() -> Store:
-    """The store of the default process group: it works while a collective is stuck."""
+    """Return the store of the default process group; it works while a collective is stuck."""
     return _get_default_store()
 
 

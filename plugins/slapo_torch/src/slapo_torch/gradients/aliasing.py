@@ -1,7 +1,7 @@
-"""The first gradients of a step, each in memory of its own.
+"""Copies of gradients that share memory.
 
-Autograd and the runtime of pipelines keep a parameter's first gradient as the backward made it. That may be the same memory as
-another parameter's, or as the gradient a stage still has to send; what later micro-batches add to one would go to all.
+Autograd and the pipeline runtime keep a parameter's first gradient as the backward made it. Its memory may also be that of
+another parameter's gradient, or of a gradient that a stage has yet to send. Later micro-batches would accumulate into both.
 """
 
 from __future__ import annotations
@@ -11,33 +11,33 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-Extent = tuple[str, int, int]
-"""Memory of a tensor: its device, and the addresses of its first byte and behind its last."""
+MemoryExtent = tuple[str, int, int]
+"""Memory of a tensor: device, address of the first byte, and address after the last byte."""
 
 
-def extents(tensors: Iterable[torch.Tensor | None]) -> list[Extent]:
-    """Return the extents of tensors that have elements."""
+def memory_extents(tensors: Iterable[torch.Tensor | None]) -> list[MemoryExtent]:
+    """Return the memory extents of dense tensors with elements."""
     return [_extent(tensor) for tensor in tensors if tensor is not None and _is_plain(tensor)]
 
 
-class FirstGradients:
-    """Finds the gradients that parameters get in one step.
+class GradientUnaliasing:
+    """Gives first gradients of one step a memory of their own.
 
     Args:
-        module: Has the parameters, without gradients.
+        module: Module with the parameters, which have no gradients yet.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._waiting = [parameter for parameter in module.parameters() if parameter.requires_grad]
 
-    def separate(self, kept: Iterable[Extent] = ()) -> None:
-        """After a backward: copy the new gradients that share memory, with each other, with ``kept``, or in themselves."""
+    def separate(self, kept: Iterable[MemoryExtent] = ()) -> None:
+        """Copy new gradients that share memory with each other, with ``kept``, or between elements; call after a backward."""
         new = [parameter for parameter in self._waiting if parameter.grad is not None]
         if not new:
             return
         self._waiting = [parameter for parameter in self._waiting if parameter.grad is None]
         found = [(_extent(p.grad), p) for p in new if p.grad is not None and _is_plain(p.grad)]
-        places: list[tuple[Extent, nn.Parameter | None]] = [*found, *((extent, None) for extent in kept)]
+        places: list[tuple[MemoryExtent, nn.Parameter | None]] = [*found, *((extent, None) for extent in kept)]
         group: list[nn.Parameter | None] = []
         device, end = "", 0
         for extent, parameter in sorted(places, key=lambda place: place[0]):
@@ -50,7 +50,7 @@ class FirstGradients:
 
 
 def _copy(group: list[nn.Parameter | None]) -> None:
-    """Let the gradients of parameters that lie in one piece of memory have each its own."""
+    """Copy the gradients of a group that overlaps in memory; None stands for memory that is kept."""
     for parameter in group:
         if parameter is not None and (gradient := parameter.grad) is not None:
             _, start, end = _extent(gradient)
@@ -58,7 +58,7 @@ def _copy(group: list[nn.Parameter | None]) -> None:
                 parameter.grad = torch.empty_like(parameter, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
 
 
-def _extent(tensor: torch.Tensor) -> Extent:
+def _extent(tensor: torch.Tensor) -> MemoryExtent:
     length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + length * tensor.element_size()
 

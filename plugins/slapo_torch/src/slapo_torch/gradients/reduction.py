@@ -1,4 +1,4 @@
-"""Gradients of tied parameters, summed over the pipeline ranks that share one, and of replicas, averaged."""
+"""Sums of gradients of tied parameters over pipeline ranks, and means of gradients over replicas."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import torch
 import torch.distributed as dist
 
 BUCKET_BYTES = 25 * 2**20
-"""Largest message; several are under way at the same time."""
+"""Largest message in bytes; several messages overlap."""
 
 Bucket = list[torch.nn.Parameter]
 
 
 def sum_gradients(ties: Mapping[tuple[int, ...], Bucket], pipeline: dist.ProcessGroup) -> None:
-    """Sum gradients over the ranks that share them. Collective over these ranks; the others have nothing to do.
+    """Sum gradients of tied parameters over the ranks that share them. Collective over these ranks only.
 
-    Each sends its own to the others and adds them up in the order of the ranks, so that all get the same bits. Groups of just
-    these ranks would have to be made on all ranks of the world, which may be more than train this model.
+    Each rank sends its gradients to the others and adds all in rank order, so that sums are equal bit by bit. A process group
+    of these ranks would have to be made on all ranks of the world, some of which may not train this model.
 
     Args:
-        ties: This rank's tied parameters, as ``by_ranks`` gives them, with dense gradients. One without a gradient counts as
-            zero, and keeps None where no rank has one.
-        pipeline: The ranks of all stages.
+        ties: This rank's tied parameters from ``group_by_ranks``, with dense gradients. A missing gradient counts as zero; it
+            stays None if it is missing on all these ranks.
+        pipeline: Process group of all stages.
     """
     own, sums, messages = dist.get_rank(pipeline), [], []
     for ranks, parameters in ties.items():
         for bucket in _buckets(parameters):
-            mine = _flat(bucket)
+            mine = _flatten_gradients(bucket)
             flats = {rank: mine if rank == own else torch.empty_like(mine) for rank in ranks}
             sums.append((bucket, list(flats.values())))
             for rank in ranks:
@@ -40,24 +40,24 @@ def sum_gradients(ties: Mapping[tuple[int, ...], Bucket], pipeline: dist.Process
     for work in dist.batch_isend_irecv(messages) if messages else ():
         work.wait()
     for bucket, found in sums:
-        _finish(bucket, reduce(torch.add, found))
+        _write_gradients(bucket, reduce(torch.add, found))
 
 
 def average_gradients(parameters: Iterable[torch.nn.Parameter], replicas: dist.ProcessGroup) -> None:
-    """Let gradients be the means over the replicas. Collective over these.
+    """Average gradients over replicas. Collective over ``replicas``.
 
     Args:
-        parameters: The trainable ones, in the same order on all replicas, with dense gradients. One without a gradient counts
-            as zero, and keeps None where no replica has one.
-        replicas: The ranks with copies of them.
+        parameters: Trainable parameters in the same order on all replicas, with dense gradients. A missing gradient counts as
+            zero; it stays None if it is missing on all replicas.
+        replicas: Process group of the replicas.
     """
     reduced = []
     for bucket in _buckets(parameters):
-        flat = _flat(bucket)
+        flat = _flatten_gradients(bucket)
         reduced.append((bucket, flat, dist.all_reduce(flat, group=replicas, async_op=True)))
     for bucket, flat, work in reduced:
         work.wait()
-        _finish(bucket, flat, 1 / replicas.size())
+        _write_gradients(bucket, flat, 1 / replicas.size())
 
 
 def _buckets(parameters: Iterable[torch.nn.Parameter]) -> Iterator[Bucket]:
@@ -73,15 +73,15 @@ def _buckets(parameters: Iterable[torch.nn.Parameter]) -> Iterator[Bucket]:
     yield from open_buckets.values()
 
 
-def _flat(bucket: Bucket) -> torch.Tensor:
-    """The gradients, and a number per parameter that tells whether there is one."""
+def _flatten_gradients(bucket: Bucket) -> torch.Tensor:
+    """Return one flat tensor of the gradients, followed by one number per parameter: 1 if it has a gradient."""
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
     present = torch.tensor([p.grad is not None for p in bucket], dtype=bucket[0].dtype, device=bucket[0].device)
     flat = torch.cat([*(gradient.reshape(-1) for gradient in gradients), present])
     return torch.view_as_real(flat) if flat.is_complex() else flat
 
 
-def _finish(bucket: Bucket, flat: torch.Tensor, scale: float = 1.0) -> None:
+def _write_gradients(bucket: Bucket, flat: torch.Tensor, scale: float = 1.0) -> None:
     sizes = [parameter.numel() for parameter in bucket]
     flat = torch.view_as_complex(flat) if bucket[0].is_complex() else flat
     *pieces, present = torch.split(flat, [*sizes, len(bucket)])
@@ -94,8 +94,8 @@ def _finish(bucket: Bucket, flat: torch.Tensor, scale: float = 1.0) -> None:
                 parameter.grad.copy_(gradient)
 
 
-def by_ranks(ties: Sequence[tuple[tuple[int, ...], torch.nn.Parameter]]) -> dict[tuple[int, ...], Bucket]:
-    """Tied parameters by the ranks that share them, both in an order that is the same on every rank."""
+def group_by_ranks(ties: Sequence[tuple[tuple[int, ...], torch.nn.Parameter]]) -> dict[tuple[int, ...], Bucket]:
+    """Return tied parameters by the ranks that share them; both orders are equal on all ranks."""
     groups: dict[tuple[int, ...], Bucket] = defaultdict(list)
     for ranks, parameter in ties:
         groups[ranks].append(parameter)

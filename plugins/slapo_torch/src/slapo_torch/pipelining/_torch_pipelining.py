@@ -1,7 +1,7 @@
-"""The private names of ``torch.distributed.pipelining`` that this package uses; a test fails when torch moves one.
+"""Private names of ``torch.distributed.pipelining`` that this package uses; a test fails when torch moves one.
 
-Its schedules are lists of actions per rank: ``2F0`` is the forward of stage 2 for micro-batch 0, ``2B0`` its backward, ``2I0``
-and ``2W0`` a backward in two parts, ``2SEND_F0`` and the like what is sent.
+A schedule of torch is a list of actions per rank: ``2F0`` is the forward of stage 2 for micro-batch 0, ``2B0`` its backward,
+``2I0`` and ``2W0`` its backward in two parts, and ``2SEND_F0`` and the like its messages.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ StageMeta = _StageMeta
 FORWARDS = (schedules.FORWARD, schedules.SEND_F, schedules.RECV_F)
 
 
-def scheduled(
+def make_runtime(
     schedule: str,
     runtime: str,
     stages: Sequence[pipelining.PipelineStage],
     microbatches: int,
     loss_fn: Callable[..., Any] | None,
 ) -> Any:
-    """The runtime of a schedule for this rank's stages; without a loss function it runs forwards only.
+    """Return torch's runtime of a schedule for this rank's stages; without ``loss_fn`` it runs forwards only.
 
     Args:
         schedule: Name of the schedule, or path of a file.
-        runtime: Name of its class; empty for a file.
-        stages: This rank's.
+        runtime: Class name of the runtime; empty for a file.
+        stages: This rank's stages.
         microbatches: Number of micro-batches.
-        loss_fn: ``loss_fn(output, target)``; its losses are not scaled.
+        loss_fn: ``loss_fn(output, target)``; the runtime does not scale its losses.
 
     Raises:
-        BuildError: messages between two ranks would be received in another order than they are sent.
+        BuildError: two ranks would receive messages in another order than they are sent.
     """
     if runtime in ("Schedule1F1B", "ScheduleGPipe"):
         single = getattr(pipelining, runtime if loss_fn is not None else "ScheduleGPipe")
@@ -52,7 +52,7 @@ def scheduled(
         made._load_csv(schedule)
     check_order(made.pipeline_order_with_comms, made.stage_index_to_group_rank)
     if loss_fn is None:
-        actions = {rank: _single(row) for rank, row in made.pipeline_order_with_comms.items()}
+        actions = {rank: _flatten_actions(row) for rank, row in made.pipeline_order_with_comms.items()}
         made.pipeline_order_with_comms = {
             rank: [action for action in row if action.computation_type in FORWARDS] for rank, row in actions.items()
         }
@@ -60,19 +60,19 @@ def scheduled(
 
 
 def stage_meta(inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...]) -> _StageMeta:
-    """What a stage receives and gives, forward and backward."""
+    """Return the layouts of a stage's messages, forward and backward."""
     metas = [extract_tensor_metas(tensors) or () for tensors in (inputs, outputs)]
     return _StageMeta(*metas, *map(_derive_grad_metas, metas))
 
 
-def splits(runtime: Any) -> bool:
-    """Whether a runtime of ``scheduled`` has backwards in two parts."""
+def has_split_backward(runtime: Any) -> bool:
+    """Return True if a runtime of ``make_runtime`` splits backwards in two."""
     rows = getattr(runtime, "pipeline_order_with_comms", {}).values()
-    return any(action.computation_type == schedules.BACKWARD_WEIGHT for row in rows for action in _single(row))
+    return any(action.computation_type == schedules.BACKWARD_WEIGHT for row in rows for action in _flatten_actions(row))
 
 
 def placement_in(path: str, stages: int, ranks: int, microbatches: int) -> tuple[int, ...]:
-    """The rank of each stage in a file.
+    """Return the rank of each stage in a CSV file.
 
     Raises:
         BuildError: the file is no complete schedule for so many stages, ranks and micro-batches.
@@ -90,19 +90,21 @@ def placement_in(path: str, stages: int, ranks: int, microbatches: int) -> tuple
 
 
 def check_order(actions: Mapping[int, Sequence[Any]], ranks: Mapping[int, int]) -> None:
-    """Between two ranks messages arrive in the order in which they are sent; they have to be awaited in the same.
+    """Check that each rank receives messages of another rank in the order in which that rank sends them.
+
+    Point-to-point messages have no tags: with another order a value would be taken for another one.
 
     Args:
-        actions: Per rank what it does, with what is sent and received.
-        ranks: Stage to its rank.
+        actions: Actions of each rank, including messages.
+        ranks: Rank of each stage.
 
     Raises:
-        BuildError: they are not; a value would be taken for another one.
+        BuildError: the orders differ.
     """
     sent: dict[tuple[int, int], list[tuple[Any, ...]]] = defaultdict(list)
     received: dict[tuple[int, int], list[tuple[Any, ...]]] = defaultdict(list)
     for rank, row in actions.items():
-        for action in _single(row):
+        for action in _flatten_actions(row):
             stage, microbatch = action.stage_index, action.microbatch_index
             step = {schedules.SEND_F: 1, schedules.RECV_F: -1, schedules.SEND_B: -1, schedules.RECV_B: 1}
             if (away := step.get(action.computation_type)) is None:
@@ -115,11 +117,11 @@ def check_order(actions: Mapping[int, Sequence[Any]], ranks: Mapping[int, int]) 
     for pair in sent.keys() | received.keys():
         if sent[pair] != received[pair]:
             raise BuildError(
-                f"the schedule has rank {pair[1]} receive from rank {pair[0]} in another order than that one sends; "
+                f"by the schedule, rank {pair[1]} receives from rank {pair[0]} in another order than rank {pair[0]} sends; "
                 "values would be taken for others"
             )
 
 
-def _single(row: Sequence[Any]) -> Iterator[Any]:
-    """The actions one by one; some schedules overlap a forward and a backward in one."""
+def _flatten_actions(row: Sequence[Any]) -> Iterator[Any]:
+    """Iterate over single actions; some schedules overlap a forward and a backward in one action."""
     return (single for action in row if action is not None for single in (action.sub_actions or (action,)))

@@ -1,4 +1,4 @@
-"""Pipeline schedules: what each asks of stages and micro-batches, and on which rank it runs a stage."""
+"""Pipeline schedules: their requirements on stages and micro-batches, and their placement of stages on ranks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from slapo_core import BuildError, Program, UnknownNameError, get_logger
 
 
 @dataclass(frozen=True)
-class Kind:
+class ScheduleKind:
     """One pipeline schedule.
 
     Args:
-        runtime: Its class in ``torch.distributed.pipelining``; empty for one that a file gives.
-        stages_per_rank: How many stages a rank has; None for any number.
-        folded: Whether the stages run down the ranks and back up, so that the first rank has the last stage as well.
+        runtime: Class name in ``torch.distributed.pipelining``; empty for a CSV file.
+        stages_per_rank: Number of stages of a rank; None for any number.
+        folded: True if stages go down the ranks and back up, so that the first rank has the first and the last stage.
     """
 
     runtime: str
@@ -24,23 +24,23 @@ class Kind:
 
 
 KINDS = {
-    "1f1b": Kind("Schedule1F1B", 1),
-    "gpipe": Kind("ScheduleGPipe", 1),
-    "interleaved": Kind("ScheduleInterleaved1F1B"),
-    "looped_bfs": Kind("ScheduleLoopedBFS"),
-    "zero_bubble": Kind("ScheduleInterleavedZeroBubble"),
-    "zbv": Kind("ScheduleZBVZeroBubble", 2, folded=True),
-    "dualpipev": Kind("ScheduleDualPipeV", 2, folded=True),
+    "1f1b": ScheduleKind("Schedule1F1B", 1),
+    "gpipe": ScheduleKind("ScheduleGPipe", 1),
+    "interleaved": ScheduleKind("ScheduleInterleaved1F1B"),
+    "looped_bfs": ScheduleKind("ScheduleLoopedBFS"),
+    "zero_bubble": ScheduleKind("ScheduleInterleavedZeroBubble"),
+    "zbv": ScheduleKind("ScheduleZBVZeroBubble", 2, folded=True),
+    "dualpipev": ScheduleKind("ScheduleDualPipeV", 2, folded=True),
 }
 
 
 def is_file(schedule: str) -> bool:
-    """Return whether a schedule is given by a file, in the CSV format of ``torch.distributed.pipelining``."""
+    """Return True if a schedule is the path of a file, in the CSV format of ``torch.distributed.pipelining``."""
     return schedule.endswith(".csv")
 
 
-def kind_of(schedule: str) -> Kind:
-    """Return the kind of a ``pipeline_schedule``.
+def kind_of(schedule: str) -> ScheduleKind:
+    """Return the properties of a ``pipeline_schedule``.
 
     Raises:
         BuildError: no such schedule, or no such file.
@@ -48,14 +48,14 @@ def kind_of(schedule: str) -> Kind:
     if is_file(schedule):
         if not Path(schedule).is_file():
             raise BuildError(f"pipeline_schedule: there is no file {schedule!r}")
-        return Kind("")
+        return ScheduleKind("")
     if schedule not in KINDS:
         raise BuildError(str(UnknownNameError.of("pipeline_schedule", schedule, [*KINDS, "a path that ends in .csv"])))
     return KINDS[schedule]
 
 
 def placement(schedule: str, stages: int, ranks: int, microbatches: int) -> tuple[int, ...]:
-    """The pipeline rank of each stage.
+    """Return the pipeline rank of each stage.
 
     Args:
         schedule: A ``pipeline_schedule``.
@@ -64,7 +64,7 @@ def placement(schedule: str, stages: int, ranks: int, microbatches: int) -> tupl
         microbatches: Number of micro-batches.
 
     Raises:
-        BuildError: the schedule cannot run so many stages or micro-batches on these ranks.
+        BuildError: the schedule cannot run this number of stages or micro-batches on these ranks.
     """
     kind = kind_of(schedule)
     per_rank, rest = divmod(stages, ranks)
@@ -79,9 +79,9 @@ def placement(schedule: str, stages: int, ranks: int, microbatches: int) -> tupl
             f"{stages} stages on a mesh with pp={ranks}, but schedule {schedule!r} has {kind.stages_per_rank} per rank; cut "
             f"the model into {kind.stages_per_rank * ranks} stages, or use {_with_any_number(per_rank)}"
         )
-    if why := _misfit(schedule, stages, ranks, microbatches):
+    if why := _incompatibility(schedule, stages, ranks, microbatches):
         raise BuildError(why)
-    if (runs := _effective(schedule, stages, microbatches)) != schedule:
+    if (runs := _runnable_schedule(schedule, stages, microbatches)) != schedule:
         message = "schedule %r of fewer micro-batches than stages, %d for %d, runs as %r; with microbatches=%d ranks wait less"
         get_logger().warning(message, schedule, microbatches, stages, runs, stages)
     if is_file(schedule):
@@ -92,35 +92,35 @@ def placement(schedule: str, stages: int, ranks: int, microbatches: int) -> tupl
     return tuple(2 * ranks - 1 - turn if kind.folded and turn >= ranks else turn % ranks for turn in turns)
 
 
-def schedule_of(name: str, program: Program, microbatches: int, rows: int | None) -> tuple[str, int]:
-    """Return the pipeline schedule and the number of micro-batches for a batch, with a warning where they are others.
+def schedule_for_batch(name: str, program: Program, microbatches: int, rows: int | None) -> tuple[str, int]:
+    """Return the pipeline schedule and the number of micro-batches of a batch; warn if they differ from the usual ones.
 
     Args:
         name: A ``pipeline_schedule``.
         program: The program that runs.
-        microbatches: The usual number.
-        rows: Number of rows of the batch; None where no tensor has any.
+        microbatches: Usual number of micro-batches.
+        rows: Number of rows of the batch; None if no tensor has rows.
 
     Raises:
-        BuildError: there is none.
+        BuildError: no schedule runs this number of rows.
     """
     stages = len(program.stages)
     if not rows or rows % microbatches == 0:
-        return _effective(name, stages, microbatches), microbatches
-    found = for_rows(name, stages, program.axis_size("pp"), microbatches, rows)
+        return _runnable_schedule(name, stages, microbatches), microbatches
+    found = schedule_for_rows(name, stages, program.axis_size("pp"), microbatches, rows)
     how = f"{found[1]} micro-batches, not {microbatches}" + (f", by schedule {found[0]!r}" if found[0] != name else "")
     get_logger().warning("a batch of %d rows runs in %s", rows, how)
     return found
 
 
-def for_rows(schedule: str, stages: int, ranks: int, microbatches: int, rows: int) -> tuple[str, int]:
-    """The schedule and the number of micro-batches for a batch of so many rows.
+def schedule_for_rows(schedule: str, stages: int, ranks: int, microbatches: int, rows: int) -> tuple[str, int]:
+    """Return the schedule and the number of micro-batches for a batch with a given number of rows.
 
-    One that the number does not divide, the last of an epoch say, is cut into more parts, so that none is larger than usual, or
-    with fewer rows than that into single rows; and runs by a schedule with the same stages on each rank that takes as many.
+    A batch that ``microbatches`` does not divide, e.g. the last one of an epoch, is split into more and smaller micro-batches;
+    with fewer rows than ``microbatches``, into single rows. It runs by a schedule with the same placement of stages.
 
     Raises:
-        BuildError: there is none.
+        BuildError: no such schedule.
     """
     if rows % microbatches == 0:
         return schedule, microbatches
@@ -129,28 +129,28 @@ def for_rows(schedule: str, stages: int, ranks: int, microbatches: int, rows: in
         return schedule, numbers[0]
     for name in () if is_file(schedule) else (schedule, _ANY_NUMBER.get(schedule, schedule)):
         for number in numbers:
-            if _misfit(name, stages, ranks, number) is None:
-                return _effective(name, stages, number), number
+            if _incompatibility(name, stages, ranks, number) is None:
+                return _runnable_schedule(name, stages, number), number
     raise BuildError(
         f"{rows} rows cannot be cut into {microbatches} equal micro-batches; give a batch of a multiple of {microbatches} rows"
     )
 
 
 _ANY_NUMBER = {"1f1b": "gpipe", "interleaved": "looped_bfs", "zero_bubble": "looped_bfs", "dualpipev": "zbv"}
-"""For schedules that do not take any number of micro-batches one that does, with each stage on the same rank."""
+"""Schedules with the same placement of stages that run any number of micro-batches."""
 
 
 def _with_any_number(per_rank: int) -> str:
     return " or ".join(repr(name) for name, kind in KINDS.items() if kind.stages_per_rank in (None, per_rank))
 
 
-def _effective(schedule: str, stages: int, microbatches: int) -> str:
-    """Return the schedule that runs: 1F1B of fewer micro-batches than stages keeps as many activations as GPipe does."""
+def _runnable_schedule(schedule: str, stages: int, microbatches: int) -> str:
+    """Return the schedule that runs; 1F1B with fewer micro-batches than stages keeps as many activations as GPipe."""
     return _ANY_NUMBER[schedule] if schedule == "1f1b" and microbatches < stages else schedule
 
 
-def _misfit(schedule: str, stages: int, ranks: int, microbatches: int) -> str | None:
-    """Why a schedule cannot run so many micro-batches, or None."""
+def _incompatibility(schedule: str, stages: int, ranks: int, microbatches: int) -> str | None:
+    """Return the reason why a schedule cannot run a number of micro-batches, or None."""
     rounds = max(1, microbatches // ranks)
     if schedule == "dualpipev" and microbatches < stages:
         return (
@@ -159,7 +159,7 @@ def _misfit(schedule: str, stages: int, ranks: int, microbatches: int) -> str | 
         )
     if schedule in ("interleaved", "zero_bubble") and microbatches % rounds:
         return (
-            f"schedule {schedule!r} runs micro-batches in rounds of pp={ranks} or so and cannot deal out {microbatches}; use a "
+            f"schedule {schedule!r} runs micro-batches in rounds of about pp={ranks} and cannot run {microbatches}; use a "
             f"multiple of {ranks}, or pipeline_schedule={_ANY_NUMBER[schedule]!r}"
         )
     return None

@@ -1,12 +1,12 @@
-"""Backwards in two parts: whether the second finds every parameter's gradient, once.
+"""Test whether a backward can be split in two: input gradients first, parameter gradients later.
 
-``torch.distributed.pipelining`` goes, for the gradients of a stage's inputs, through the nodes between what the stage gives and
-what it received, and keeps the gradients that arrive at those which parameters feed. From these it computes the parameters'
-gradients later. One that feeds no such node, or gives something else besides, would get none or not all; one that feeds
-several may get it twice, or not at all because an earlier part has freed what is needed. A reentrant checkpoint gives its
-parameters their gradients on the way, and only where a backward runs whole; and only there hooks that wait for a parameter's
-gradient to have been accumulated are called. A hook on a value in between would be called in both parts, so the forward is
-watched for such hooks.
+For input gradients, ``torch.distributed.pipelining`` runs the autograd nodes between outputs and received tensors. It keeps the
+gradients that arrive at nodes fed by parameters, and computes parameter gradients from them later. This is right only if each
+parameter feeds exactly one such node. Fed to no such node, or to other nodes as well, a parameter would lose gradients. Fed to
+several, it may get its gradient twice, or not at all since an earlier part freed saved tensors.
+
+A reentrant checkpoint computes parameter gradients on the way, in an unsplit backward only. Post-accumulate hooks are called in
+an unsplit backward only. A hook on a tensor in between would be called in both parts, so the forward records such hooks.
 """
 
 from __future__ import annotations
@@ -24,16 +24,19 @@ from ..gradients._torch_private import awaits_accumulation
 _REENTRANT = "CheckpointFunctionBackward"
 
 
-class TensorHooks:
-    """Inside of it hooks that are put on tensors are noted.
+class TensorHookRecorder:
+    """Context that records whether hooks are registered on tensors.
 
-    A mode for torch functions would see them as well, and every other operation besides, for 2 % of a step.
+    A torch function mode would also see each other operation, which costs 2 % of a step.
+
+    Attributes:
+        found: True once a hook was registered.
     """
 
     found = False
 
-    def __enter__(self) -> TensorHooks:
-        """Begin."""
+    def __enter__(self) -> TensorHookRecorder:
+        """Replace ``Tensor.register_hook``."""
         self._register = register = torch.Tensor.register_hook
 
         @functools.wraps(register)
@@ -45,21 +48,23 @@ class TensorHooks:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """End."""
+        """Restore ``Tensor.register_hook``."""
         torch.Tensor.register_hook = self._register  # type: ignore[method-assign]
 
 
 def can_split(outputs: Iterable[torch.Tensor], received: Iterable[torch.Tensor]) -> bool:
-    """Whether each parameter behind the outputs feeds what was received at one node alone, and nothing else; with no
-    reentrant checkpoint on the way, and no hook that waits for an accumulated gradient.
+    """Return True if a stage's backward can be split in two.
+
+    Each parameter must feed exactly one node between outputs and received tensors. The graph must have no reentrant checkpoint
+    and no post-accumulate hook.
 
     Args:
-        outputs: What the stage gives, or its loss.
-        received: What it was given; leaves of autograd's graph.
+        outputs: Outputs of the stage, or its loss.
+        received: Inputs of the stage; leaves of the autograd graph.
     """
     roots = {_node(tensor) for tensor in outputs if tensor.requires_grad}
     between = {_node(tensor) for tensor in received if tensor.requires_grad}
-    graph = _children_first(roots)
+    graph = _topological_order(roots)
     if any(type(node).__name__ == _REENTRANT for node in graph):
         return False
     leaves = {
@@ -74,7 +79,7 @@ def can_split(outputs: Iterable[torch.Tensor], received: Iterable[torch.Tensor])
         if not between.isdisjoint(children):
             between.add(node)
     meets: dict[Node, Node | None] = {}
-    """The one node between outputs and received values that one feeds; None where there is none, or are several."""
+    """The one node between outputs and received tensors that each node feeds; None if it feeds none or several."""
     for node in reversed(graph):
         if node in between:
             meets[node] = node
@@ -90,8 +95,8 @@ def _node(tensor: torch.Tensor) -> Node:
     return get_gradient_edge(tensor).node
 
 
-def _children_first(roots: Iterable[Node]) -> dict[Node, list[Node]]:
-    """All nodes of a graph, each after those it passes gradients to, and these."""
+def _topological_order(roots: Iterable[Node]) -> dict[Node, list[Node]]:
+    """Return the nodes that each node passes gradients to, in topological order: these nodes come first."""
     found: dict[Node, list[Node]] = {}
     children: dict[Node, list[Node]] = {}
     waiting = list(roots)

@@ -1,4 +1,4 @@
-"""A stage of ``torch.distributed.pipelining`` whose micro-batches may cross its boundaries in other numbers and shapes."""
+"""Stage of ``torch.distributed.pipelining`` whose messages may differ in number and shape between micro-batches."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class VaryingStage(PipelineStage):
-    """The runtime's stage, which has one layout of messages for all micro-batches, with one for each.
+    """Stage with one message layout per micro-batch; torch's stage has one layout for all micro-batches.
 
-    Images are such a case: what their number decides has another shape in each micro-batch, and is missing without any.
+    Images are an example: image features vary in shape with the number of images, and are missing without images.
 
     Args:
-        module: What runs.
-        index: Of the stage.
-        num_stages: Of the whole pipeline.
-        device: Where it runs.
-        layouts: Per micro-batch the tensors that it receives and gives, without numbers.
-        group: The pipeline's ranks.
+        module: Module that runs.
+        index: Index of the stage.
+        num_stages: Number of stages of the pipeline.
+        device: Device of the stage.
+        layouts: Meta tensors that the stage receives and sends, per micro-batch.
+        group: Process group of the pipeline.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class VaryingStage(PipelineStage):
         inputs, outputs = layouts[0]
         super().__init__(module, index, num_stages, device, input_args=inputs, output_args=outputs, group=group)
         self._metas: list[StageMeta] = []
-        if any(_facts(layout) != _facts(layouts[0]) for layout in layouts):
+        if any(_message_layout(layout) != _message_layout(layouts[0]) for layout in layouts):
             self._metas = [stage_meta(*layout) for layout in layouts]
 
     def _select(self, microbatch: int) -> None:
@@ -69,15 +69,15 @@ class VaryingStage(PipelineStage):
         return prepared
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """What sends the activations of a micro-batch."""
+        """Return the operations that send the activations of a micro-batch."""
         self._select(fwd_chunk_id)
         return super().get_fwd_send_ops(fwd_chunk_id)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """What sends the gradients of a micro-batch."""
+        """Return the operations that send the gradients of a micro-batch."""
         self._select(bwd_chunk_id)
         return super().get_bwd_send_ops(bwd_chunk_id)
 
 
-def _facts(layout: tuple[Tensors, Tensors]) -> list[Any]:
+def _message_layout(layout: tuple[Tensors, Tensors]) -> list[Any]:
     return [[(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors] for tensors in layout]

@@ -1,80 +1,79 @@
-"""The first-step checks of this engine, and shares of losses where a model injects gradients."""
+"""First-step checks of this engine, and weights of micro-batches if the model injects gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from slapo_core import Program
-from slapo_training.batches import Batch
 from slapo_training.first_step import FirstStep
 from slapo_training.options import CommonOptions
 
-from ..gradients.ddp import Replicas
-from .microbatch_weights import Share
-from .stage_call import precision
-from .tensor_parallel_failures import Peers
+from ..gradients.ddp import DDPReplicas
+from .engine_step import EngineStep
+from .microbatch_weights import MicroBatchWeight
+from .stage_call import autocast_context
+from .tensor_parallel_failures import TensorParallelPeers
 
 if TYPE_CHECKING:
-    from ..fsdp.sharded_replicas import ShardedReplicas
+    from ..fsdp.sharded_replicas import FSDPReplicas
 
 
 class TorchFirstStep(FirstStep):
-    """The checks, in the contexts that this engine puts around a forward."""
+    """First-step checks that run forwards in the contexts of this engine: autocast and FSDP units."""
 
     def __init__(self, program: Program, options: CommonOptions) -> None:
         super().__init__(program, options)
         self._torch_options = options
 
-    def look(
+    def check_if_due(
         self,
-        parts: Sequence[Batch],
-        labels: Sequence[Any],
-        share: Share,
+        step: EngineStep,
         device: torch.device,
-        shards: ShardedReplicas | None,
-        replicas: Replicas | None,
-        peers: Peers | None,
-    ) -> Share:
-        """Make the checks where they are due. Collective.
+        shards: FSDPReplicas | None,
+        replicas: DDPReplicas | None,
+        peers: TensorParallelPeers | None,
+    ) -> MicroBatchWeight:
+        """Run the checks if they are due. Collective.
 
         Args:
-            parts: Micro-batches.
-            labels: The labels of each, for the loss function.
-            share: The share of each loss in that of the batch.
+            step: The step, with its micro-batches and their weight.
             device: Device of this rank.
-            shards: The gathered parameters of FSDP, or None.
-            replicas: Averages gradients of DDP, or None.
+            shards: FSDP's parameters, gathered, or None.
+            replicas: DDP's parameters, or None.
             peers: The tensor-parallel ranks, or None.
 
         Returns:
-            The share, which says whether the model injects gradients.
+            The weight of micro-batches, corrected if the model injects gradients.
 
         Raises:
             BuildError: on all ranks, see ``FirstStep.check``.
         """
+        parts, labels, weight = step.parts, step.labels, step.weight
+        self.is_uneven = step.marks_differ
         if self.is_due(len(parts)):
             around = partial(self._around, device, shards)
-            with nullcontext() if replicas is None else replicas.accumulating():
-                self.check(parts, labels, device, around, share.differs, shards is None, None if peers is None else peers.meet)
+            failed = None if peers is None else peers.synchronize_failure
+            with nullcontext() if replicas is None else replicas.no_sync():
+                self.check(parts, labels, device, around, weight.differs, shards is None, failed)
             if peers is not None:
-                peers.begin()  # whoever failed above has not failed in the step
-            if shards is not None:  # as if nothing had run yet
+                peers.begin_step()  # an error of the checks is no error of the step
+            if shards is not None:  # units start the step in the same state as without checks
                 shards.release()
                 shards.gather()
         if not self.injects:
-            return share
-        return share._replace(injects=True, unit=self.mean_labels(parts, labels, device) or share.unit)
+            return weight
+        return weight._replace(injects=True, unit=self.mean_labels(parts, labels, device) or weight.unit)
 
     @contextmanager
-    def _around(self, device: torch.device, shards: ShardedReplicas | None, has_backward: bool) -> Iterator[None]:
-        with precision(self._torch_options, device.type):
-            if shards is None or shards.walk is None:
+    def _around(self, device: torch.device, shards: FSDPReplicas | None, has_backward: bool) -> Iterator[None]:
+        with autocast_context(self._torch_options, device.type):
+            if shards is None or shards.unit_runtime is None:
                 yield
                 return
-            with shards.walk.microbatch(has_backward):
+            with shards.unit_runtime.microbatch(has_backward):
                 yield

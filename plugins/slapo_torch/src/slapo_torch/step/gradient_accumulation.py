@@ -1,4 +1,4 @@
-"""Result of one step on this rank, and the step of a model in one piece."""
+"""Result of one step on this rank, and the step of a model without pipeline stages."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from slapo_training.batches import Batch
 from slapo_training.losses import LossReduction, ReplicaFailedError, note_failure
 
-from ..gradients.aliasing import FirstGradients
-from ..gradients.ddp import Replicas
-from .microbatch_weights import Share
+from ..gradients.aliasing import GradientUnaliasing
+from ..gradients.ddp import DDPReplicas
+from .microbatch_weights import MicroBatchWeight
 from .stage_call import StageCall
 
 if TYPE_CHECKING:
-    from ..fsdp.unit_runtime import Walk
+    from ..fsdp.unit_runtime import UnitRuntime
 
 
 @dataclass
@@ -26,12 +26,12 @@ class StepResult:
     """Result of one step on this rank.
 
     Args:
-        losses: Each micro-batch's share of the mean loss; empty on ranks without the last stage.
-        failure: The first error, if any.
-        unused: How many trainable parameters of this rank no micro-batch used; counted where there are replicas.
-        counted: The reduction of each of these losses.
-        has_gradient: Whether something that is trained is in one of them.
-        actions: When each forward (``"F"``) and backward (``"B"``) ran, in seconds since the epoch.
+        losses: Weighted loss of each micro-batch; empty on ranks without the last stage.
+        counted: Reduction of each loss.
+        has_gradient: True if a loss depends on trained parameters.
+        failure: The first error, or None.
+        unused: Number of trainable parameters of this rank that no micro-batch used; counted with replicas only.
+        actions: Start and end of each forward (``"F"``) and backward (``"B"``), in seconds since the epoch.
     """
 
     losses: list[torch.Tensor] = field(default_factory=list)
@@ -43,44 +43,44 @@ class StepResult:
 
     @property
     def own_failure(self) -> Exception | None:
-        """The error; None where it only says that another replica failed."""
+        """The error; None if another replica failed and this rank only reports it."""
         return None if isinstance(self.failure, ReplicaFailedError) else self.failure
 
     def add(self, loss: torch.Tensor) -> None:
-        """Add the loss of a micro-batch, a leaf where it has no gradient."""
+        """Add the loss of a micro-batch; a leaf has no gradient."""
         self.has_gradient = self.has_gradient or not loss.is_leaf
         self.losses.append(loss.detach())
 
     def record(self, stage: int, kind: str, microbatch: int, start: float) -> None:
-        """Note an action that ends now."""
+        """Record an action that ends now."""
         self.actions.append({"stage": stage, "kind": kind, "microbatch": microbatch, "start": start, "end": time.time()})
 
 
-def run_whole(
+def run_microbatches(
     call: StageCall,
     parts: list[Batch],
     labels: list[Any],
-    share: Share,
+    weight: MicroBatchWeight,
     training: bool,
-    replicas: Replicas | None = None,
-    walk: Walk | None = None,
+    replicas: DDPReplicas | None = None,
+    unit_runtime: UnitRuntime | None = None,
 ) -> StepResult:
-    """Run all micro-batches through a model in one piece; gradients add up, and are averaged over replicas.
+    """Run all micro-batches through a model without pipeline stages; accumulate gradients and average them over replicas.
 
-    Those behind an error do not run, but replicas that share out their parameters go through the ``walk`` for them.
+    Micro-batches after an error do not run. With FSDP their units are still gathered and reduced, as other replicas expect.
     """
-    result = StepResult(counted=call.begin(share))
+    result = StepResult(counted=call.begin(weight))
     replicas = replicas if training else None
-    first = FirstGradients(call.module) if training else None
+    first = GradientUnaliasing(call.module) if training else None
     for index, (part, label) in enumerate(zip(parts, labels, strict=True)):
         waits = replicas is not None and index + 1 < len(parts)
         try:
             with (
-                replicas.accumulating() if replicas is not None and waits else nullcontext(),
-                walk.microbatch(training) if walk is not None else nullcontext(),
+                replicas.no_sync() if replicas is not None and waits else nullcontext(),
+                unit_runtime.microbatch(training) if unit_runtime is not None else nullcontext(),
             ):
                 if result.failure is None:
-                    _run_one(call, index, {"batch": part, "labels": label}, first, replicas, result)
+                    _run_microbatch(call, index, {"batch": part, "labels": label}, first, replicas, result)
         except Exception as err:
             result.failure = result.failure or err
             note_failure(label, err)
@@ -89,12 +89,12 @@ def run_whole(
     return result
 
 
-def _run_one(
+def _run_microbatch(
     call: StageCall,
     index: int,
     inputs: dict[str, Any],
-    first: FirstGradients | None,
-    replicas: Replicas | None,
+    first: GradientUnaliasing | None,
+    replicas: DDPReplicas | None,
     result: StepResult,
 ) -> None:
     start = time.time()

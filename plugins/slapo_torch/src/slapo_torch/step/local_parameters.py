@@ -1,4 +1,4 @@
-"""Parameters that this rank holds, and the ranks that have the same ones."""
+"""Parameters of this rank, and checks and reductions over the ranks that hold the same parameters."""
 
 from __future__ import annotations
 
@@ -13,47 +13,51 @@ from slapo_training.batches import fingerprint
 from slapo_training.distributed import clip_grad_norm_, compare_gradients
 from slapo_training.engines import different
 
-from ..fsdp.replica_spec import as_replicas_see, in_replica, replica_spec
-from ..gradients.reduction import average_gradients, by_ranks, sum_gradients
+from ..fsdp.replica_spec import replica_spec, replica_tensor, without_replica_sharding
+from ..gradients.reduction import average_gradients, group_by_ranks, sum_gradients
 
 
-class Holdings:
-    """This rank's parameters, the ranks that share some of them, and the norm over all of it.
+class LocalParameters:
+    """Parameters of this rank, and the ranks that share some of them.
 
     Args:
-        program: The program, with its stages placed.
+        program: The program, with a rank for each stage.
         module: This rank's stages.
 
     Attributes:
-        trainable: This rank's parameters that get a gradient, each once.
+        trainable: This rank's trainable parameters, each once.
     """
 
     def __init__(self, program: Program, module: nn.Module) -> None:
         self._program = program
         self._stage = module
         self.trainable = [parameter for parameter in self._stage.parameters() if parameter.requires_grad]
-        self._known = {id(parameter) for parameter in self.trainable}
+        self._known_ids = {id(parameter) for parameter in self.trainable}
         named = dict(program.module.named_parameters(remove_duplicate=False))
         rank = program.axis_rank("pp")
         staged = len(program.stages) > 1
         placed = [(tuple(sorted({program.rank_of(stage) for stage in tie.stages})), tie) for tie in program.ties if staged]
-        self._mine = [(ranks, tie, named[tie.names[0]]) for ranks, tie in placed if rank in ranks]
-        shared = [(ranks, parameter) for ranks, _, parameter in self._mine if parameter.requires_grad and len(ranks) > 1]
-        self._shared = by_ranks(shared)
+        self._own_ties = [(ranks, tie, named[tie.names[0]]) for ranks, tie in placed if rank in ranks]
+        shared = [(ranks, parameter) for ranks, _, parameter in self._own_ties if parameter.requires_grad and len(ranks) > 1]
+        self._shared = group_by_ranks(shared)
         named = dict(self._stage.named_parameters())
-        whole = {name: parameter for name, parameter in named.items() if not is_sharded(in_replica(parameter))}
+        whole = {name: parameter for name, parameter in named.items() if not is_sharded(replica_tensor(parameter))}
         self._unchecked = {name: parameter for name, parameter in whole.items() if parameter.requires_grad}
         if len(self._unchecked) == len(self.trainable):  # nothing is sharded
             self._unchecked.clear()
         self._unchecked = {name: parameter for name, parameter in self._unchecked.items() if parameter.numel()}
 
     def is_outdated(self) -> bool:
-        """Return whether parameters were unfrozen since this was made."""
-        return any(parameter.requires_grad and id(parameter) not in self._known for parameter in self._stage.parameters())
+        """Return True if parameters were unfrozen since this object was made."""
+        return any(parameter.requires_grad and id(parameter) not in self._known_ids for parameter in self._stage.parameters())
 
     def sparse_gradient(self, clips: bool) -> BuildError | None:
-        """Return the error that would end ``reduce_ties`` or ``clip`` on this rank alone, while the others wait in it."""
-        for _, tie, parameter in self._mine:
+        """Return the error that ``reduce_ties`` or ``clip`` would raise on this rank alone while others wait, or None.
+
+        Args:
+            clips: True if ``clip`` follows.
+        """
+        for _, tie, parameter in self._own_ties:
             if _is_sparse(parameter):
                 return BuildError(
                     f"the sparse gradient of the tied {tie.names[0]!r} cannot be summed over stages; build it with sparse=False"
@@ -72,47 +76,50 @@ class Holdings:
             sum_gradients(self._shared, self._program.mesh["pp"].get_group())
 
     def average_over_replicas(self) -> None:
-        """Let gradients be the means over the replicas. Collective."""
+        """Average gradients over the replicas. Collective."""
         assert self._program.mesh is not None
         average_gradients(self.trainable, self._program.mesh["dp"].get_group())
 
     def scale(self, factor: float) -> None:
-        """Multiply all gradients, which are dense."""
+        """Multiply all gradients by ``factor``; gradients are dense."""
         for parameter in self.trainable:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
-    def check_same_start(self) -> None:
-        """Refuse to train when ranks that hold the same parameters start from different numbers. Collective.
+    def check_equal_weights(self) -> None:
+        """Compare the values of parameters that several ranks hold. Collective.
 
-        Compares replicas, what tensor-parallel ranks hold whole, and the stages of a tie.
+        Compares all parameters of replicas, unsharded parameters of tensor-parallel ranks, and tied parameters of stages.
 
         Raises:
-            BuildError: on every rank; names a parameter, or says that the replicas' parameters are not the same ones.
+            BuildError: on every rank: values of the named parameter differ, or ranks have different sets of parameters.
         """
         mesh = self._program.mesh
         named = dict(self._stage.named_parameters())
-        whole = {name: parameter for name, parameter in named.items() if not is_sharded(in_replica(parameter))}
+        whole = {name: parameter for name, parameter in named.items() if not is_sharded(replica_tensor(parameter))}
         error = self._check_equal("dp", "replicas", named)
         error = self._check_equal("tp", "tensor-parallel ranks", whole) or error
         error = self._check_ties() or error
         raise_on_all_ranks(error, mesh)
 
     def num_unchecked(self, used: Collection[int] = ()) -> int:
-        """Return the number of whole parameters that have their first gradient now, for ``check_gradients`` to compare.
+        """Return the number of unsharded parameters with a first gradient, which ``check_gradients`` compares.
 
         Args:
-            used: Ids of those that will have one once the replicas have reduced it.
+            used: Ids of parameters that get a gradient once the replicas have reduced it.
         """
         return sum(parameter.grad is not None or id(parameter) in used for parameter in self._unchecked.values())
 
     def check_gradients(self, low_precision: bool) -> None:
-        """Compare the first gradients of whole parameters over the tensor-parallel ranks. Collective.
+        """Compare the first gradients of unsharded parameters over the tensor-parallel ranks. Collective.
+
+        Args:
+            low_precision: True to compare with the tolerance of bf16 and fp16.
 
         Raises:
-            BuildError: on every rank; names a parameter of which each has a part only.
+            BuildError: on every rank: each rank has a partial gradient of the named parameter.
         """
-        named = {name: as_replicas_see(parameter) for name, parameter in self._stage.named_parameters()}
+        named = {name: without_replica_sharding(parameter) for name, parameter in self._stage.named_parameters()}
         wrong, seen = compare_gradients(named, {name: named[name] for name in self._unchecked}, low_precision)
         raise_on_all_ranks(BuildError(wrong) if wrong else None, self._program.mesh)
         self._unchecked = {name: parameter for name, parameter in self._unchecked.items() if name not in seen}
@@ -122,14 +129,14 @@ class Holdings:
         if mesh is None or self._program.axis_size(axis) == 1:
             return None
         group = mesh[axis].get_group()
-        mark = fingerprint([(name, tuple(in_replica(p).shape), p.requires_grad) for name, p in named.items()])
+        mark = fingerprint([(name, tuple(replica_tensor(p).shape), p.requires_grad) for name, p in named.items()])
         marks = torch.tensor([mark, -mark], device=mesh.device_type)
         dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=group)
         if marks.sum().item():
             return BuildError(
                 f"the {ranks} have parameters of different names, shapes or requires_grad; build and freeze alike on all ranks"
             )
-        if axis == "dp":  # of what is sharded over replicas each has other rows
+        if axis == "dp":  # parameters that FSDP sharded differ by design
             named = {name: parameter for name, parameter in named.items() if replica_spec(parameter) is None}
         wrong = different(list(named.values()), group, mesh.device_type) if named else []
         if not wrong:
@@ -140,7 +147,7 @@ class Holdings:
         mesh, ties = self._program.mesh, self._program.ties
         if mesh is None or len(self._program.stages) == 1 or not ties:
             return None
-        held = {tie.names: parameter for _, tie, parameter in self._mine}
+        held = {tie.names: parameter for _, tie, parameter in self._own_ties}
         wrong = different([held.get(tie.names) for tie in ties], mesh["pp"].get_group(), mesh.device_type)
         if not wrong:
             return None
@@ -150,8 +157,8 @@ class Holdings:
             "seed and freeze alike on all ranks"
         )
 
-    def release_others(self) -> None:
-        """Free the parameters that only other stages use: their places get meta tensors of the same facts."""
+    def free_other_stages(self) -> None:
+        """Free the parameters that only other stages use, and put meta tensors with the same facts in their places."""
         if len(self._program.stages) == 1:
             return
         mine = {id(parameter) for parameter in self._stage.parameters()}
@@ -168,15 +175,24 @@ class Holdings:
                         module._parameters[name] = empty[id(parameter)]  # type: ignore[assignment]
 
     def clip(self, largest: float) -> torch.Tensor:
-        """Scale all gradients so that their norm over the model is at most ``largest``; returns the one before. Collective."""
+        """Scale all gradients so that their norm over the model is at most ``largest``; return the old norm. Collective."""
         rank = self._program.axis_rank("pp")
-        elsewhere = {id(parameter) for ranks, _, parameter in self._mine if ranks[0] != rank}
+        elsewhere = {id(parameter) for ranks, _, parameter in self._own_ties if ranks[0] != rank}
         mesh = self._program.mesh
         stages = [mesh["pp"].get_group()] if mesh is not None and self._program.axis_size("pp") > 1 else []
-        # where there is nothing to train the sum over the stages still needs to know its device
+        # without trainable parameters, the reduction over stages takes its device from this tensor
         nothing = torch.empty(0, device=mesh.device_type if mesh is not None else None)
         trained: Sequence[torch.Tensor] = self.trainable or [nothing]
         return clip_grad_norm_(trained, largest, extra_groups=stages, counts=lambda parameter: id(parameter) not in elsewhere)
+
+
+def device_of(program: Program) -> torch.device:
+    """Return the device that a program runs on, on this rank."""
+    first = next(program.module.parameters(), None)
+    kind = first.device.type if first is not None else "cpu"
+    if program.mesh is not None:
+        kind = program.mesh.device_type
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
 def _is_sparse(parameter: nn.Parameter) -> bool:

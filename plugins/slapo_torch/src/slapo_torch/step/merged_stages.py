@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from torch import nn
 
 
-def merged(stages: Sequence[nn.Module]) -> nn.Module:
-    """One tree with all parameters, buffers and modules of some stages, under their names in the whole model.
+def merge_stages(stages: Sequence[nn.Module]) -> nn.Module:
+    """Return one tree with all parameters, buffers and modules of some stages, under their names in the whole model.
 
-    It is for looking and for switching modes, not for calling: each stage runs for itself. What belongs to one stage is the
-    very same object; a module around parts of several stages is a bare module of its own.
+    The tree is for traversal and for switching modes; it cannot be called. Modules of one stage are the same objects; a parent
+    of modules of several stages is a new bare ``nn.Module``.
     """
     if len(stages) == 1:
         return stages[0]
@@ -23,5 +23,5 @@ def merged(stages: Sequence[nn.Module]) -> nn.Module:
     tree._non_persistent_buffers_set = set().union(*(stage._non_persistent_buffers_set for stage in stages))
     for name in dict.fromkeys(name for stage in stages for name in stage._modules):
         found = {id(child): child for stage in stages if (child := stage._modules.get(name)) is not None}
-        tree._modules[name] = merged([*found.values()]) if found else None
+        tree._modules[name] = merge_stages([*found.values()]) if found else None
     return tree

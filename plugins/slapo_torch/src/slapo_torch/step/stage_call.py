@@ -1,4 +1,4 @@
-"""One call of a stage: precision, what is sent on, and the loss at the end."""
+"""One call of a stage: precision, tensors sent to the next stage, and the loss of the last stage."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import nn
 
 from slapo_core import Boundary, BuildError, Stage, call_arguments
 from slapo_training.losses import UNKNOWN_REDUCTION, CountedLoss, LossReduction, MicroBatchLoss, is_label_mean, run_stage
-from slapo_training.model import is_wrapper
+from slapo_training.model import is_wrapper_subclass
 from slapo_training.options import CommonOptions
 
-from .microbatch_weights import Share
+from .microbatch_weights import MicroBatchWeight
 
 
 class StageCall(nn.Module):
@@ -21,9 +21,9 @@ class StageCall(nn.Module):
 
     Args:
         stage: The stage.
-        outputs: What the next stage receives; None for the last stage, which gives its share of the batch's mean loss.
-        options: CommonOptions of the engine.
-        device_type: Of the mesh.
+        outputs: Tensors that the next stage receives; None for the last stage, which returns its weighted loss.
+        options: Options of the engine.
+        device_type: Device type of the mesh.
     """
 
     def __init__(self, stage: Stage, outputs: tuple[Boundary, ...] | None, options: CommonOptions, device_type: str) -> None:
@@ -31,16 +31,21 @@ class StageCall(nn.Module):
         self.module = stage.module
         self.inputs = stage.inputs
         self.outputs = outputs
-        self.share = Share(options.microbatches)
+        self.weight = MicroBatchWeight(options.microbatches)
         self.counted: list[LossReduction] = []
         self._index = stage.index
         self._options = options
         self._device_type = device_type
         self._loss_of = CountedLoss(options.loss_fn, options.output_loss)
 
-    def begin(self, share: Share, counted: list[LossReduction] | None = None) -> list[LossReduction]:
-        """Begin a step: what each micro-batch's loss adds to it; what these are means over goes to the list returned."""
-        self.share, self.counted = share, [] if counted is None else counted
+    def begin(self, weight: MicroBatchWeight, counted: list[LossReduction] | None = None) -> list[LossReduction]:
+        """Begin a step; return the list that collects the reduction of each micro-batch's loss.
+
+        Args:
+            weight: Weight of each micro-batch's loss in the loss of the batch.
+            counted: The list, or None for a new one.
+        """
+        self.weight, self.counted = weight, [] if counted is None else counted
         return self.counted
 
     def forward(
@@ -50,31 +55,31 @@ class StageCall(nn.Module):
 
         Args:
             *received: The stage's ``inputs``.
-            batch: The model's arguments this stage reads.
-            labels: For ``loss_fn``, in the last stage.
-            call: The one of this micro-batch, where it is another.
+            batch: Arguments of the model that this stage reads.
+            labels: Labels for ``loss_fn``, in the last stage.
+            call: The stage call of this micro-batch, if it is another one.
         """
         if call is not None and call is not self:
             return call(*received, batch=batch, labels=labels)
-        with precision(self._options, self._device_type):
+        with autocast_context(self._options, self._device_type):
             if self.outputs is None:
                 return self._loss(batch, labels, *received)
-            return self._sendable(run_stage(labels, lambda: self._run(received, batch), self._index))
+            return self._prepare_outputs(run_stage(labels, lambda: self._run(received, batch), self._index))
 
     def _loss(self, batch: Mapping[str, Any], labels: Any, *received: torch.Tensor) -> torch.Tensor:
-        """This micro-batch's share of the loss: a leaf where nothing that is trained is in it, whose backward goes nowhere."""
-        loss = self._share_of_loss(batch, labels, *received)
+        """Return this micro-batch's weighted loss; a leaf if no trained parameter is in it, so that backward does nothing."""
+        loss = self._weighted_loss(batch, labels, *received)
         return loss if loss.requires_grad or not torch.is_grad_enabled() else loss.detach().requires_grad_()
 
-    def _share_of_loss(self, batch: Mapping[str, Any], labels: Any, *received: torch.Tensor) -> torch.Tensor:
-        if self.share.is_all and not isinstance(labels, MicroBatchLoss):  # it weighs the same whatever it is a mean over
-            return self.share.of(self._loss_of.uncounted(lambda: self._run(received, batch), labels), None)
+    def _weighted_loss(self, batch: Mapping[str, Any], labels: Any, *received: torch.Tensor) -> torch.Tensor:
+        if self.weight.is_single and not isinstance(labels, MicroBatchLoss):  # its reduction does not matter
+            return self.weight.weighted(self._loss_of.loss_only(lambda: self._run(received, batch), labels), None)
         kind = frozenset(name for name, value in batch.items() if value is not None)
         loss, reduction = self._loss_of(lambda: self._run(received, batch), labels, self._index, kind)
         self.counted.append(reduction)
-        if self.share.differs and not is_label_mean(reduction):
+        if self.weight.differs and not is_label_mean(reduction):
             raise BuildError(UNKNOWN_REDUCTION)
-        return self.share.of(loss, reduction)
+        return self.weight.weighted(loss, reduction)
 
     def _run(self, received: tuple[torch.Tensor, ...], batch: Mapping[str, Any]) -> Any:
         if self.inputs or self.outputs is not None:
@@ -82,22 +87,24 @@ class StageCall(nn.Module):
         args, kwargs = call_arguments(self.module, batch)
         return self.module(*args, **kwargs)
 
-    def _sendable(self, result: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def _prepare_outputs(self, result: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         assert self.outputs is not None
         training = torch.is_grad_enabled()
         for tensor, boundary in zip(result, self.outputs, strict=True):
             real = (tuple(tensor.shape), tensor.dtype, tensor.requires_grad and training)
             planned = (boundary.shape, boundary.dtype, boundary.requires_grad and training)
-            if real != planned:  # a gradient nobody sends back would be lost without a word
+            if real != planned:  # a missing gradient would otherwise be lost silently
                 what = "(shape, dtype, requires_grad)"
                 raise BuildError(f"stage {self._index} gives {boundary.name!r} with {what} {real}, but {planned} was planned")
         tables = [table.values() for each in self.module.modules() for table in (each._parameters, each._buffers) if table]
-        held = {_storage(tensor) for table in tables for tensor in table if tensor is not None and not is_wrapper(tensor)}
+        held = {
+            _storage(tensor) for table in tables for tensor in table if tensor is not None and not is_wrapper_subclass(tensor)
+        }
         return tuple(_copy(tensor, _storage(tensor) in held) for tensor in result)
 
 
-def precision(options: CommonOptions, device_type: str) -> torch.autocast:
-    """The autocast context of an engine's precision."""
+def autocast_context(options: CommonOptions, device_type: str) -> torch.autocast:
+    """Return the autocast context of an engine's precision."""
     dtype = torch.float16 if options.precision == "fp16" else torch.bfloat16
     return torch.autocast(device_type, dtype=dtype, enabled=options.precision != "fp32")
 
@@ -107,7 +114,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _copy(tensor: torch.Tensor, held: bool) -> torch.Tensor:
-    """The tensor to send: the next micro-batches may change a module's own memory before it has gone."""
+    """Return the tensor to send: a copy of a module's own memory, which later micro-batches may change before the send."""
     if held or not tensor.requires_grad:
         return tensor.clone(memory_format=torch.contiguous_format)
     return tensor.contiguous()

@@ -1,4 +1,7 @@
-"""Errors on some tensor-parallel ranks only: the others wait for these in a collective, which no other one may answer."""
+"""Errors on some tensor-parallel ranks only, while the other ranks wait for them in a collective of the model.
+
+Failed ranks must not start another collective: it would answer the one that the others wait in. They use torch's store.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,16 @@ from slapo_core import BuildError
 from ..gradients._torch_private import default_store
 
 GRACE = timedelta(seconds=5)
-"""Time in which tensor-parallel peers of a rank that failed may fail as well, as they do when the error is in the code."""
+"""Time in which the tensor-parallel peers of a failed rank may fail too; an error in code fails on all ranks."""
 
 _engines: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
 
 
-class Peers:
-    """The tensor-parallel ranks of one engine, made on all of them; what they tell each other goes through the store only.
+class TensorParallelPeers:
+    """Tensor-parallel ranks of one engine, which report errors to each other through torch's store only. Made collectively.
 
     Args:
-        group: These ranks.
+        group: Process group of these ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -34,11 +37,11 @@ class Peers:
         self._step = 0
         self._is_lost = False
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Count a step.
 
         Raises:
-            BuildError: these ranks are out of step since an earlier error.
+            BuildError: these ranks are out of step after an earlier error.
         """
         if self._is_lost:
             raise BuildError(
@@ -46,23 +49,26 @@ class Peers:
             )
         self._step += 1
 
-    def meet(self, error: Exception) -> None:
-        """Come back when all have failed in this step, and can go on to agree about it.
+    def synchronize_failure(self, error: Exception) -> None:
+        """Wait until all peers have failed in this step too; then they can reduce the error together.
 
-        Else this rank leaves with its error. Peers that it has left alone raise its message as well, once they notice.
+        If some peers do not fail in time, this rank raises its error and leaves. Peers that fail later raise its message.
+
+        Args:
+            error: The error of this rank.
 
         Raises:
-            Exception: ``error``, when others have not failed in time.
-            BuildError: with the message of a rank that left.
+            Exception: ``error``, if some peers did not fail within ``GRACE``.
+            BuildError: another rank has left; with its message.
         """
         key = f"{self._key}/{self._step}"
         self._is_lost = True
-        with suppress(RuntimeError):  # the process that kept the store may have ended
+        with suppress(RuntimeError):  # the process of the store may have ended
             store = default_store()
             if store.check([f"{key}/left"]):
                 raise BuildError(store.get(f"{key}/left").decode()) from error
             store.set(f"{key}/{dist.get_rank()}", "failed")
-            with suppress(RuntimeError):  # the time is up
+            with suppress(RuntimeError):  # timeout
                 store.wait([f"{key}/{rank}" for rank in self._ranks], GRACE)
                 self._is_lost = False
                 return

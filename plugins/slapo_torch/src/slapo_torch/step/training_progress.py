@@ -1,4 +1,4 @@
-"""State of training beside the optimizer: the learning rate's schedule, and with fp16 the scale of the loss."""
+"""State of training beside the optimizer: the learning-rate schedule and the loss scale of fp16."""
 
 from __future__ import annotations
 
@@ -15,54 +15,56 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from slapo_core import BuildError, all_reduce
 from slapo_training.checkpoint import StateLoading, check_plain
-from slapo_training.optimizers import rate_kind
+from slapo_training.optimizers import lr_scheduler_class
 
 from .microbatch_weights import LabelCount
 
-_RATE = "learning-rate schedule"
+_LR_SCHEDULE = "learning-rate schedule"
 
 
-def step_rate(schedule: Any, loss: float | torch.Tensor) -> None:
-    """Step the learning rate's schedule; only one that looks at the loss waits for its device."""
+def step_lr_scheduler(schedule: Any, loss: float | torch.Tensor) -> None:
+    """Step the learning-rate schedule; only ``ReduceLROnPlateau`` reads the loss and waits for its device."""
     if isinstance(schedule, ReduceLROnPlateau):
         schedule.step(float(loss))
     elif schedule is not None:
         schedule.step()
 
 
-class MissedSteps:
-    """Steps of the learning rate's schedule on a rank that has nothing to train yet, by the loss of each."""
+class DeferredLRSteps:
+    """Steps of the learning-rate schedule on a rank without trainable parameters, recorded by their losses."""
 
     def __init__(self) -> None:
         self._losses: list[float] = []
 
     def add(self, loss: float) -> None:
-        """Note a step."""
+        """Record a step."""
         self._losses.append(loss)
 
     def catch_up(self, schedule: Any) -> None:
-        """Bring a new schedule to where those of the other ranks are."""
-        with warnings.catch_warnings():  # the new optimizer has not stepped, and torch takes that for a mistake
+        """Run the recorded steps on a new schedule."""
+        with warnings.catch_warnings():  # torch warns because the new optimizer has not stepped
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
             for loss in self._losses if schedule is not None else ():
-                step_rate(schedule, loss)
+                step_lr_scheduler(schedule, loss)
         self._losses.clear()
 
     def state(self) -> list[float]:
         """Return the state for a checkpoint."""
         return list(self._losses)
 
-    def put(self, state: list[float]) -> None:
-        """Go on from ``state``."""
+    def restore(self, state: list[float]) -> None:
+        """Restore a saved state."""
         self._losses = list(state)
 
 
 class LossScale:
-    """The factor that keeps small gradients from vanishing in fp16: halved after an overflow, doubled after many steps without.
+    """Factor of the loss that keeps small gradients representable in fp16.
+
+    The factor is halved after an overflow, and doubled after ``_GROWTH_INTERVAL`` steps without one.
 
     Args:
-        value: What it is at first.
-        mesh: The ranks that have to agree on it.
+        value: Initial factor.
+        mesh: Mesh of the ranks that share the factor.
 
     Attributes:
         value: The factor, equal on all ranks.
@@ -71,8 +73,8 @@ class LossScale:
     def __init__(self, value: float, mesh: DeviceMesh | None) -> None:
         self.value, self._mesh, self._good = value, mesh, 0
 
-    def overflows(self, parameters: Iterable[nn.Parameter], device: torch.device) -> bool:
-        """Return whether some rank has a gradient that is not finite, and adapt the scale. Collective."""
+    def update(self, parameters: Iterable[nn.Parameter], device: torch.device) -> bool:
+        """Adapt the scale; return True if a gradient on some rank is not finite. Collective."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         values = [grad.coalesce().values() if grad.is_sparse else grad for grad in gradients]
         bad = not all(torch.stack([value.isfinite().all() for value in values]).tolist()) if values else False
@@ -80,7 +82,7 @@ class LossScale:
         self._good = 0 if found.item() else self._good + 1
         if found.item():
             self.value = max(self.value / 2, 1.0)
-        elif self._good == _GROWS_AFTER:
+        elif self._good == _GROWTH_INTERVAL:
             self.value, self._good = self.value * 2, 0
         return bool(found.item())
 
@@ -88,74 +90,76 @@ class LossScale:
         """Return the state for a checkpoint."""
         return {"value": self.value, "good": self._good}
 
-    def put(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``."""
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore a saved state."""
         self.value, self._good = state["value"], state["good"]
 
 
-_GROWS_AFTER = 2000
+_GROWTH_INTERVAL = 2000
 """Steps, as in ``torch.amp.GradScaler``."""
 
 
-class Progress:
-    """State for checkpoints of the learning rate's schedule, the loss scale, and the number of labels.
+class TrainingProgress:
+    """States of the learning-rate schedule, the loss scale and the number of labels, for checkpoints.
 
     Args:
-        rate: A schedule of torch, or the steps that one is yet to make, or None.
+        rate: A learning-rate schedule of torch, its deferred steps, or None.
         scale: The loss scale, or None.
-        labels: Of a micro-batch.
-        trains: Whether the engine does; one that only evaluates takes what it has a part for.
+        labels: Estimated number of labels of a micro-batch.
+        trains: False for an engine that only evaluates; it accepts a checkpoint with other states.
 
     Attributes:
-        goes_by_order: Whether there is a schedule, whose state has lists of what belongs to each group of the optimizer.
+        depends_on_group_order: True with a schedule, whose state has lists with one entry per parameter group.
     """
 
     def __init__(self, rate: Any, scale: LossScale | None, labels: LabelCount, trains: bool = True) -> None:
         self._trains = trains
-        self.goes_by_order = rate is not None and not isinstance(rate, MissedSteps)
+        self.depends_on_group_order = rate is not None and not isinstance(rate, DeferredLRSteps)
         self._parts: dict[str, tuple[Any, Callable[[], Any], Callable[[Any], Any]]] = {}
-        self._parts["number of labels"] = (labels, labels.state, labels.put)
-        if isinstance(rate, MissedSteps):
-            self._parts[_RATE] = (rate, rate.state, rate.put)
+        self._parts["number of labels"] = (labels, labels.state, labels.restore)
+        if isinstance(rate, DeferredLRSteps):
+            self._parts[_LR_SCHEDULE] = (rate, rate.state, rate.restore)
         elif rate is not None:
-            self._parts[_RATE] = (rate, rate.state_dict, rate.load_state_dict)
+            self._parts[_LR_SCHEDULE] = (rate, rate.state_dict, rate.load_state_dict)
         if scale is not None:
-            self._parts["loss scale"] = (scale, scale.state, scale.put)
+            self._parts["loss scale"] = (scale, scale.state, scale.restore)
 
-    def packed(self) -> dict[str, Any]:
-        """Return the states to write.
+    def state(self) -> dict[str, Any]:
+        """Return the states to save.
 
         Raises:
-            BuildError: a state is more than plain data.
+            BuildError: a state has objects that are no plain data.
         """
-        states = {what: {"class": rate_kind(part), "state": state()} for what, (part, state, _) in self._parts.items()}
+        states = {what: {"class": lr_scheduler_class(part), "state": state()} for what, (part, state, _) in self._parts.items()}
         for what, state in states.items():
             check_plain(state, f"the state of the {what}")
         return states
 
-    def chosen(self, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the packed states of other ranks that are for this one: for each part that of its class, where one has it."""
+    def state_for_rank(self, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return this rank's states from the saved states of all ranks: for each name a state of the same class if possible."""
         found: dict[str, Any] = {}
         for each in ranks:
             for what, saved in each.items():
-                is_own = what in self._parts and saved["class"] == rate_kind(self._parts[what][0])
+                is_own = what in self._parts and saved["class"] == lr_scheduler_class(self._parts[what][0])
                 if what not in found or (is_own and found[what]["class"] != saved["class"]):
                     found[what] = saved
         return found
 
     def check_same(self, saved: Mapping[str, Any]) -> None:
-        """Refuse what was packed of other parts.
+        """Refuse states of other objects.
 
         Raises:
-            BuildError: the checkpoint has no state for what there is, that of another class, or that of other groups.
+            BuildError: a state is missing, or belongs to another class or to other parameter groups.
         """
         if not self._trains:
             return
-        if _RATE in saved and _RATE not in self._parts:
-            raise BuildError(f"the checkpoint's {_RATE} is {saved[_RATE]['class']}, the engine's is none; build with the same")
+        if _LR_SCHEDULE in saved and _LR_SCHEDULE not in self._parts:
+            raise BuildError(
+                f"the checkpoint's {_LR_SCHEDULE} is {saved[_LR_SCHEDULE]['class']}, the engine's is none; build with the same"
+            )
         for what, (part, _, _) in self._parts.items():
             name = saved.get(what, {}).get("class", "none")
-            if name != (own := rate_kind(part)):
+            if name != (own := lr_scheduler_class(part)):
                 raise BuildError(f"the checkpoint's {what} is {name}, the engine's is {own}; build with the same")
             rates = saved[what]["state"].get("base_lrs") if isinstance(saved[what]["state"], dict) else None
             if rates is not None and len(rates) != len(part.optimizer.param_groups):
@@ -164,8 +168,8 @@ class Progress:
                     f"{len(part.optimizer.param_groups)}; load it on the same layout"
                 )
 
-    def put(self, saved: Mapping[str, Any], loading: StateLoading) -> None:
-        """Go on from what was saved."""
-        for what, (part, state, put) in self._parts.items():
-            if what in saved and saved[what]["class"] == (kind := rate_kind(part)):
-                loading.load(kind, put, saved[what]["state"], lambda state=state: copy.deepcopy(state()))  # type: ignore[misc]
+    def restore(self, saved: Mapping[str, Any], loading: StateLoading) -> None:
+        """Restore saved states of the same class."""
+        for what, (part, state, restore) in self._parts.items():
+            if what in saved and saved[what]["class"] == (kind := lr_scheduler_class(part)):
+                loading.load(kind, restore, saved[what]["state"], lambda state=state: copy.deepcopy(state()))  # type: ignore[misc]

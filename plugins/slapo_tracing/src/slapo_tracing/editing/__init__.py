@@ -1,7 +1,7 @@
 """Edits of traced graphs: replace matched nodes by one call, or move them into a module.
 
-A schedule and a match enter; the graph is changed in place, and the schedule learns how to undo the change. May
-import ``matching`` and the sub-packages below it.
+Functions take a schedule and a match, change the graph in place, and register the undo action with the schedule. This
+sub-package may import ``matching`` and the sub-packages below it.
 """
 
 from . import graph_edit

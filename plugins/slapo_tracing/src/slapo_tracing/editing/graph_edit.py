@@ -1,6 +1,6 @@
-"""Change a traced graph in place: put a module in the place of some nodes, or take nodes out as a module.
+"""Edits of a traced graph in place: replace nodes by one call, or extract them as a module.
 
-The cost of an edit follows the nodes it touches, not the graph. Every edit registers how to take it back.
+The cost of an edit depends on the nodes it touches, not on the size of the graph. Every edit registers its undo action.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 from slapo_core import ScheduleError, paths
 
 from ..graphs.traced_module import TracedModule, compile_anew, subtree, variants_of
-from ..graphs.variants import Variants, meta_copy, with_dropped
+from ..graphs.variants import Variants, meta_copy, with_removed_modules
 from ..matching.matcher import Match, match_at
 from ..nodes.forward_wrapping import forward_wrappers
 from ..nodes.graph_comparison import Twins
@@ -24,14 +24,14 @@ from ..nodes.mode_regions import is_mode_node, write_mode_nodes
 from ..nodes.symbolic_sizes import SIZE
 from ..nodes.torch_calls import function_name
 from ..recording.module_hooks import is_hooked
-from .subgraph import NAMES, NewCall, Subgraph, is_in, node_now
+from .subgraph import NODES_BY_NAME, NewCall, Subgraph, current_node, is_in_graph
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
 
 
 def check_replace(schedule: Schedule, nodes: Sequence[Any], new: Any) -> None:
-    """Raise ``ScheduleError`` where ``replace_subgraph`` with these arguments would."""
+    """Raise ``ScheduleError`` if ``replace_subgraph`` would with these arguments."""
     _check_call(new, Subgraph.of(traced_module_of(schedule, nodes).graph, nodes).inputs)
 
 
@@ -44,25 +44,25 @@ def replace_subgraph(
     layers: Sequence[str] = (),
     remake: Remake | None = None,
 ) -> str:
-    """Put one call in the place of ``nodes``, in the graphs of all calls of the traced module.
+    """Replace ``nodes`` by one call, in the graphs of all calls of the traced module.
 
-    It gets the subgraph's inputs by position: of a ``Match`` in the order of the pattern's arguments, else in the order of
-    first use. Parameters that the inputs leave over keep their defaults. Submodules that no other node uses are dropped. The
-    new module is in the traced one's mode.
+    The call receives the subgraph's inputs by position: those of a ``Match`` in the order of the pattern's arguments, others in
+    the order of first use. Further parameters keep their defaults. Submodules that no other node uses are removed. The new
+    module gets the mode of the traced one.
 
     Args:
-        schedule: Its ``root_module`` holds the traced module; its ``touch`` and ``on_undo`` get what undoes the edit.
-        nodes: A ``Match``, or (path, node) pairs of one graph; nodes of before an undo are found by their names.
-        new: A module or a function; returns what the subgraph returns: a tensor, or a tuple when there are several outputs.
-        name: What to call the new submodule; a name that is taken gets a number.
-        layers: Paths of submodules of the traced module that are passed after the inputs.
-        remake: Makes the module anew for the same nodes in the graph of another call, where these have other constants.
+        schedule: Its ``root_module`` contains the traced module; its ``touch`` and ``on_undo`` receive the undo actions.
+        nodes: A ``Match``, or (path, node) pairs of one graph. Nodes from before an undo are found by name.
+        new: A module or a function that returns the subgraph's result: a tensor, or a tuple if there are several outputs.
+        name: Name of the new submodule; a number is added to a name that exists.
+        layers: Paths of submodules of the traced module, passed after the inputs.
+        remake: Makes the module again for the same nodes in the graph of another call, where their constants differ.
 
     Returns:
-        The path of the new module in the traced module; of a function, the name of the node.
+        The path of the new module in the traced module; for a function, the name of the node.
 
     Raises:
-        ScheduleError: The nodes cannot be one call, or ``new`` does not take the inputs; nothing was changed.
+        ScheduleError: the nodes cannot be one call, or ``new`` does not take the inputs. Nothing was changed.
     """
     gm = traced_module_of(schedule, nodes)
     part = Subgraph.of(gm.graph, nodes)
@@ -72,8 +72,8 @@ def replace_subgraph(
     if variants is not None:
         variants.begin_rewrite(gm)
     made: list[fx.Node] = []
-    schedule.on_undo(_put_back(gm, part, made))
-    schedule.on_undo(partial(_forget, variants, rewrite))
+    schedule.on_undo(_undo_edit(gm, part, made))
+    schedule.on_undo(partial(_remove_rewrite, variants, rewrite))
     label = name or (type(new).__name__ if isinstance(new, nn.Module) else new.__name__.strip("<>")).lower()
     op, target = "call_function", new
     if isinstance(new, nn.Module):
@@ -92,32 +92,32 @@ def replace_subgraph(
 
 
 Remake = Callable[[TracedModule, Subgraph], nn.Module]
-"""``remake(traced, part)``: the module for a part of the graph of another call."""
+"""``remake(traced, part)`` returns the module for a part of the graph of another call."""
 
 
 class _Replacement:
-    """An edit that can be made on the graph of another call: see ``variants.Rewrite``.
+    """A replacement that can be repeated on the graph of another call; implements ``variants.Rewrite``.
 
     Args:
-        part: The nodes that are replaced.
-        remake: See ``replace_subgraph``.
+        part: The replaced nodes.
+        remake: As for ``replace_subgraph``.
     """
 
     def __init__(self, part: Subgraph, remake: Remake | None) -> None:
         labels = _labels(part.inputs, {node.name: node for node in part.nodes})
-        self.nodes = {node.name: _form(node, labels) for node in part.nodes}
+        self.nodes = {node.name: _argument_text(node, labels) for node in part.nodes}
         self.draws = {node.name for node in part.nodes if node.meta.get("draws")}
-        self.inputs = [_Input.of(value, part) if isinstance(value, fx.Node) else value for value in part.inputs]
+        self.inputs = [_InputOrigin.of(value, part) if isinstance(value, fx.Node) else value for value in part.inputs]
         self.outputs = [node.name for node in part.outputs]
         self.remake, self.pattern = remake, part.pattern
 
     def add(self, call: NewCall, made: list[str], gm: fx.GraphModule) -> None:
-        """Note what was put in the place of the nodes."""
+        """Record the call that replaced the nodes."""
         self.call, self.made = call, made
-        self.tree = _tree(gm, call)
+        self.tree = _called_modules(gm, call)
 
     def redo(self, module: TracedModule, graph: fx.Graph, twins: Twins) -> None:
-        """Make the edit on another graph.
+        """Repeat the replacement on another graph.
 
         Raises:
             ScheduleError: the graph has no such nodes, or they compute something else.
@@ -127,16 +127,16 @@ class _Replacement:
             Subgraph.of(graph, match).replace(self.call, made)
             twins.update(zip(self.made, made, strict=True))
             return
-        inputs = [value.in_other(twins, self) if isinstance(value, _Input) else value for value in self.inputs]
+        inputs = [value.in_other(twins, self) if isinstance(value, _InputOrigin) else value for value in self.inputs]
         if lost := [name for name in self.nodes if name not in twins]:
             raise self.missing(lost[0])
         nodes = {name: twins[name] for name in self.nodes}
         part = Subgraph(graph, nodes.values(), inputs, [twins[name] for name in self.outputs])
         labels = _labels(inputs, nodes)
-        changed = {name: form for name in self.nodes if (form := _form(nodes[name], labels)) != self.nodes[name]}
+        changed = {name: form for name in self.nodes if (form := _argument_text(nodes[name], labels)) != self.nodes[name]}
         call = self._remade(module, part) if changed and self.remake is not None else self.call
         # a node may drop values in one mode alone, and so may a new module; a constant that it is given stays what it was
-        has_modes = self.call.op == "call_module" and all(isinstance(value, _Input) for value in self.inputs)
+        has_modes = self.call.op == "call_module" and all(isinstance(value, _InputOrigin) for value in self.inputs)
         for name, form in changed.items() if self.remake is None else ():
             if not has_modes or (name not in self.draws and not nodes[name].meta.get("draws")):
                 what = f"{name!r} computes something else in this call, with {form} for {self.nodes[name]}"
@@ -146,11 +146,11 @@ class _Replacement:
         twins.update(zip(self.made, made, strict=True))
 
     def _match(self, module: TracedModule, twins: Twins) -> Match | None:
-        """Return the pattern's occurrence at the same place of another graph, perhaps with other constants or values."""
+        """Return the pattern's occurrence at the same place of another graph, possibly with other constants or values."""
         end = twins.get(self.outputs[0])
         if self.pattern is None or self.remake is not None or end is None:
             return None
-        match = match_at(self.pattern, with_dropped(module), end)
+        match = match_at(self.pattern, with_removed_modules(module), end)
         known = {twins[name] for name in self.nodes if name in twins}
         return match if match is not None and known <= {node for _, node in match} else None
 
@@ -160,32 +160,34 @@ class _Replacement:
 
     def _remade(self, module: TracedModule, part: Subgraph) -> NewCall:
         assert self.remake is not None
-        if _tree(module, self.call) != self.tree:
+        if _called_modules(module, self.call) != self.tree:
             what = f"{self.call.target!r} was changed since, and this call needs another one"
             raise ScheduleError(f"{self.call.label}: {what}")
         path, name = paths.split(str(self.call.target))
         parent = module.get_submodule(path)
         free = _free_name(parent, name)
-        parent._modules[free] = self.remake(with_dropped(module), part).train(module.training)
+        parent._modules[free] = self.remake(with_removed_modules(module), part).train(module.training)
         return self.call._replace(target=paths.join(path, free))
 
 
-class _Input(NamedTuple):
-    """A value from outside: the node that makes it, and the first place where the replaced nodes use it."""
+class _InputOrigin(NamedTuple):
+    """Origin of an input: the node that makes the value, and the first replaced node that uses it, with the index there."""
 
     maker: str
     user: str
     number: int
 
     @classmethod
-    def of(cls, value: fx.Node, part: Subgraph) -> _Input:
-        """The input of a part."""
+    def of(cls, value: fx.Node, part: Subgraph) -> _InputOrigin:
+        """Return the origin of an input of a part."""
         users = (node for node in part.nodes if value in node.all_input_nodes)
         user = next(users, None)
         return cls(value.name, user.name if user else "", user.all_input_nodes.index(value) if user else 0)
 
     def in_other(self, twins: Twins, rewrite: _Replacement) -> fx.Node:
-        """Return this input in another graph: the value at the same place, if that is certain, else its maker's twin."""
+        """Return this input in another graph: the value at the same place if its user's twin is unique, else its maker's
+        twin.
+        """
         given = twins[self.user].all_input_nodes if self.user and rewrite.nodes.keys() <= twins.unique else []
         if self.number < len(given):
             return given[self.number]
@@ -195,24 +197,24 @@ class _Input(NamedTuple):
 
 
 def _labels(inputs: Iterable[Any], nodes: Mapping[str, fx.Node]) -> dict[fx.Node, str]:
-    """Return the names of a subgraph's nodes and inputs in ``_form``, the same in the graphs of all calls."""
+    """Return the names of a subgraph's nodes and inputs for ``_argument_text``, equal in the graphs of all calls."""
     outside = {value: f"input {number}" for number, value in enumerate(inputs) if isinstance(value, fx.Node)}
     return outside | {node: name for name, node in nodes.items()}
 
 
-def _form(node: fx.Node, labels: Mapping[fx.Node, str]) -> str:
-    """Return a node's arguments as text; for a size, which need not be an input, how it is computed."""
+def _argument_text(node: fx.Node, labels: Mapping[fx.Node, str]) -> str:
+    """Return a node's arguments as text. A size, which need not be an input, is described by its computation."""
 
     def label(other: fx.Node) -> str:
         if other in labels:
             return labels[other]
-        return f"{other.target} of {_form(other, labels)}" if SIZE in other.meta else function_name(other)
+        return f"{other.target} of {_argument_text(other, labels)}" if SIZE in other.meta else function_name(other)
 
     return repr(map_arg((node.args, node.kwargs), label))
 
 
-def _tree(module: nn.Module, call: NewCall) -> list[Any]:
-    """Return the modules that a call runs and what is around them, to compare."""
+def _called_modules(module: nn.Module, call: NewCall) -> list[Any]:
+    """Return the modules that a call runs, with their wrappers and hooks, for comparison."""
     if call.op != "call_module":
         return []
     found = module.get_submodule(str(call.target)).named_modules()
@@ -223,13 +225,17 @@ def _tree(module: nn.Module, call: NewCall) -> list[Any]:
     ]
 
 
-def _forget(variants: Variants | None, rewrite: _Replacement) -> None:
+def _remove_rewrite(variants: Variants | None, rewrite: _Replacement) -> None:
     if variants is not None and rewrite in variants.rewrites:
         variants.rewrites.remove(rewrite)
 
 
 def traced_module_of(schedule: Schedule, nodes: Sequence[Any]) -> fx.GraphModule:
-    """The traced module whose graph the nodes of a match are in."""
+    """Return the traced module whose graph contains the nodes of a match.
+
+    Raises:
+        ScheduleError: no nodes, or no traced module contains all of them.
+    """
     if not nodes:
         raise ScheduleError("the subgraph is empty; give what find returned", path=schedule.path)
     where = {path for path, _ in nodes}
@@ -241,9 +247,9 @@ def traced_module_of(schedule: Schedule, nodes: Sequence[Any]) -> fx.GraphModule
 
 
 def extract(gm: fx.GraphModule, nodes: Sequence[Any] | Subgraph) -> TracedModule:
-    """The nodes as a module of their own, which takes the subgraph's inputs by position and returns its outputs.
+    """Return the nodes as a module, which takes the subgraph's inputs by position and returns its outputs.
 
-    It shares the parameters; ``gm`` is left as it is. ``replace_subgraph`` puts it in their place.
+    It shares the parameters; ``gm`` is not changed. ``replace_subgraph`` can put it in place of the nodes.
     """
     part = nodes if isinstance(nodes, Subgraph) else Subgraph.of(gm.graph, nodes)
     graph = fx.Graph()
@@ -284,30 +290,30 @@ def _check_call(new: Any, inputs: list[Any]) -> None:
         ) from err
 
 
-def _put_back(gm: fx.GraphModule, part: Subgraph, made: list[fx.Node]) -> Callable[[], None]:
-    """Return a function that restores a part of a graph as it is now; it erases ``made`` and makes erased nodes anew."""
+def _undo_edit(gm: fx.GraphModule, part: Subgraph, made: list[fx.Node]) -> Callable[[], None]:
+    """Return a function that restores a part of a graph to its present state: it erases ``made`` and recreates erased nodes."""
     places = []
-    for node in sorted([*part.nodes, *part.late]):
+    for node in sorted([*part.nodes, *part.dependents]):
         before = node.prev
         while is_mode_node(before):  # these come and go: they are written anew
             before = before.prev
         places.append((node, before))
-    has_regions = any(node.prev is not before for node, before in places) or bool(part.late)
-    changed = {*part.inside, *part.late, *(user for node in part.outputs for user in node.users)}
+    has_regions = any(node.prev is not before for node, before in places) or bool(part.dependents)
+    changed = {*part.inside, *part.dependents, *(user for node in part.outputs for user in node.users)}
     arguments = [(node, (node.args, node.kwargs)) for node in changed]
 
     def put_back() -> None:
         graph = gm.graph
-        now = partial(node_now, graph)
+        now = partial(current_node, graph)
         for node, before in places:
-            if is_in(graph, node):
+            if is_in_graph(graph, node):
                 now(before).append(node)
                 continue
             with graph.inserting_after(now(before)):
                 new = graph.create_node(node.op, node.target)
             new.name = node.name
             new.meta.update(node.meta)
-            NAMES.setdefault(graph, {})[new.name] = new
+            NODES_BY_NAME.setdefault(graph, {})[new.name] = new
         for node, former in arguments:
             now(node).args, now(node).kwargs = map_arg(former, now)
         for node in reversed(made):
@@ -320,7 +326,7 @@ def _put_back(gm: fx.GraphModule, part: Subgraph, made: list[fx.Node]) -> Callab
 
 
 def _add_module(schedule: Schedule, parent: nn.Module, path: str, name: str, module: nn.Module) -> str:
-    """Register a module under a free name; returns its path."""
+    """Register a module under a free name, and return its path."""
     free = _free_name(parent, name)
     schedule.touch(parent)
     parent._modules[free] = module
@@ -335,7 +341,7 @@ def _free_name(parent: nn.Module, name: str) -> str:
 
 
 def _drop_modules(schedule: Schedule, gm: fx.GraphModule, called: set[str]) -> None:
-    """Remove the modules at these paths that no node uses any more, nor anything in them."""
+    """Remove the modules at these paths that no node uses any more, directly or in part."""
     targets = {str(node.target) for op in ("call_module", "get_attr") for node in gm.graph.find_nodes(op=op, sort=False)}
     for path in called:
         if path not in targets and not any(target.startswith(f"{path}.") for target in targets):
@@ -346,6 +352,6 @@ def _drop_modules(schedule: Schedule, gm: fx.GraphModule, called: set[str]) -> N
 
 
 def _note_dropped(schedule: Schedule, variants: Variants | None, path: str, module: nn.Module) -> None:
-    if variants is not None and path not in variants.dropped:
-        variants.dropped[path] = meta_copy(module)
-        schedule.on_undo(partial(variants.dropped.__delitem__, path))
+    if variants is not None and path not in variants.removed_modules:
+        variants.removed_modules[path] = meta_copy(module)
+        schedule.on_undo(partial(variants.removed_modules.__delitem__, path))

@@ -1,4 +1,4 @@
-"""``replace`` of matched subgraphs: one call in the place of each."""
+"""``replace`` for matched subgraphs: one call in place of each."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class SubgraphReplacement(Primitive):
-    """Put a module or a function in the place of each matched subgraph; the part of ``replace`` that needs graphs."""
+    """Implementation of ``replace`` for matched subgraphs: put a module or a function in place of each."""
 
     name = "replace"
 
     @staticmethod
     def check(schedule: Schedule, new: Any, subgraph: Any, name: str | None = None) -> list[Any]:
-        """Return the matches; refuse what cannot replace them."""
+        """Return the matches; refuse a module or function that does not fit."""
         if not (isinstance(new, nn.Module) or callable(new)):
             raise ScheduleError(f"{new!r} is neither a module nor a function", path=schedule.path, primitive="replace")
         matches = matches_of(schedule, subgraph, "replace")
@@ -35,7 +35,7 @@ class SubgraphReplacement(Primitive):
         return matches
 
     @staticmethod
-    def apply(schedule: Schedule, new: Any, subgraph: Any, name: str | None = None) -> None:
+    def apply(schedule: Schedule, new: Any, subgraph: Any, name: str | None = None, *, checked: list[Any]) -> None:
         """Replace the subgraphs that ``check`` found."""
-        for match in schedule.checked:
+        for match in checked:
             replace_subgraph(schedule, match, new, name=name)

@@ -1,4 +1,4 @@
-"""Subgraphs: their inputs and outputs, and one call in their place."""
+"""Subgraphs: their inputs and outputs, and their replacement by one call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..nodes.symbolic_sizes import SIZE
 
 
 class NewCall(NamedTuple):
-    """Call that takes the place of a subgraph."""
+    """Call that replaces a subgraph."""
 
     op: str
     target: Any
@@ -28,35 +28,37 @@ class NewCall(NamedTuple):
 
 
 def resolve_nodes(gm: fx.GraphModule, nodes: Sequence[Any]) -> list[fx.Node]:
-    """Return the nodes that handles stand for in the graph as it is now: by name where an undo has made them anew.
+    """Return the nodes of the present graph that handles stand for. A node that an undo has recreated is found by name.
 
     Raises:
-        ScheduleError: A node is no longer in the graph.
+        ScheduleError: a node is no longer in the graph.
     """
-    return [node_now(gm.graph, node) for _, node in nodes]
+    return [current_node(gm.graph, node) for _, node in nodes]
 
 
-NAMES: WeakKeyDictionary[fx.Graph, dict[str, fx.Node]] = WeakKeyDictionary()
-"""Nodes of each graph by name; entries may be stale, see ``node_now``."""
+NODES_BY_NAME: WeakKeyDictionary[fx.Graph, dict[str, fx.Node]] = WeakKeyDictionary()
+"""Nodes of each graph by name. Entries may be stale, see ``current_node``."""
 
 
-def is_in(graph: fx.Graph, node: fx.Node) -> bool:
-    """Return whether a node is in a graph; an erased node still names its graph."""
+def is_in_graph(graph: fx.Graph, node: fx.Node) -> bool:
+    """Return True if a node is in a graph. ``node.graph`` alone does not tell, since an erased node still refers to its
+    graph.
+    """
     return node.graph is graph and node.prev.next is node
 
 
-def node_now(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Return a node, or the one of its name where an undo has made it anew.
+def current_node(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """Return the node itself, or the node of its name that an undo has recreated.
 
     Raises:
-        ScheduleError: There is no such node.
+        ScheduleError: there is no such node.
     """
-    if is_in(graph, node):
+    if is_in_graph(graph, node):
         return node
-    found = NAMES.get(graph, {}).get(node.name)
-    if found is None or not is_in(graph, found) or found.name != node.name:
-        NAMES[graph] = {other.name: other for other in graph.nodes}
-        found = NAMES[graph].get(node.name)
+    found = NODES_BY_NAME.get(graph, {}).get(node.name)
+    if found is None or not is_in_graph(graph, found) or found.name != node.name:
+        NODES_BY_NAME[graph] = {other.name: other for other in graph.nodes}
+        found = NODES_BY_NAME[graph].get(node.name)
     if found is None:
         raise ScheduleError(f"node {node.name!r} is no longer in the graph; find it again")
     return found
@@ -66,11 +68,11 @@ class Subgraph:
     """Nodes of a graph that can become one call, with their inputs and outputs.
 
     Attributes:
-        nodes: Themselves, in graph order.
+        nodes: The nodes, in graph order.
         inputs: Values from outside.
-        outputs: Those of the nodes that are used outside.
-        late: Nodes outside that stand between them and need an output, and so must come after the call.
-        pattern: What they are an occurrence of, if that is known.
+        outputs: Those nodes whose values are used outside.
+        dependents: Nodes outside that stand between the nodes and need an output; they must follow the call.
+        pattern: The pattern that the nodes are an occurrence of, if known.
     """
 
     def __init__(
@@ -89,12 +91,12 @@ class Subgraph:
             self._check(node)
         if len({node.meta.get("regions", ()) for node in self.nodes}) > 1:
             raise ScheduleError("the subgraph is partly inside a no_grad or autocast region; take nodes of one region")
-        self.late = self._late()
+        self.dependents = self._dependents()
 
     @classmethod
     def of(cls, graph: fx.Graph, nodes: Sequence[Any]) -> Subgraph:
-        """The part that a match, or handles of nodes, stand for."""
-        now = [node_now(graph, node) for _, node in nodes]
+        """Return the subgraph of a match, or of handles of nodes."""
+        now = [current_node(graph, node) for _, node in nodes]
         if isinstance(nodes, Match):
             known = dict(zip((node for _, node in nodes), now, strict=True))
             given = [known[v.node].all_input_nodes[v.number] if isinstance(v, Place) else v for v in nodes.inputs]
@@ -104,7 +106,9 @@ class Subgraph:
         return cls(graph, now, [other for other in inputs if other not in now], outside)
 
     def replace(self, call: NewCall, made: list[fx.Node]) -> None:
-        """Put a call in the place of the nodes; all nodes that are new go to ``made``, that of the call behind the layers'."""
+        """Replace the nodes by a call. All new nodes are appended to ``made``: first those of ``call.layers``, then the
+        call.
+        """
 
         def create(op: str, target: Any, args: tuple[Any, ...] = (), name: str | None = None) -> fx.Node:
             with self.graph.inserting_after([self.nodes[-1], *made][-1]):
@@ -126,13 +130,13 @@ class Subgraph:
             insert("call_function", expect_outputs, (node, len(self.outputs), call.label), None, self.outputs[0])
             made[-1].meta.pop("val", None)
             results = [insert("call_function", get, (node, index), None, out) for index, out in enumerate(self.outputs)]
-        for late, place in zip(self.late, [made[-1], *self.late], strict=False):
+        for late, place in zip(self.dependents, [made[-1], *self.dependents], strict=False):
             place.append(late)
         for output, result in zip(self.outputs, results, strict=True):
             output.replace_all_uses_with(result, delete_user_cb=lambda user: user not in self.inside)
         for each in reversed(self.nodes):
             self.graph.erase_node(each)
-        if self.late:
+        if self.dependents:
             write_mode_nodes(self.graph)
 
     def _check(self, node: fx.Node) -> None:
@@ -147,7 +151,7 @@ class Subgraph:
                 what = f"the subgraph also needs the value {other.name!r}, which is no argument of the pattern"
                 raise ScheduleError(f"{what}; make it one")
 
-    def _late(self) -> list[fx.Node]:
+    def _dependents(self) -> list[fx.Node]:
         span = [self.nodes[0]]
         while span[-1] is not self.nodes[-1]:
             span.append(span[-1].next)
@@ -168,6 +172,6 @@ class Subgraph:
         return list(late)
 
     def prefix(self) -> str:
-        """Path of the innermost module that holds every module the nodes call."""
+        """Return the path of the innermost module that contains every module that the nodes call."""
         parents = [str(node.target).split(".")[:-1] for node in self.nodes if node.op == "call_module"]
         return ".".join(os.path.commonprefix(parents))

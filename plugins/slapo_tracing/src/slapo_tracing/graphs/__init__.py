@@ -1,6 +1,6 @@
 """Traced modules: the graphs of one module, and the guards that choose a graph for a call.
 
-May import ``recording`` and ``nodes``.
+This sub-package may import ``recording`` and ``nodes``.
 """
 
 from .guard import Call, Guard, argument_values, plain_signature

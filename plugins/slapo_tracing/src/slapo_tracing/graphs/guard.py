@@ -20,7 +20,7 @@ from ..recording.attribute_reads import Attributes
 
 
 def device_of(value: Any) -> torch.device | None:
-    """Return the device of the first tensor inside."""
+    """Return the device of the first tensor inside, or None."""
     for each in value.values() if type(value) is dict else ():
         if isinstance(each, torch.Tensor):
             return each.device
@@ -30,11 +30,14 @@ def device_of(value: Any) -> torch.device | None:
 
 
 class Parameters(inspect.Signature):
-    """The parameters of a forward, which binds the arguments of most calls in a fifth of the time that ``bind`` takes."""
+    """Signature of a forward with a fast ``bind``: a fifth of the time of ``inspect.Signature.bind`` for most calls."""
 
     @cached_property
     def _named(self) -> tuple[list[str], list[Any], int, bool]:
-        """Names and defaults of those that have names, how many can be given by position, and whether any others are taken."""
+        """Names and defaults of named parameters, how many are positional, and whether there is a ``**kwargs``.
+
+        The count is -1 if there are positional-only parameters or ``*args``: then ``bind`` is needed.
+        """
         each = list(self.parameters.values())
         named = [p for p in each if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         return (
@@ -49,7 +52,9 @@ class Parameters(inspect.Signature):
         return any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
 
     def values_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-        """See ``argument_values``; None where it takes ``bind`` to know, as for ``*args`` and wrong calls."""
+        """Return the result of ``argument_values``; None for calls that need ``bind``, such as those with ``*args`` and
+        wrong ones.
+        """
         names, defaults, positional, others = self._named
         if len(args) > positional:
             return None
@@ -71,12 +76,16 @@ class Parameters(inspect.Signature):
 
 
 def plain_signature(module: nn.Module) -> Parameters:
-    """The parameters of a module's own forward without annotations, which may not be copied or pickled."""
+    """Return the signature of a module's own forward without annotations, which may not be copyable or picklable."""
     return Parameters([p.replace(annotation=p.empty) for p in forward_signature(module).parameters.values()])
 
 
 def argument_values(parameters: Parameters, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Argument name to value, defaults included; those of ``**kwargs`` under their own names."""
+    """Return the value of each argument by name, defaults included. Those of ``**kwargs`` have their own names.
+
+    Raises:
+        TypeError: the arguments do not fit the signature.
+    """
     if (values := parameters.values_of(args, kwargs)) is not None:
         return values
     bound = parameters.bind(*args, **kwargs)
@@ -103,21 +112,25 @@ class Call:
         self.values = argument_values(parameters, args, kwargs)
         self.given = {name: fingerprint(value) for name, value in self.values.items()}
         self.changed: dict[str, tuple[Any, ...] | None] = {}
-        """See ``Variants``: modules inside that are called otherwise than in the first graph."""
+        """Inlined modules that changed since the first trace, see ``Variants._changed``."""
 
     @cached_property
     def key(self) -> Any:
-        """Equal for calls with the same arguments, as far as a graph can tell, in the same mode."""
+        """Key that is equal for calls in the same mode whose arguments no graph can tell apart."""
         return self.training, self.autocast, _hashable(self.changed), _hashable(self.given)
 
 
 class InputCheck(Protocol):
-    """Checks the inputs of a graph that no other forward stands behind."""
+    """Check of the inputs of a graph without a forward behind it."""
 
     device: torch.device | None
 
     def check(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of the graph's inputs, or a ``TraceError``."""
+        """Return the values of the graph's inputs.
+
+        Raises:
+            TraceError: the graph does not serve these arguments.
+        """
 
 
 @dataclass
@@ -127,13 +140,13 @@ class Guard:
     Args:
         parameters: Signature of the forward.
         training: The module's mode.
-        autocast: The autocast it ran under.
+        autocast: The autocast state of the call.
         traced: Fingerprint of every argument.
-        placeholders: Arguments that hold tensors or objects: the graph's inputs. The others are part of the graph.
-        device: Where its tensors were.
-        attributes: What the forward read from its modules.
-        expectations: What it asked of its inputs and of torch's modes.
-        asks_inside: Whether it asked something else: in the middle the graph may find that it is not good for the call.
+        placeholders: Arguments with tensors or mutable objects: the graph's inputs. The others are part of the graph.
+        device: Device of its tensors.
+        attributes: Attributes that the forward read from its modules.
+        expectations: Answers that the forward got from its inputs and from torch's modes.
+        checks_inside: True if the graph checks further answers while it runs, and so may fail midway.
     """
 
     parameters: Parameters
@@ -144,7 +157,7 @@ class Guard:
     device: torch.device | None = None
     attributes: Attributes | None = field(default=None, compare=False)
     expectations: tuple[Expectation, ...] = field(default=(), compare=False)
-    asks_inside: bool = field(default=False, compare=False)
+    checks_inside: bool = field(default=False, compare=False)
 
     @classmethod
     def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Guard:
@@ -155,7 +168,7 @@ class Guard:
         return cls(parameters, call.training, call.autocast, call.given, placeholders, device_of(call.values))
 
     def expect(self, graph: fx.Graph) -> None:
-        """Note what the graph expects of its inputs and of torch's modes."""
+        """Record the graph's expectations of its inputs and of torch's modes."""
         nodes = graph.find_nodes(op="call_function", target=expect)
         for node in nodes:
             answer, name, *asked = node.args
@@ -164,16 +177,16 @@ class Guard:
             if not nodes_inside and (of is None or (isinstance(of, fx.Node) and of.op == "placeholder")):
                 source = None if of is None else str(of.target)
                 self.expectations += (Expectation(answer, str(name), source, tuple(asked), dict(node.kwargs)),)
-        self.asks_inside = len(nodes) > len(self.expectations)
+        self.checks_inside = len(nodes) > len(self.expectations)
 
     def share_attributes(self, other: Guard | None, module: nn.Module) -> None:
-        """Watch the attributes by the record of another guard, where that watches the same ones and they have not changed."""
+        """Use the attribute record of another guard, if that has the same attributes and they have not changed."""
         known = other.attributes if other is not None else None
         if self.attributes is not None and known is not None and self.attributes.names == known.names:
             self.attributes = known if known.changed(module) is None else self.attributes
 
     def problem(self, module: nn.Module, call: Call) -> str | None:
-        """Return why the graph cannot serve a call; None where it can."""
+        """Return why the graph cannot serve a call, or None."""
         if call.training != self.training:
             now, then = ("train", "eval") if call.training else ("eval", "train")
             return f"the module is in {now} mode but was traced in {then} mode"

@@ -1,4 +1,4 @@
-"""The module that runs a traced graph."""
+"""Module that runs a traced graph."""
 
 from __future__ import annotations
 
@@ -22,34 +22,35 @@ from ..nodes.nested_values import MODULE_TABLES as _TABLES
 from ..nodes.nested_values import shallow_copy
 from ..recording.module_hooks import HOOK_ATTRIBUTES, WRAPPER_ATTRIBUTES
 from .guard import Guard, InputCheck
-from .variants import Opened, Retrace, Variants
+from .variants import InlinedModule, Retrace, Variants
 
-_KEPT = ("training", "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+_COPIED_ATTRIBUTES = ("training", "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 
 
 class TracedModule(fx.GraphModule):
-    """Graphs that run in place of a module's forward; ``graph`` is the first of them, which ``find`` searches.
+    """Module that runs graphs in place of a module's forward. ``graph`` is the first graph, which ``find`` searches.
 
-    Parameters, buffers and submodules are those of the original, under their names; the modules between the traced one and the
-    ones the graph calls are shallow copies, so that edits do not reach the original. An edit of the graph marks the code stale;
-    the next call compiles it.
+    Parameters, buffers and submodules are those of the original, under their names. Modules between the traced one and those
+    that the graph calls are shallow copies, so that edits do not affect the original. An edit of the graph marks the code
+    stale; the next call compiles it.
 
     Args:
-        root: The module that was traced, or any module that holds what the graph's targets name.
-        graph: Its graph.
-        guard: The calls that the graph is good for, or what checks its inputs; None: arguments go to the placeholders.
-        constants: Tensors the forward used that the model does not hold, by the names in the graph.
-        inner: Modules that take the place of those at these paths.
-        opened: Paths of the modules whose forwards are part of the graph; None: no other call can be traced.
-        retrace: Traces other calls; needed where ``opened`` is given.
+        root: The module that was traced, or any module that contains the graph's targets.
+        graph: The first graph.
+        guard: Conditions of the calls that the graph serves, or a check of its inputs. None passes arguments to the
+            placeholders.
+        constants: Tensors used by the forward that the model does not hold, by their names in the graph.
+        inner: Modules that replace those at these paths.
+        inlined: Paths of the modules whose forwards are part of the graph. None: no other call can be traced.
+        retrace: Traces other calls; needed if ``inlined`` is given.
 
     Attributes:
-        through: Makes what is called of the graph's function, which takes the module and its inputs.
+        through: Wraps the graph's function, which takes the module and its inputs, before it is called.
     """
 
     through: Callable[[Any], Any] = staticmethod(lambda run: run)
     _variants: Variants
-    _lineno_map = None  # dynamo asks for it
+    _lineno_map = None  # read by dynamo
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class TracedModule(fx.GraphModule):
         guard: Guard | InputCheck | None = None,
         constants: Mapping[str, torch.Tensor] | None = None,
         inner: Mapping[str, nn.Module] | None = None,
-        opened: Iterable[str] | None = None,
+        inlined: Iterable[str] | None = None,
         retrace: Retrace | None = None,
     ) -> None:
         super().__init__({}, fx.Graph(), f"Traced{root.__dict__.get('_traced_class', type(root)).__name__}")
@@ -69,24 +70,24 @@ class TracedModule(fx.GraphModule):
         copies: dict[int, nn.Module] = {id(root): self}
         for path, module in (inner or {}).items():
             copies[id(root.get_submodule(path))] = copies[id(module)] = module
-        # what is copied takes the place of the original at all of its names
+        # a copy replaces the original under all of its names
         names = (f"{path}." for path, child in root.named_modules(remove_duplicate=False) if path and id(child) in copies)
         for target in itertools.chain(targets, names):
             self._own_parents(target, copies)
         self.graph = graph
-        self.__dict__["_variants"] = _variants(self, guard, opened, root, retrace)
+        self.__dict__["_variants"] = _variants(self, guard, inlined, root, retrace)
         _show_signature(self)
 
     def _adopt(self, root: nn.Module) -> None:
         skipped = ("graph", "code", "_variants", *WRAPPER_ATTRIBUTES)
         for name, value in shallow_copy(root).__dict__.items():
-            if name in (*_TABLES, *_KEPT) or name not in (*self.__dict__, *skipped):
+            if name in (*_TABLES, *_COPIED_ATTRIBUTES) or name not in (*self.__dict__, *skipped):
                 self.__dict__[name] = value
         self.__dict__.setdefault("_traced_class", nn.Module if isinstance(root, fx.GraphModule) else type(root))
         self.__dict__["_version"] = root._version
 
     def _add_constants(self, graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> None:
-        """Hold the constants of another graph under names that are free, which the graph then has."""
+        """Register the constants of another graph under free names, and rename them in the graph."""
         names: dict[str, str] = {}
         for name, tensor in constants.items():
             names[name] = next(
@@ -124,30 +125,30 @@ class TracedModule(fx.GraphModule):
         return of_stem[int(number)] if of_stem and int(number) < len(of_stem) else name
 
     def _slapo_recompile(self) -> None:
-        """Compile the first graph when it runs next: an edit that is noted changed it, or a rollback."""
-        self._variants.start_from(self.graph, rewritten=True)
+        """Mark the first graph as changed by a recorded edit or a rollback; the next call compiles it."""
+        self._variants.set_first_graph(self.graph, rewritten=True)
 
     def recompile(self) -> Any:
-        """Mark the code stale, after an edit by hand."""
+        """Mark the code stale after an edit by hand."""
         if (variants := self.__dict__.get("_variants")) is not None and not private.is_recompiled_with_parent():
             variants.edited_by_hand = True
-            variants.start_from(self.graph, rewritten=True)
+            variants.set_first_graph(self.graph, rewritten=True)
 
     @property
     def code(self) -> str:
-        """The Python code of the first graph."""
+        """Python code of the first graph."""
         return self._variants.first.code
 
     @property
     def _code(self) -> str:
-        return self.code  # what fx prints
+        return self.code  # printed by fx
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the graph of the call."""
+        """Run the graph that serves the call."""
         return self._variants(self, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Methods, properties and attributes of the class that was traced, ``generate`` of a language model for one."""
+        """Return a method, property or attribute of the class that was traced, such as ``generate`` of a language model."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -157,10 +158,12 @@ class TracedModule(fx.GraphModule):
             if self._variants.is_rewritten:
                 forward = functools.wraps(cls.forward)(lambda view, *args, **kwargs: self.forward(*args, **kwargs))
                 cls = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
-            return getattr(as_original(self, cls), name)  # some methods look others up on the class
+            return getattr(
+                as_original(self, cls), name
+            )  # through an object of the class, since some methods look others up on it
 
     def _shell(self) -> TracedModule:
-        """The graphs without what they run on."""
+        """Return a copy with the graphs, without parameters, buffers and submodules."""
         shell: TracedModule = object.__new__(type(self))
         empty = {name: type(self.__dict__[name])() for name in _TABLES}
         vars(shell).update(vars(self), **empty)
@@ -169,7 +172,7 @@ class TracedModule(fx.GraphModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedModule:
         graph = fx.Graph()
         graph.output(graph.graph_copy(self.graph, {}))
-        return _restore({key: copy.deepcopy(value, memo) for key, value in self._state().items()}, graph)
+        return _restored_module({key: copy.deepcopy(value, memo) for key, value in self._state().items()}, graph)
 
     def __reduce__(self) -> Any:
         return _unpickle, (self._state(), _graph_data(self.graph))
@@ -181,26 +184,26 @@ class TracedModule(fx.GraphModule):
 def _variants(
     module: TracedModule,
     guard: Guard | InputCheck | None,
-    opened: Iterable[str] | None,
+    inlined: Iterable[str] | None,
     root: nn.Module,
     retrace: Retrace | None,
 ) -> Variants:
-    """The graphs of a new traced module, which was made from ``root``."""
+    """Return the graphs of a new traced module that was made from ``root``."""
     before = variants_of(root)
     inner = None
     if before is not None:
         assert isinstance(root, TracedModule)
         inner = root._shell() if before.is_rewritten else before.inner
     cls = module.__dict__["_traced_class"]
-    can_trace = opened is not None and not (cls is nn.Module and inner is None)
-    known = {path: Opened.of(module.get_submodule(path)) for path in opened or ()} if can_trace else None
+    can_trace = inlined is not None and not (cls is nn.Module and inner is None)
+    known = {path: InlinedModule.of(module.get_submodule(path)) for path in inlined or ()} if can_trace else None
     variants = Variants(module.graph, cls.__name__, guard, known, inner, retrace)
-    variants.shared = _shared(module) if can_trace else []
+    variants.shared = _shared_places(module) if can_trace else []
     return variants
 
 
-def _shared(module: TracedModule) -> list[list[tuple[str, ...]]]:
-    """The places of what the graph names and the module has at several of them."""
+def _shared_places(module: TracedModule) -> list[list[tuple[str, ...]]]:
+    """Return the places of each object that the graph names and the module holds at several places."""
     used = {str(node.target) for op in ("call_module", "get_attr") for node in module.graph.find_nodes(op=op)}
     places: dict[int, list[str]] = {}
     for named in (module.named_modules, module.named_parameters, module.named_buffers):
@@ -210,22 +213,22 @@ def _shared(module: TracedModule) -> list[list[tuple[str, ...]]]:
 
 
 def variants_of(module: nn.Module) -> Variants | None:
-    """The graphs of a traced module; None for any other."""
+    """Return the graphs of a traced module, or None for any other."""
     return module.__dict__.get("_variants") if isinstance(module, TracedModule) else None
 
 
 def compile_anew(module: fx.GraphModule) -> None:
-    """The first graph was changed by an edit that is noted, or put back: compile it when it runs next."""
+    """Mark the first graph as changed by a recorded edit or an undo; the next call compiles it."""
     getattr(module, "_slapo_recompile", module.recompile)()
 
 
 def guard_of(module: nn.Module) -> Guard | None:
-    """The calls that the first graph of a traced module is good for."""
+    """Return the guard of the first graph of a traced module, or None."""
     return None if (variants := variants_of(module)) is None else variants.guard
 
 
 def input_check_of(module: nn.Module) -> InputCheck | None:
-    """What checks the inputs of a traced module that no other forward stands behind."""
+    """Return the input check of a traced module without a forward behind it, or None."""
     return None if (variants := variants_of(module)) is None else variants.input_check
 
 
@@ -246,12 +249,12 @@ def _show_signature(module: TracedModule) -> None:
             setattr(type(module), name, method)
 
 
-def former(module: TracedModule, bare: bool = False) -> nn.Module:
-    """A traced module as it was before, with the attributes, parameters and submodules that it has now.
+def module_before_trace(module: TracedModule, bare: bool = False) -> nn.Module:
+    """Return a traced module as it was before, with its present attributes, parameters and submodules.
 
     Args:
         module: The traced module.
-        bare: Without hooks and wrappers, and what is set on it is not set on ``module``.
+        bare: Leave out hooks and wrappers, and do not share the attribute dict with ``module``.
     """
     variants = variants_of(module)
     shell = variants.inner if variants is not None else None
@@ -265,14 +268,14 @@ def former(module: TracedModule, bare: bool = False) -> nn.Module:
 
 
 def as_original(module: nn.Module, cls: type[nn.Module] | None = None) -> nn.Module:
-    """A module as an object of the class it was traced from, with the same attributes."""
+    """Return a view of a module in the class it was traced from, which shares its attributes."""
     original: nn.Module = object.__new__(cls or module.__dict__.get("_traced_class", type(module)))
     object.__setattr__(original, "__dict__", module.__dict__)
     return original
 
 
 def subtree(root: nn.Module, targets: Iterable[str]) -> nn.Module:
-    """A copy of the module tree that holds only what ``targets`` (paths of modules, parameters, buffers) name."""
+    """Return a copy of the module tree with only the modules, parameters and buffers that ``targets`` name."""
     copied = shallow_copy(root, bare=True)
     for target in sorted(set(targets)):
         source, module = root, copied
@@ -288,19 +291,19 @@ def subtree(root: nn.Module, targets: Iterable[str]) -> nn.Module:
     return copied
 
 
-def _restore(state: dict[str, Any], graph: fx.Graph) -> TracedModule:
+def _restored_module(state: dict[str, Any], graph: fx.Graph) -> TracedModule:
     module: TracedModule = TracedModule.__new__(TracedModule)
     variants = state.pop("_variants")
     module.__dict__.update(state)
     module.graph = graph
     module.__dict__["_variants"] = variants
-    variants.start_from(graph)
+    variants.set_first_graph(graph)
     _show_signature(module)
     return module
 
 
-class _Name(str):
-    """A node, in a pickled graph."""
+class _NodeName(str):
+    """Reference to a node in a pickled graph."""
 
 
 def _graph_data(graph: fx.Graph) -> list[Any]:
@@ -312,7 +315,7 @@ def _graph_data(graph: fx.Graph) -> list[Any]:
         return kept
 
     def arguments(node: fx.Node) -> Any:
-        return map_arg((node.args, node.kwargs), lambda other: _Name(other.name))
+        return map_arg((node.args, node.kwargs), lambda other: _NodeName(other.name))
 
     return [(node.name, node.op, node.target, *arguments(node), meta(node)) for node in graph.nodes]
 
@@ -321,11 +324,11 @@ def _unpickle(state: dict[str, Any], data: list[Any]) -> TracedModule:
     graph, mode = fx.Graph(), private.FakeMode()
     nodes: dict[str, fx.Node] = {}
     for name, op, target, args, kwargs, meta in data:
-        args, kwargs = map_aggregate((args, kwargs), lambda value: nodes[value] if isinstance(value, _Name) else value)
+        args, kwargs = map_aggregate((args, kwargs), lambda value: nodes[value] if isinstance(value, _NodeName) else value)
         nodes[name] = graph.create_node(op, target, args, kwargs, name)
         if "val" in meta:
             shape, stride, dtype, device, requires_grad = meta["val"]
             empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta").requires_grad_(requires_grad)
             meta["val"] = private.fake_like(mode, empty, device)
         nodes[name].meta.update(meta)
-    return _restore(state, graph)
+    return _restored_module(state, graph)

@@ -1,4 +1,4 @@
-"""Take a step on a traced model as if it had not been traced."""
+"""Steps on a traced model that see the original modules."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from ..recording.module_hooks import rebind
+from ..recording.module_hooks import rebind_wrappers
 from .traced_module import TracedModule, as_original, variants_of
 
 if TYPE_CHECKING:
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 @contextmanager
 def as_untraced(schedule: Schedule) -> Iterator[None]:
-    """Put the originals in the places of traced modules; afterwards the traced ones are back, with what was changed.
+    """Put the originals in place of traced modules in a ``with`` block; afterwards the traced ones are back, with the
+    changes.
 
-    The originals have the attributes, parameters, submodules and hooks of the traced ones: what a step changes of these, it
-    changes of both. Modules whose graph was rewritten stay. A module that the step replaced stays replaced.
+    The originals share attributes, parameters, submodules and hooks with the traced modules, so a step changes both. Modules
+    with a rewritten graph stay. A module that the step replaced stays replaced.
     """
     root = schedule._root
     transaction = root.transaction
@@ -35,22 +36,22 @@ def as_untraced(schedule: Schedule) -> Iterator[None]:
     for view, module in views.values():
         if module in root.metadata:
             root.metadata[view] = root.metadata[module]
-    _swap(schedule, {key: view for key, (view, _) in views.items()})
+    _substitute_modules(schedule, {key: view for key, (view, _) in views.items()})
     try:
         yield
     finally:
-        _swap(schedule, {id(view): module for view, module in views.values()})
+        _substitute_modules(schedule, {id(view): module for view, module in views.values()})
         for view, module in views.values():
             if view in root.metadata:
                 root.metadata[module] = root.metadata[view]
-            rebind(module)
+            rebind_wrappers(module)
 
 
-def _swap(schedule: Schedule, others: dict[int, nn.Module]) -> None:
+def _substitute_modules(schedule: Schedule, others: dict[int, nn.Module]) -> None:
     root = schedule._root
     if not others:
         return
-    root.holders.drop()
+    root.holders.invalidate()
     for module in list(root.module.modules()):
         for name, child in module._modules.items():
             if id(child) in others:

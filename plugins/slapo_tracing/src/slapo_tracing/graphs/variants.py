@@ -1,8 +1,8 @@
-"""The graphs of one traced module: each serves the calls whose own trace gave that graph.
+"""Graphs of one traced module. Each serves the calls whose own trace gave that graph.
 
-A call unlike those before, with another shape, ``None`` for a tensor, another dtype or mode, is traced once. Where its graph
-is one that is there already, as sizes are nodes of the graph, that one serves it too; else its graph is kept beside the others,
-with the same rewrites. What cannot be traced runs the module's own forward, where no rewrite would be lost.
+A call with another shape, dtype or mode, or with ``None`` for a tensor, is traced once. If its graph exists already, since
+sizes are nodes, that graph serves it too. Otherwise its graph is kept beside the others, with the same rewrites. A call that
+cannot be traced runs the module's own forward, if there are no rewrites to lose.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..nodes.codegen import compile_graph
 from ..nodes.graph_comparison import Twins, graph_data, same_graph
 from ..nodes.nested_values import Hidden, shallow_copy
 from ..nodes.opaque_modules import is_opaque
-from ..recording.attribute_reads import inside
+from ..recording.attribute_reads import submodule_at
 from ..recording.module_hooks import is_hooked
 from ..recording.sandbox import Sandbox
 from .guard import Call, Guard, InputCheck, device_of
@@ -33,34 +33,36 @@ from .guard import Call, Guard, InputCheck, device_of
 if TYPE_CHECKING:
     from .traced_module import TracedModule
 
-_MOST_GRAPHS = 32
-_MOST_CALLS = 256
+_MAX_GRAPHS = 32
+_MAX_CALLS = 256
 
 
 class Rewrite(Protocol):
-    """An edit of the first graph that can be made on another one."""
+    """Edit of the first graph that can be repeated on another one."""
 
     call: Any
-    """The call that replaced the nodes, with its ``op`` and ``target``."""
+    """Call that replaced the nodes, with its ``op`` and ``target``."""
 
     def redo(self, module: TracedModule, graph: fx.Graph, twins: Twins) -> None:
-        """Make the edit on ``graph``, where ``twins`` has its node for the name of each node of the first graph."""
+        """Repeat the edit on ``graph``; ``twins`` maps the name of each node of the first graph to a node of this one."""
 
 
 class Retrace(Protocol):
-    """The tracer that makes the graph of another call."""
+    """Function that traces another call."""
 
     def __call__(
-        self, module: nn.Module, args: Any, kwargs: Any, opened: frozenset[str], /
+        self, module: nn.Module, args: Any, kwargs: Any, inlined: frozenset[str], /
     ) -> tuple[fx.Graph, Guard, dict[str, Any]]:
-        """Return the graph of a call of ``module``, its guard, and the tensors it holds; ``opened`` are the modules inlined."""
+        """Return the graph of a call of ``module``, its guard and its constants; ``inlined`` are the paths of inlined
+        modules.
+        """
 
 
-_SAME = ("as before",)
+_SAME_HOOKS = ("as before",)
 
 
-class Opened(NamedTuple):
-    """A module whose forward is part of the graphs.
+class InlinedModule(NamedTuple):
+    """State of a module whose forward is part of the graphs.
 
     Attributes:
         cls: Its class.
@@ -71,27 +73,31 @@ class Opened(NamedTuple):
     hooks: tuple[Any, ...]
 
     @classmethod
-    def of(cls, module: nn.Module) -> Opened:
-        """A module as it is now."""
+    def of(cls, module: nn.Module) -> InlinedModule:
+        """Return the present state of a module."""
         return cls(type(module), _hooks_of(module) if is_hooked(module) else ())
 
     def now(self, root: nn.Module, path: str) -> tuple[Any, ...] | None:
-        """The module's hooks, where they are recorded and others; None where it is to be called whole; else ``_SAME``."""
-        module = inside(root, path.split("."))
+        """Compare with the module at ``path``.
+
+        Returns:
+            ``_SAME_HOOKS`` if nothing changed, the new hooks if they differ, or None if the module must now stay whole.
+        """
+        module = submodule_at(root, path.split("."))
         if module is None or type(module) is not self.cls:
             return None
         hooked = is_hooked(module)
         if ("forward" in module.__dict__ or hooked) and is_opaque(module, inlined=True):
             return None
         hooks = _hooks_of(module) if hooked else ()
-        return _SAME if hooks == self.hooks else hooks
+        return _SAME_HOOKS if hooks == self.hooks else hooks
 
 
-def _held_at(root: nn.Module, places: Sequence[tuple[str, ...]]) -> set[int]:
-    """Ids of what is at these places now."""
+def _ids_at(root: nn.Module, places: Sequence[tuple[str, ...]]) -> set[int]:
+    """Return the ids of the objects at these places."""
     found: set[int] = set()
     for *path, name in places:
-        module = inside(root, path)
+        module = submodule_at(root, path)
         for table in (module._modules, module._parameters, module._buffers) if module is not None else ():
             if table.get(name) is not None:
                 found.add(id(table[name]))
@@ -99,7 +105,7 @@ def _held_at(root: nn.Module, places: Sequence[tuple[str, ...]]) -> set[int]:
 
 
 def _hooks_of(module: nn.Module) -> tuple[Any, ...]:
-    """Its hooks, but for those that are there for one trace."""
+    """Return the hooks of a module, without those that exist for one trace only."""
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     return tuple(hook for hook in hooks if not getattr(hook, "of_trace", False))
 
@@ -109,7 +115,7 @@ class Variant(Hidden):
 
     Args:
         graph: The graph.
-        name: Of the module, for tracebacks.
+        name: Name of the module, for tracebacks.
     """
 
     def __init__(self, graph: fx.Graph, name: str) -> None:
@@ -117,30 +123,30 @@ class Variant(Hidden):
         self.function: Callable[..., Any] | None = None
         self.source = ""
         self.switches = False
-        """Whether the graph switches gradients or autocast."""
-        self.pristine: list[Any] | None = None
+        """True if the graph switches gradient mode or autocast."""
+        self.original_data: list[Any] | None = None
 
     def run(self, module: TracedModule, inputs: Mapping[str, Any], args: Sequence[Any] = ()) -> Any:
-        """Run the graph on the traced module, through what it puts between."""
+        """Run the graph on the traced module, wrapped by the module's ``through``."""
         return self._call(module.through(self.compile()), module, inputs, args)
 
     def run_on(self, module: nn.Module, inputs: Mapping[str, Any]) -> Any:
-        """Run the graph on another module that holds what its targets name."""
+        """Run the graph on another module that contains the graph's targets."""
         return self._call(self.compile(), module, inputs)
 
     def _call(
         self, function: Callable[..., Any], module: nn.Module, inputs: Mapping[str, Any], args: Sequence[Any] = ()
     ) -> Any:
-        """Call the function of the graph; gradients and autocast are switched afterwards as before, whatever it raises."""
+        """Call the function of the graph, and restore gradient mode and autocast afterwards, even after an error."""
         before = mode_regions.current_modes() if self.switches else None
         try:
             return function(module, *args, **inputs)
         finally:
-            if before is not None and mode_regions.current_modes() != before:  # an error inside a region
+            if before is not None and mode_regions.current_modes() != before:  # an error left a region early
                 mode_regions.leave_modes(before)
 
     def compile(self) -> Callable[..., Any]:
-        """The function of the graph, which is made where it is not there."""
+        """Return the function of the graph, compiled on demand."""
         if self.function is None:
             self.function, self.source = compile_graph(self.graph, self.name)
             self.switches = any(map(mode_regions.is_mode_node, self.graph.nodes))
@@ -148,11 +154,14 @@ class Variant(Hidden):
 
     @property
     def code(self) -> str:
-        """The Python code of the graph."""
+        """Python code of the graph."""
         return self.source or compile_graph(self.graph, self.name)[1]
 
-    def follow(self, guard: Guard | InputCheck, inputs: Mapping[str, Any]) -> None:
-        """The graph says where the forward made tensors: where its inputs were. They may be on another device now."""
+    def move_constants(self, guard: Guard | InputCheck, inputs: Mapping[str, Any]) -> None:
+        """Change the devices in the graph to that of the inputs, if the inputs have moved since the trace.
+
+        The graph has the device on which the forward created tensors, which is that of its inputs.
+        """
         old, new = guard.device, device_of(inputs)
         if new is None or old is None or new == old:
             return
@@ -168,10 +177,11 @@ class Variants(Hidden):
     Args:
         graph: The first graph.
         label: Name of the class that was traced.
-        guard: The calls that the first graph is good for; None: any, whose arguments go to the placeholders.
-        opened: The modules whose forwards are part of the graph, by path; None: no other call can be traced.
-        inner: The rewritten module that was traced, without what it runs on; None: the class's own forward was.
-        retrace: Traces other calls; needed where ``opened`` is given.
+        guard: Conditions of the calls that the first graph serves. None: any call, whose arguments go to the placeholders.
+        inlined: The modules whose forwards are part of the graph, by path. None: no other call can be traced.
+        inner: The rewritten module that was traced, without parameters and submodules. None: the class's own forward was
+            traced.
+        retrace: Traces other calls; needed if ``inlined`` is given.
     """
 
     def __init__(
@@ -179,25 +189,25 @@ class Variants(Hidden):
         graph: fx.Graph,
         label: str,
         guard: Guard | InputCheck | None,
-        opened: Mapping[str, Opened] | None,
+        inlined: Mapping[str, InlinedModule] | None,
         inner: TracedModule | None,
         retrace: Retrace | None,
     ) -> None:
-        self.label, self.opened, self.inner, self.retrace = label, opened, inner, retrace
+        self.label, self.inlined, self.inner, self.retrace = label, inlined, inner, retrace
         self.shared: list[list[tuple[str, ...]]] = []
-        """The places of what the first graph names by one of them, and the traced module has at several."""
+        """Places of each object that the first graph names and the traced module holds at several places."""
         self.guard = guard if isinstance(guard, Guard) else None
         self.input_check = None if isinstance(guard, Guard) else guard
         self.rewrites: list[Rewrite] = []
-        self.dropped: dict[str, nn.Module] = {}
-        """Submodules that rewrites removed, by path, on the meta device: what they compute is traced, and rewritten again."""
+        self.removed_modules: dict[str, nn.Module] = {}
+        """Submodules that rewrites removed, by path, on the meta device: other calls are traced with them, then rewritten."""
         self.edited_by_hand = False
-        self.pristine: list[Any] | None = None
-        """The first graph before the first rewrite."""
-        self.start_from(graph)
+        self.original_data: list[Any] | None = None
+        """Data of the first graph before its first rewrite."""
+        self.set_first_graph(graph)
 
-    def start_from(self, graph: fx.Graph, rewritten: bool = False) -> None:
-        """Take this for the first graph, which is not compiled yet, and drop all others."""
+    def set_first_graph(self, graph: fx.Graph, rewritten: bool = False) -> None:
+        """Make this the first graph, not compiled yet, and drop all others."""
         if rewritten and self.guard is not None and self.guard.attributes is not None:
             self.guard.attributes.is_rewritten = True
         self.first = Variant(graph, f"Traced{self.label}")
@@ -206,33 +216,31 @@ class Variants(Hidden):
         self.recent: tuple[Guard, Variant | None] | None = None
 
     def begin_rewrite(self, module: fx.GraphModule) -> None:
-        """The first graph is about to be rewritten."""
-        if not self.rewrites and self.pristine is None:
-            self.pristine = graph_data(module.graph, module)
+        """Save the first graph before its first rewrite."""
+        if not self.rewrites and self.original_data is None:
+            self.original_data = graph_data(module.graph, module)
 
     @property
     def is_changed(self) -> bool:
-        """Whether the first graph is another one than was given."""
+        """True if the first graph differs from the traced one."""
         return bool(self.rewrites) or self.edited_by_hand
 
     @property
     def is_rewritten(self) -> bool:
-        """Whether the first graph does other things than the forward that was traced, or stands for none."""
+        """True if the first graph differs from the traced forward, or has no forward behind it."""
         return self.is_changed or self.guard is None
 
-    # made with its whole state, not filled later: what rewrites hold leads back to modules that need it when they are restored
+    # Restored with its whole state at once: rewrites refer to modules that need it while they are restored.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variants:
-        return _restored({key: copy.deepcopy(value, memo) for key, value in self._state().items()})
+        return _restored_variants({key: copy.deepcopy(value, memo) for key, value in self._state().items()})
 
     def __reduce__(self) -> Any:
-        return _restored, (self._state(),)
+        return _restored_variants, (self._state(),)
 
     def _state(self) -> dict[str, Any]:
-        """All but the graphs: the module has the first, and others are traced again."""
+        """Return the attributes without the graphs: the module has the first graph, and others are traced again."""
         return {key: value for key, value in vars(self).items() if key not in ("first", "others", "calls", "recent")}
-
-    # ---- a call
 
     def __call__(self, module: TracedModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a call."""
@@ -243,7 +251,7 @@ class Variants(Hidden):
         return resolve(module, args, kwargs)[0]()
 
     def graph_for(self, module: TracedModule, args: Any, kwargs: Any) -> tuple[fx.Graph, dict[str, Any], list[tuple[str, str]]]:
-        """The graph of a call, its inputs, and path and name of the attributes that it depends on."""
+        """Return the graph of a call, its inputs, and path and name of the attributes that it depends on."""
         if self.guard is None:
             args, kwargs = self._checked(module, args, kwargs)
             placeholders = [str(node.target) for node in self.first.graph.find_nodes(op="placeholder")]
@@ -253,29 +261,30 @@ class Variants(Hidden):
         assert guard is not None
         return variant.graph, forward.args[1], guard.attributes.names if guard.attributes is not None else []
 
-    def opened_in(self, graph: fx.Graph) -> list[str]:
+    def inlined_modules(self, graph: fx.Graph) -> list[str]:
         """Return the paths of the modules whose forwards are part of one of the graphs."""
         called = {str(node.target) for node in graph.find_nodes(op="call_module")}
-        return [path for path in self.opened or () if path not in called]
+        return [path for path in self.inlined or () if path not in called]
 
     def resolve(self, module: TracedModule, args: Any, kwargs: Any) -> tuple[partial[Any], Variant | None, Guard | None]:
-        """Return what runs a call: a graph, with its guard, or the forward that was traced.
+        """Return the function that runs a call, and its graph and guard; for the forward that was traced, the latter are
+        None.
 
         Raises:
-            TraceError: the graph was rewritten, and the rewrites cannot be made on the graph of this call; or an attribute
-                was set on the module that was traced, in whose place this one is.
+            TraceError: the graph was rewritten, and the rewrites cannot be repeated on the graph of this call; or an attribute
+                was set on the original module, which this one replaces.
         """
         assert self.guard is not None
         if self.guard.attributes is not None:
             self.guard.attributes.check_original(module)
         call = Call(self.guard.parameters, module, args, kwargs)
         call.changed = self._changed(module)
-        known = (self.guard, None) if Sandbox.open_now and not self.is_rewritten else None
+        known = (self.guard, None) if Sandbox.open_count and not self.is_rewritten else None
         guard, variant = self._find(module, call) or known or self._add(module, call, args, kwargs)
-        if variant is None or (guard.asks_inside and not self.is_rewritten):
+        if variant is None or (guard.checks_inside and not self.is_rewritten):
             return partial(self.original(module), *args, **kwargs), None, None
         inputs = {name: call.values[name] for name in guard.placeholders}
-        variant.follow(guard, inputs)
+        variant.move_constants(guard, inputs)
         variant.compile()
         return partial(variant.run, module, inputs), variant, guard
 
@@ -285,19 +294,19 @@ class Variants(Hidden):
         if self.input_check is None:
             return args, kwargs
         inputs = self.input_check.check(module, args, kwargs)
-        self.first.follow(self.input_check, inputs)
+        self.first.move_constants(self.input_check, inputs)
         return (), inputs
 
     def original(self, module: TracedModule) -> Callable[..., Any]:
-        """The forward that was traced, on the attributes, parameters and submodules that the module has now."""
+        """Return the forward that was traced, bound to the module's present attributes, parameters and submodules."""
         view = self.former(module)
         return MethodType(type(view).forward, view)
 
     def former(self, module: TracedModule, bare: bool = False) -> nn.Module:
-        """See ``traced_module.former``."""
-        from .traced_module import former  # noqa: PLC0415  it holds this class
+        """Return ``traced_module.module_before_trace(module, bare)``."""
+        from .traced_module import module_before_trace  # noqa: PLC0415  that module imports this one
 
-        return former(module, bare)
+        return module_before_trace(module, bare)
 
     def _find(self, module: TracedModule, call: Call) -> tuple[Guard, Variant | None] | None:
         assert self.guard is not None
@@ -312,18 +321,20 @@ class Variants(Hidden):
         return None
 
     def _changed(self, module: TracedModule) -> dict[str, tuple[Any, ...] | None]:
-        """The modules whose forwards are part of the graphs, and whose calls are other ones now: with these hooks, or whole."""
-        now = {path: opened.now(module, path) for path, opened in self.opened.items()} if self.opened else {}
-        changed = {path: hooks for path, hooks in now.items() if hooks is not _SAME}
-        changed.update((".".join(places[0]), ()) for places in self.shared if len(_held_at(module, places)) > 1)
+        """Return the inlined modules that changed since the first trace: path to their new hooks, or None to keep them
+        whole.
+        """
+        now = {path: each.now(module, path) for path, each in self.inlined.items()} if self.inlined else {}
+        changed = {path: hooks for path, hooks in now.items() if hooks is not _SAME_HOOKS}
+        changed.update((".".join(places[0]), ()) for places in self.shared if len(_ids_at(module, places)) > 1)
         return changed
 
     def _add(self, module: TracedModule, call: Call, args: Any, kwargs: Any) -> tuple[Guard, Variant | None]:
         try:
             guard, variant = self._traced(module, args, kwargs, call.changed)
             if asked := next(filter(None, (each.problem(call.values) for each in guard.expectations)), None):
-                raise TraceError(asked)  # fake tensors have not all facts of real ones
-        except Exception as err:  # a transform of torch.func, say, lets fake tensors do less
+                raise TraceError(asked)  # fake tensors lack some facts of real ones
+        except Exception as err:  # e.g. fake tensors support less inside a transform of torch.func
             if self.is_rewritten:
                 changed = next(
                     (f"{path!r} was wrapped, got hooks, or was replaced, here or at another place" for path in call.changed),
@@ -331,14 +342,14 @@ class Variants(Hidden):
                 )
                 problem = changed or (self.guard and self.guard.problem(module, call))
                 raise TraceError(f"{problem}, and the rewritten graph of the {self.label} has no other form: {err}") from err
-            get_logger().warning("the traced %s runs its own forward for calls like this, no graph: %s", self.label, err)
+            get_logger().warning("the traced %s runs its own forward, not a graph, for calls like this: %s", self.label, err)
             guard, variant = Guard.of(module, args, kwargs), None
         guard.share_attributes(self.guard, module)
-        if len(self.calls) >= _MOST_CALLS:
+        if len(self.calls) >= _MAX_CALLS:
             self.calls.clear()
         self.recent = None if call.changed else (guard, variant)
         self.calls.setdefault(call.key, []).insert(0, (guard, variant))
-        del self.calls[call.key][_MOST_GRAPHS:]
+        del self.calls[call.key][_MAX_GRAPHS:]
         return guard, variant
 
     def _traced(self, module: TracedModule, args: Any, kwargs: Any, changed: Mapping[str, Any]) -> tuple[Guard, Variant | None]:
@@ -346,23 +357,23 @@ class Variants(Hidden):
             raise TraceError(
                 "it was edited by hand, which cannot be repeated; use replace or fuse, or run calls like the first"
             )
-        if self.opened is None or self.retrace is None:
+        if self.inlined is None or self.retrace is None:
             raise TraceError("the class that it was traced from is not known")
         with private.unobserved():
-            former = with_modules(self.former(module, bare=True), self.dropped)
-            opened = frozenset(path for path in self.opened if changed.get(path, ()) is not None)
-            graph, guard, constants = self.retrace(former, args, kwargs, opened)
+            former = with_modules(self.former(module, bare=True), self.removed_modules)
+            inlined = frozenset(path for path in self.inlined if changed.get(path, ()) is not None)
+            graph, guard, constants = self.retrace(former, args, kwargs, inlined)
         data = graph_data(graph, constants)
-        first = self.pristine if self.rewrites else graph_data(module.graph, module)
-        for known, graph_then in [(self.first, first), *((other, other.pristine) for other in self.others)]:
+        first = self.original_data if self.rewrites else graph_data(module.graph, module)
+        for known, graph_then in [(self.first, first), *((other, other.original_data) for other in self.others)]:
             if same_graph(graph_then, data):
                 return guard, known
-        if len(self.others) >= _MOST_GRAPHS:
+        if len(self.others) >= _MAX_GRAPHS:
             if not self.rewrites:
                 return guard, None
             self.others.pop(0)
         variant = Variant(graph, self.first.name)
-        variant.pristine = data
+        variant.original_data = data
         module._add_constants(graph, constants)
         if self.rewrites:
             twins = Twins(first or [], graph)
@@ -374,14 +385,16 @@ class Variants(Hidden):
 
     def _check_targets(self, graph: fx.Graph) -> None:
         called = [str(node.target) for node in graph.find_nodes(op="call_module")]
-        if lost := [path for path in called if any(path == gone or path.startswith(f"{gone}.") for gone in self.dropped)]:
+        if lost := [
+            path for path in called if any(path == gone or path.startswith(f"{gone}.") for gone in self.removed_modules)
+        ]:
             raise ScheduleError(
                 f"the forward calls {lost[0]!r} in this call, which was replaced together with other operations"
             )
 
 
 def with_modules(root: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:
-    """A shallow copy of ``root`` in which further modules are at these paths."""
+    """Return a shallow copy of ``root`` with further modules at these paths."""
     for path, module in modules.items():
         *parents, name = path.split(".")
         root = holder = shallow_copy(root)
@@ -391,39 +404,39 @@ def with_modules(root: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module
     return root
 
 
-def with_dropped(module: TracedModule) -> TracedModule:
-    """A traced module that has copies of the submodules that rewrites removed, which graphs without these rewrites call."""
-    copied = with_modules(module, {path: meta_copy(dropped) for path, dropped in module._variants.dropped.items()})
+def with_removed_modules(module: TracedModule) -> TracedModule:
+    """Return a traced module with copies of the submodules that rewrites removed, for graphs without these rewrites."""
+    copied = with_modules(module, {path: meta_copy(dropped) for path, dropped in module._variants.removed_modules.items()})
     assert isinstance(copied, type(module))
     return copied
 
 
 def meta_copy(module: nn.Module, memo: dict[nn.Module, nn.Module] | None = None) -> nn.Module:
-    """Return a copy of a module and all in it, with weights on the meta device.
+    """Return a copy of a module and all modules inside, with weights on the meta device.
 
     Args:
         module: The module.
-        memo: Modules copied so far: one that has two names is one module still.
+        memo: Modules copied so far, so that a shared module stays one module.
     """
     memo = {} if memo is None else memo
     if module in memo:
         return memo[module]
     copied = memo[module] = shallow_copy(module)
     for name, weight in copied._parameters.items():
-        copied._parameters[name] = weight if weight is None else nn.Parameter(_empty(weight), weight.requires_grad)
-    copied._buffers.update({name: None if buffer is None else _empty(buffer) for name, buffer in copied._buffers.items()})
+        copied._parameters[name] = weight if weight is None else nn.Parameter(_meta_tensor(weight), weight.requires_grad)
+    copied._buffers.update({name: None if buffer is None else _meta_tensor(buffer) for name, buffer in copied._buffers.items()})
     copied._modules.update({name: child and meta_copy(child, memo) for name, child in copied._modules.items()})
     return copied
 
 
-def _empty(tensor: torch.Tensor) -> torch.Tensor:
+def _meta_tensor(tensor: torch.Tensor) -> torch.Tensor:
     try:
         return torch.empty_like(tensor, device="meta")
-    except NotImplementedError:  # of a subclass that knows only what layers ask of it, as those of quantised weights
+    except NotImplementedError:  # a tensor subclass that implements only what layers need, e.g. for quantised weights
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def _restored(state: dict[str, Any]) -> Variants:
+def _restored_variants(state: dict[str, Any]) -> Variants:
     variants: Variants = object.__new__(Variants)
     vars(variants).update(state)
     return variants

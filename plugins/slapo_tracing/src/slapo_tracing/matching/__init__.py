@@ -1,7 +1,6 @@
-"""Search in traced graphs: patterns, matches, and the queries ``find``, ``find_node`` and ``find_subgraph`` of a
-schedule.
+"""Search in traced graphs: patterns, matches, and the queries ``find``, ``find_node`` and ``find_subgraph`` of a schedule.
 
-May import ``tracers`` and the sub-packages below it.
+This sub-package may import ``tracers`` and the sub-packages below it.
 """
 
 from .matcher import Match, traced_modules

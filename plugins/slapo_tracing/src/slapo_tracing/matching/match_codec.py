@@ -1,4 +1,4 @@
-"""Matches in saved schedules: nodes by name, with the pattern where it can be imported."""
+"""Codec of matches: nodes by name, with the pattern if it can be imported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .matcher import find_by_name, match_data
 
 
 class MatchCodec(Codec):
-    """A list of (path, node) pairs, as ``find`` returns."""
+    """Codec of a list of (path, node) pairs, as ``find`` returns."""
 
     name: ClassVar[str] = "$match"
     module: ClassVar[str] = "slapo_tracing"
@@ -20,7 +20,7 @@ class MatchCodec(Codec):
 
     @staticmethod
     def fits(value: Any) -> bool:
-        """Return whether the value is a match."""
+        """Return True if the value is a match."""
         is_list = isinstance(value, list) and bool(value)
         return is_list and all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], fx.Node) for item in value)
 

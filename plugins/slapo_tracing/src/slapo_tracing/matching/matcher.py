@@ -1,4 +1,4 @@
-"""Find nodes and subgraphs: by data flow and constants, in about linear time."""
+"""Search for nodes and subgraphs by data flow and constants, in about linear time."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _Bindings: TypeAlias = dict[fx.Node, Any]
 
 
 class Place(NamedTuple):
-    """Place at which a node of a match gets a value from outside."""
+    """Place where a node of a match receives a value from outside: the node, and the index among its input nodes."""
 
     node: fx.Node
     number: int
 
 
 class Match(list[Handle]):
-    """The nodes of one occurrence, in graph order.
+    """The nodes of one occurrence of a pattern, in graph order.
 
     Attributes:
-        path: Path of the module whose graph they are in.
-        inputs: Values of the pattern's arguments, in their order: constants, or places (a node of the match and the number of
-            its input), as the node that makes a value may be replaced before this match is.
-        outputs: Nodes of the pattern's results, in their order.
-        pattern: What was looked for; None where the match was written down meanwhile and the pattern could not be.
+        path: Path of the module whose graph contains the nodes.
+        inputs: Values of the pattern's arguments, in order: constants, or a ``Place``, since the node that makes a value may be
+            replaced before this match is.
+        outputs: Nodes of the pattern's results, in order.
+        pattern: The pattern; None if the match was saved and the pattern could not be.
     """
 
     def __init__(
@@ -59,19 +59,19 @@ class Match(list[Handle]):
 
 
 def traced_modules(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, fx.GraphModule]]:
-    """Every traced module under ``root``, itself included, with its path."""
+    """Yield path and module of every traced module under ``root``, including itself."""
     for name, module in root.named_modules():
         if isinstance(module, fx.GraphModule):
             yield ".".join(filter(None, (prefix, name))), module
 
 
 def find_node(root: nn.Module, wanted: str | Callable[[fx.Node], bool], prefix: str = "") -> list[Handle]:
-    """Nodes of the graphs of ``root`` and the traced modules in it.
+    """Return nodes of the graphs of ``root`` and of the traced modules inside.
 
     Args:
-        root: A traced module, or one that holds some.
+        root: A traced module, or one that contains some.
         wanted: A regular expression that the path of a called module matches fully, or a function of a node.
-        prefix: Where ``root`` is; put in front of the paths returned.
+        prefix: Path of ``root``, which prefixes the returned paths.
     """
     if isinstance(wanted, str):
         fits = _expression(wanted).fullmatch
@@ -79,8 +79,8 @@ def find_node(root: nn.Module, wanted: str | Callable[[fx.Node], bool], prefix: 
     return [(where, node) for where, module in traced_modules(root, prefix) for node in module.graph.nodes if wanted(node)]
 
 
-def check_wanted(wanted: Any) -> None:
-    """Raise ``ScheduleError`` for what ``find_node`` does not take."""
+def check_query(wanted: Any) -> None:
+    """Raise ``ScheduleError`` for an argument that ``find_node`` does not take."""
     if isinstance(wanted, str):
         _expression(wanted)
     elif not callable(wanted):
@@ -88,19 +88,19 @@ def check_wanted(wanted: Any) -> None:
 
 
 def find_subgraph(root: nn.Module, pattern: Callable[..., Any] | Pattern | CompiledPattern, prefix: str = "") -> list[Match]:
-    """Occurrences of a pattern in the graphs of ``root`` and the traced modules in it; they never overlap.
+    """Return the occurrences of a pattern in the graphs of ``root`` and of the traced modules inside; they never overlap.
 
     Args:
-        root: A traced module, or one that holds some.
-        pattern: A function of tensors or a ``Pattern``; its arguments are the inputs, what it returns the outputs.
-        prefix: Where ``root`` is; put in front of the paths returned.
+        root: A traced module, or one that contains some.
+        pattern: A function of tensors or a ``Pattern``. Its arguments are the inputs, its results the outputs.
+        prefix: Path of ``root``, which prefixes the returned paths.
     """
     compiled = pattern if isinstance(pattern, CompiledPattern) else CompiledPattern(pattern)
     return [match for where, module in traced_modules(root, prefix) for match in _Search(compiled, where, module).matches()]
 
 
 def match_data(match: Sequence[Handle]) -> dict[str, Any]:
-    """A match as plain data that ``find_by_name`` understands; constants among its inputs are as they are."""
+    """Return a match as plain data for ``find_by_name``. Constants among its inputs are not converted."""
     data: dict[str, Any] = {"nodes": [[path, node.name, node.op, _target(node)] for path, node in match]}
     if isinstance(match, Match):
         data["inputs"] = [{"of": v.node.name, "input": v.number} if isinstance(v, Place) else v for v in match.inputs]
@@ -109,10 +109,10 @@ def match_data(match: Sequence[Handle]) -> dict[str, Any]:
 
 
 def find_by_name(schedule: Schedule, data: Any) -> list[Handle]:
-    """The match that ``match_data`` wrote down, in the traced modules of a schedule.
+    """Return the match that ``match_data`` described, in the traced modules of a schedule.
 
     Raises:
-        ScheduleError: The graph has no such node, or another one by that name.
+        ScheduleError: the graph has no such node, or another one of that name.
     """
     nodes: dict[str, fx.Node] = {}
     for path, name, op, target in data["nodes"]:
@@ -131,7 +131,7 @@ def find_by_name(schedule: Schedule, data: Any) -> list[Handle]:
 
 
 def match_at(pattern: CompiledPattern, module: fx.GraphModule, node: fx.Node) -> Match | None:
-    """The occurrence of a pattern whose first output is this node, of any graph of the module."""
+    """Return the occurrence of a pattern whose first output is this node, in any graph of the module; None if there is none."""
     return _Search(pattern, "", module, node.graph).match_at(node)
 
 
@@ -143,21 +143,21 @@ def _expression(text: str) -> re.Pattern[str]:
 
 
 def _target(node: fx.Node) -> str:
-    """Return the text of a node's target without addresses, which differ between processes."""
+    """Return a node's target as text, without addresses, which differ between processes."""
     return re.sub(r" at 0x[0-9a-f]+", "", str(node.target))
 
 
-class _Wanted(NamedTuple):
-    """A call in a pattern."""
+class _PatternCall(NamedTuple):
+    """One call in a pattern."""
 
     key: Any
-    """A regular expression of the module's path, the module's class and settings, or the operator."""
+    """Regular expression of the module's path, a module of the same class and settings, or the operator."""
     args: Sequence[Any]
     kwargs: dict[str, Any]
 
 
 class CompiledPattern:
-    """A pattern as a graph, which nothing changes."""
+    """A pattern as a graph. Immutable."""
 
     def __deepcopy__(self, memo: Any) -> CompiledPattern:
         return self
@@ -181,19 +181,19 @@ class CompiledPattern:
         self.outputs: list[fx.Node] = list(result) if isinstance(result, (tuple, list)) else [result]
         if not all(isinstance(node, fx.Node) and node.op.startswith("call") for node in self.outputs):
             raise ScheduleError("find: a pattern returns results of operations; this one returns an input or a constant")
-        self.calls = {node: _wanted(node, tracer.root) for node in self.graph.nodes if node.op.startswith("call")}
+        self.calls = {node: _pattern_call(node, tracer.root) for node in self.graph.nodes if node.op.startswith("call")}
 
 
-def _wanted(node: fx.Node, root: nn.Module) -> _Wanted:
+def _pattern_call(node: fx.Node, root: nn.Module) -> _PatternCall:
     if node.target is call_module:
-        return _Wanted(_expression(str(node.args[0])), node.args[1:], node.kwargs)
+        return _PatternCall(_expression(str(node.args[0])), node.args[1:], node.kwargs)
     if node.op == "call_module":
-        return _Wanted(root.get_submodule(str(node.target)), node.args, node.kwargs)
-    return _Wanted(operator_of(node), node.args, node.kwargs)
+        return _PatternCall(root.get_submodule(str(node.target)), node.args, node.kwargs)
+    return _PatternCall(operator_of(node), node.args, node.kwargs)
 
 
-def _alike(module: nn.Module, wanted: nn.Module) -> bool:
-    """Return whether two modules are of one class and settings, all inside them too, and nothing is hooked to ``module``."""
+def _is_same_module(module: nn.Module, wanted: nn.Module) -> bool:
+    """Return True if two modules and all modules inside have the same class and settings, and ``module`` has no hooks."""
     if type(module) is not type(wanted) or is_opaque(module) or module._modules.keys() != wanted._modules.keys():
         return False
     ours, theirs = ({k: v for k, v in vars(each).items() if k[0] != "_" and k != "training"} for each in (module, wanted))
@@ -201,13 +201,13 @@ def _alike(module: nn.Module, wanted: nn.Module) -> bool:
     return (
         ours.keys() == theirs.keys()
         and shapes[0] == shapes[1]
-        and all(_same(ours[key], theirs[key]) for key in ours)
-        and all(map(_alike, module.children(), wanted.children()))
+        and all(_is_same_value(ours[key], theirs[key]) for key in ours)
+        and all(map(_is_same_module, module.children(), wanted.children()))
     )
 
 
 class _Search:
-    """All occurrences of one pattern in one graph: that of the module, or one for another of its calls."""
+    """Search for all occurrences of one pattern in one graph of a module."""
 
     def __init__(self, pattern: CompiledPattern, path: str, module: fx.GraphModule, graph: fx.Graph | None = None) -> None:
         self.pattern, self.path, self.module = pattern, path, module
@@ -215,13 +215,13 @@ class _Search:
         self.used: set[fx.Node] = set()
 
     def matches(self) -> Iterator[Match]:
-        """Occurrences in the order of the nodes that make their first output."""
+        """Yield the occurrences in the order of the nodes of their first output."""
         for candidate in self._candidates(self.pattern.outputs[0]):
             if (match := self.match_at(candidate)) is not None:
                 yield match
 
     def match_at(self, candidate: fx.Node) -> Match | None:
-        """The occurrence whose first output is this node."""
+        """Return the occurrence whose first output is this node."""
         anchor, *rest = self.pattern.outputs
         for bound in self._node(anchor, candidate, {}):
             complete = next(self._outputs(rest, bound), None)
@@ -241,11 +241,11 @@ class _Search:
         if isinstance(key, re.Pattern):
             return node.op == "call_module" and bool(key.fullmatch(str(node.target)))
         if isinstance(key, nn.Module):
-            return node.op == "call_module" and _alike(self.module.get_submodule(str(node.target)), key)
+            return node.op == "call_module" and _is_same_module(self.module.get_submodule(str(node.target)), key)
         return node.op in ("call_function", "call_method") and bool(operator_of(node) == key)
 
     def _outputs(self, wanted: list[fx.Node], bound: _Bindings) -> Iterator[_Bindings]:
-        """Ways to find the other outputs, from what is bound already forward."""
+        """Yield the ways to bind the other outputs, searched forward from the bound nodes."""
         missing = [node for node in wanted if node not in bound]
         if not missing:
             yield bound
@@ -261,7 +261,7 @@ class _Search:
                 yield from self._outputs(wanted, more)
 
     def _next_to_bound(self, output: fx.Node, bound: _Bindings) -> fx.Node | None:
-        """A node of the pattern that ``output`` is made from, not bound itself, with a bound input."""
+        """Return an unbound node of the pattern with a bound input, among the nodes that ``output`` is made from."""
         todo = [output]
         for node in todo:
             if node not in bound and any(isinstance(bound.get(other), fx.Node) for other in node.all_input_nodes):
@@ -270,9 +270,9 @@ class _Search:
         return None
 
     def _node(self, wanted: fx.Node, node: Any, bound: _Bindings) -> Iterator[_Bindings]:
-        """Ways to bind ``wanted`` to ``node`` and all it is made from."""
+        """Yield the ways to bind ``wanted`` to ``node``, and the nodes that ``wanted`` is made from."""
         if wanted in bound:
-            if _same(bound[wanted], node):
+            if _is_same_value(bound[wanted], node):
                 yield bound
         elif wanted.op == "placeholder":
             yield {**bound, wanted: node}
@@ -290,11 +290,11 @@ class _Search:
             if any(isinstance(ours[name], fx.Node) for name in ours.keys() - theirs.keys()):  # an argument may be the default
                 defaults = default_arguments(signatures, node.args, node.kwargs)
                 theirs = {**{name: defaults[name] for name in ours.keys() & defaults.keys()}, **theirs}
-            for exchanged in _orders(key, theirs):
+            for exchanged in _operand_orders(key, theirs):
                 yield from self._values(ours, exchanged, {**bound, wanted: node})
 
     def _values(self, wanted: Any, value: Any, bound: _Bindings) -> Iterator[_Bindings]:
-        """Ways to make an argument of the pattern equal to one of the graph."""
+        """Yield the ways to match an argument of the pattern with one of the graph."""
         if isinstance(wanted, fx.Node):
             yield from self._node(wanted, value, bound)
         elif isinstance(wanted, dict):
@@ -306,7 +306,7 @@ class _Search:
         elif isinstance(wanted, slice):
             if isinstance(value, slice):
                 yield from self._values([wanted.start, wanted.stop, wanted.step], [value.start, value.stop, value.step], bound)
-        elif _same(wanted, value):
+        elif _is_same_value(wanted, value):
             yield bound
 
     def _all(self, pairs: list[tuple[Any, Any]], bound: _Bindings) -> Iterator[_Bindings]:
@@ -317,7 +317,7 @@ class _Search:
             yield from self._all(pairs[1:], more)
 
 
-def _same(a: Any, b: Any) -> bool:
+def _is_same_value(a: Any, b: Any) -> bool:
     if isinstance(a, fx.Node) or isinstance(b, fx.Node):
         return a is b
     if isinstance(a, float):
@@ -325,8 +325,8 @@ def _same(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and not isinstance(a, torch.Tensor) and bool(a == b))
 
 
-def _orders(key: Any, arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The arguments, and for a commutative operator also with its operands exchanged."""
+def _operand_orders(key: Any, arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the arguments, and for a commutative operator also with the operands exchanged."""
     yield arguments
     if isinstance(key, str) and key in COMMUTATIVE and arguments.keys() == {"self", "other"}:
         yield {"self": arguments["other"], "other": arguments["self"]}

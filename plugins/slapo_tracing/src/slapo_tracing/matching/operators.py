@@ -1,4 +1,4 @@
-"""When two graph nodes do the same: one name for the spellings of an operator, and arguments without the defaults."""
+"""Equivalence of calls: one name for all spellings of an operator, and arguments without defaults."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ Signature = tuple[inspect.Parameter, ...]
 
 
 def operator_of(node: fx.Node) -> Any:
-    """One key for all spellings of a function or method: ``x + y``, ``torch.add(x, y)`` and ``x.add(y)`` are ``"add"``."""
+    """Return the key of all spellings of a function or method: ``x + y``, ``torch.add(x, y)`` and ``x.add(y)`` are
+    ``"add"``.
+    """
     if node.op == "call_method":
         return _ALIASES.get(str(node.target), node.target)
     module = getattr(node.target, "__module__", None) or "torch"
@@ -41,7 +43,7 @@ def operator_of(node: fx.Node) -> Any:
 
 
 def signatures_of(node: fx.Node, module: nn.Module | None) -> Sequence[Signature]:
-    """Return the signatures that a call may have, one per overload; ``module`` is the one it calls, if any."""
+    """Return the possible signatures of a call, one per overload. ``module`` is the called module, if any."""
     if module is not None:
         return [signature[1:] for signature in _function_signature(type(module).forward)]
     operator = operator_of(node)
@@ -49,8 +51,8 @@ def signatures_of(node: fx.Node, module: nn.Module | None) -> Sequence[Signature
 
 
 def bound_arguments(signatures: Sequence[Signature], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by parameter name, those equal to the default left out."""
-    named = _named(kwargs)
+    """Return the arguments of a call by parameter name, without those equal to the default."""
+    named = _rename_input(kwargs)
     for signature in signatures:
         bound = _bind(signature, list(args), named)
         if bound is not None:
@@ -60,17 +62,17 @@ def bound_arguments(signatures: Sequence[Signature], args: Sequence[Any], kwargs
 
 
 def default_arguments(signatures: Sequence[Signature], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The defaults of a call's parameters by name; none where no signature fits."""
-    fitting = (signature for signature in signatures if _bind(signature, list(args), _named(kwargs)) is not None)
+    """Return the defaults of a call's parameters by name; none if no signature fits."""
+    fitting = (signature for signature in signatures if _bind(signature, list(args), _rename_input(kwargs)) is not None)
     return {p.name: p.default for p in next(fitting, ()) if p.default is not p.empty}
 
 
-def _named(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _rename_input(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {("self" if key == "input" else key): value for key, value in kwargs.items()}
 
 
 def _bind(signature: Signature, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """Arguments by parameter name; None when they do not fit."""
+    """Return the arguments by parameter name, or None if they do not fit."""
     positional = [p for p in signature if p.kind is p.POSITIONAL_OR_KEYWORD]
     known = {p.name: p for p in signature}
     if len(args) > len(positional):

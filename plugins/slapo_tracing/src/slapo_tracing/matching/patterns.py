@@ -1,4 +1,4 @@
-"""What users write to describe a part of a graph."""
+"""Patterns: descriptions of a part of a graph."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from torch import fx, nn
 
 
 class Pattern(nn.Module):
-    """A pattern with parts of its own: ``forward`` says how they are connected.
+    """A pattern with submodules; ``forward`` defines how they are connected.
 
-    Submodules stand for what they are: a ``Pattern`` for its parts, any other module for a call of one of the same class and
-    settings.
+    A submodule that is a ``Pattern`` stands for its parts, any other for a call of a module of the same class and settings.
     """
 
     def forward(self, *args: Any) -> Any:
-        """The pattern: one argument per input, the outputs returned."""
+        """Define the pattern: one argument per input; returns the outputs."""
         raise NotImplementedError("a Pattern says in forward() what it looks for")
 
 
@@ -31,12 +30,12 @@ class ModulePattern(Pattern):
         self.name = name
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The call."""
+        """Return the call of the module."""
         return call_module(self.name, *args, **kwargs)
 
 
 def call_module(name_regex: str, *args: Any, **kwargs: Any) -> Any:
-    """In a pattern function: the call of a module whose path fully matches ``name_regex``, with these arguments."""
+    """In a pattern function: call a module whose path fully matches ``name_regex``, with these arguments."""
     proxies: list[fx.Proxy] = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, fx.Proxy)]
     if not proxies:
         raise TypeError("call_module(regex, ...) is for pattern functions: it needs one of the pattern's values as an argument")
@@ -44,7 +43,7 @@ def call_module(name_regex: str, *args: Any, **kwargs: Any) -> Any:
 
 
 class PatternTracer(fx.Tracer):
-    """Traces patterns: modules that are none stay whole."""
+    """Tracer of patterns, which keeps modules whole that are not patterns."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return not isinstance(m, Pattern)

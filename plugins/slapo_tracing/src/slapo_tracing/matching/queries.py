@@ -1,4 +1,4 @@
-"""Find parts of the graphs below a schedule; what is not traced yet is traced first."""
+"""Queries that search the graphs below a schedule, and trace modules that are not traced yet."""
 
 from __future__ import annotations
 
@@ -21,41 +21,43 @@ if TYPE_CHECKING:
 
 
 def find_node(schedule: Schedule, regex_or_pattern_fn: str | Callable[[fx.Node], bool]) -> list[matcher.Handle]:
-    """Return nodes of the graphs from a schedule's module down; where nothing there is traced, ``trace`` is applied first.
+    """Return nodes of the graphs below a schedule. If nothing there is traced, ``trace`` is applied first.
 
-    ``[[node] for node in ...]`` are as many matches for ``replace``; the list itself is one.
+    ``[[node] for node in ...]`` are as many matches for ``replace``; the list itself is one match.
 
     Args:
-        schedule: Of the module.
+        schedule: The schedule of the module to search.
         regex_or_pattern_fn: A regular expression that the path of a called module matches fully, or a function of a node.
 
     Returns:
-        Nodes with the paths of their traced modules.
+        Pairs of the path of a traced module and a node of its graph.
 
     Raises:
-        ScheduleError: no regular expression and no function.
+        ScheduleError: neither a regular expression nor a function.
         TraceError: the module is not traced and cannot be.
     """
-    matcher.check_wanted(regex_or_pattern_fn)
-    return _found(schedule, regex_or_pattern_fn, lambda: matcher.find_node(schedule.mod, regex_or_pattern_fn, schedule.path))
+    matcher.check_query(regex_or_pattern_fn)
+    return _search_graphs(
+        schedule, regex_or_pattern_fn, lambda: matcher.find_node(schedule.mod, regex_or_pattern_fn, schedule.path)
+    )
 
 
 def find_subgraph(schedule: Schedule, pattern_fn: Callable[..., Any] | Pattern) -> list[matcher.Match]:
     """Return the occurrences of a pattern in the same graphs; they never overlap.
 
-    Where nothing was traced before, and only a graph of everything has the pattern, as it goes from one module into another,
+    If nothing was traced before, and only a flat graph contains the pattern, since it spans several modules,
     ``trace(flatten=True)`` is applied.
 
     Args:
-        schedule: Of the module.
-        pattern_fn: A function of tensors, with ``slapo.call_module(name, ...)`` for modules in it, or a ``Pattern``.
+        schedule: The schedule of the module to search.
+        pattern_fn: A function of tensors, in which ``slapo.call_module(name, ...)`` stands for modules, or a ``Pattern``.
 
     Raises:
-        ScheduleError: the pattern cannot be looked for.
+        ScheduleError: the pattern is invalid.
         TraceError: the module is not traced and cannot be.
     """
     compiled = matcher.CompiledPattern(pattern_fn)
-    return _found(
+    return _search_graphs(
         schedule,
         pattern_fn,
         lambda: matcher.find_subgraph(schedule.mod, compiled, schedule.path),
@@ -64,7 +66,7 @@ def find_subgraph(schedule: Schedule, pattern_fn: Callable[..., Any] | Pattern) 
 
 
 def find(schedule: Schedule, regex_or_pattern_fn: str | Callable[..., Any] | Pattern) -> list[Any]:
-    """Return ``find_node`` of a regular expression, ``find_subgraph`` of a function of tensors or a ``Pattern``."""
+    """Return ``find_node`` of a regular expression, or ``find_subgraph`` of a function of tensors or a ``Pattern``."""
     return (
         find_node(schedule, regex_or_pattern_fn)
         if isinstance(regex_or_pattern_fn, str)
@@ -73,7 +75,8 @@ def find(schedule: Schedule, regex_or_pattern_fn: str | Callable[..., Any] | Pat
 
 
 def matches_of(schedule: Schedule, subgraph: Any, primitive: str) -> list[Any]:
-    """A list of the matches that a primitive was given: one, several, a node, or what ``find`` takes.
+    """Return the list of matches that an argument of a primitive stands for: one match, several, a node, or an argument of
+    ``find``.
 
     Raises:
         ScheduleError: none of these, or nothing is found.
@@ -113,7 +116,7 @@ def _is_node(value: Any) -> bool:
     return isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], fx.Node)
 
 
-def _found(
+def _search_graphs(
     schedule: Schedule,
     wanted: Any,
     search: Callable[[], list[Any]],
@@ -121,10 +124,10 @@ def _found(
 ) -> list[Any]:
     is_ours = not any(True for _ in matcher.traced_modules(schedule.mod))
     if is_ours:
-        _trace(schedule)
+        _trace_module(schedule)
     found = search()
     if not found and not _is_traced(schedule.mod):  # only parts of it were
-        _trace(schedule)
+        _trace_module(schedule)
         found = search()
     if found:
         return found
@@ -144,14 +147,14 @@ def _is_traced(module: nn.Module) -> bool:
 
 
 def _flat_count(schedule: Schedule, in_flat: Callable[[nn.Module], int]) -> int:
-    """Return the number of matches in a graph of everything."""
+    """Return the number of matches in a flat graph of the module."""
     with suppress(TraceError, ScheduleError):
         return in_flat(trace_in_place(schedule, None, flatten=True))
     return 0
 
 
-def _trace(schedule: Schedule) -> None:
-    """Trace a module and all inside of it; what cannot be a graph stays whole."""
+def _trace_module(schedule: Schedule) -> None:
+    """Trace a module and the modules inside. If one of these cannot be traced, all of them stay whole."""
     try:
         schedule.apply("trace")
     except TraceError as err:

@@ -1,9 +1,9 @@
 """Values, functions and modes that appear in traced graphs, and Python code for graphs.
 
-May import no other sub-package.
+This sub-package may import no other one.
 """
 
-from ._torch_private import in_function_transform, quiet, unobserved, whole_shape
+from ._torch_private import in_function_transform, unobserved, whole_shape, without_fake_tensor_logs
 from .codegen import compile_graph
 from .forward_wrapping import forward_wrappers, own_forward, wrap_forward
 from .graph_functions import asks_for_gradients, expect, expect_outputs, rebuild, set_state
@@ -41,7 +41,7 @@ __all__ = [
     "model_source",
     "name_of",
     "own_forward",
-    "quiet",
+    "without_fake_tensor_logs",
     "rebuild",
     "set_state",
     "shallow_copy",

@@ -1,4 +1,4 @@
-"""Every private name of torch that tracing uses, in one place. A test checks each: it fails when torch moves one."""
+"""All private names of torch that tracing uses. A test checks each, and fails when torch moves one."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.checkpoint import CheckpointFunction
 
 unrecorded: Callable[[], Any] = DisableTorchFunction
-"""Context in which no torch function mode sees what is called."""
+"""Context in which no torch function mode sees calls."""
 recorded: Callable[[], Any] = _EnableTorchFunction
 """Context, inside ``unrecorded``, in which the modes see calls again."""
 not_compiled: Callable[[Any], Any] = torch._disable_dynamo  # type: ignore[attr-defined]
-"""Keeps ``torch.compile`` off a function and what it calls. Dynamo is imported by the first call."""
+"""Decorator that keeps ``torch.compile`` off a function and its callees. The first call imports dynamo."""
 
 
 def in_function_transform() -> bool:
-    """Return whether a transform of ``torch.func``, such as ``vmap``, runs now."""
+    """Return True while a transform of ``torch.func``, such as ``vmap``, runs."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
@@ -43,31 +43,32 @@ _HASHED = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.l
 
 
 MODES = {"is_grad_enabled": torch.is_grad_enabled, "is_inference_mode_enabled": torch.is_inference_mode_enabled}
-"""Questions to torch that no torch function mode sees."""
+"""Queries of modes, which no torch function mode sees."""
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operators that draw random numbers."""
+    """Dispatch mode that counts the operators that draw random numbers."""
 
     supports_higher_order_operators = True
     drawn = 0
     value_reads = 0
-    """Operators that read values of real tensors: their result, or its shape, depends on these."""
+    """Number of operators that read values of real tensors: their result, or its shape, depends on these."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count(func)
         return func(*args, **(kwargs or {}))
 
     def count(self, func: Any) -> None:
-        """An operator is about to run."""
+        """Count an operator that is about to run."""
         self.drawn += torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
 class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
-    """torch's own, which remembers what operators return; its keys and its fakes took half of the time of a trace.
+    """Torch's fake tensor mode with a faster cache. Torch's own cache keys and fake tensors took half of the time of a
+    trace.
 
     Attributes:
-        keeps_values: What is computed from real tensors alone is computed for real.
+        keeps_values: True to compute with real values what depends on real tensors only.
     """
 
     keeps_values = False
@@ -96,7 +97,9 @@ class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
         return super().dispatch(func, types, args, kwargs)
 
     def fake(self, empty: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A fake on ``device`` of a tensor on the meta device; all but the first get their attributes from that one."""
+        """Return a fake tensor on ``device`` for a tensor on the meta device. All but the first copy the attributes of the
+        first.
+        """
         if device not in self._attributes:
             self._attributes[device] = dict(vars(FakeTensor(self, empty, device)))
         make: Any = torch.Tensor._make_subclass
@@ -121,7 +124,9 @@ class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
         return tuple(key) if plain else super()._cache_key(state, func, args, kwargs)
 
     def _add_facts(self, key: list[Any], values: Iterable[Any]) -> bool:
-        """Add what counts of the values; False where that takes more care."""
+        """Append the facts of the values that determine an operator's result; return False for values that need torch's own
+        key.
+        """
         for value in values:
             kind = type(value)
             key.append(kind)
@@ -144,7 +149,7 @@ def _is_valueless(value: Any) -> bool:
 
 
 def _changes_values(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether an operator changes a tensor with numbers in place."""
+    """Return True if an operator changes a tensor with values in place."""
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.is_mutable:
         return False
@@ -154,13 +159,13 @@ def _changes_values(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def has_values(value: Any) -> bool:
-    """Return whether a value is a tensor with numbers in it."""
+    """Return True if the value is a tensor with values, neither fake nor meta."""
     return isinstance(value, torch.Tensor) and not _is_valueless(value)
 
 
 @contextmanager
 def unobserved() -> Iterator[None]:
-    """No torch function mode, dispatch mode or hook for saved tensors, a checkpoint's say, sees what runs inside."""
+    """Run a ``with`` block without torch function modes, dispatch modes and hooks for saved tensors, such as a checkpoint's."""
     modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]  # type: ignore[no-untyped-call]
     try:
         with _disable_current_modes(), saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
@@ -171,7 +176,9 @@ def unobserved() -> Iterator[None]:
 
 
 def fake_like(mode: FakeMode, tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """A fake of ``tensor`` without its autograd history, on ``device`` where given: a sixth of ``from_tensor``'s cost."""
+    """Return a fake of ``tensor`` without autograd history, on ``device`` if given, at a sixth of the cost of
+    ``from_tensor``.
+    """
     if (whole := whole_shape(tensor)) is not None:
         empty = torch.empty(whole, dtype=tensor.dtype, device="meta")
         return mode.fake(empty, device or tensor.device).requires_grad_(tensor.requires_grad)
@@ -182,19 +189,19 @@ def fake_like(mode: FakeMode, tensor: torch.Tensor, device: torch.device | None 
 
 
 def whole_shape(tensor: torch.Tensor) -> torch.Size | None:
-    """The shape of a weight of which this rank has a part alone, and no more of it while nothing that uses it runs."""
+    """Return the full shape of a weight that is partitioned across ranks outside of its use (ZeRO, DTensor); else None."""
     shape: torch.Size | None = getattr(tensor, "ds_shape", None)  # ZeRO's
     distributed = sys.modules.get("torch.distributed.tensor")  # takes half a second to import
     return tensor.shape if shape is None and distributed and isinstance(tensor, distributed.DTensor) else shape
 
 
-def is_apart(tensor: torch.Tensor) -> bool:
-    """Return whether an engine has given each rank a part of a weight."""
+def is_partitioned(tensor: torch.Tensor) -> bool:
+    """Return True if an engine has partitioned the weight across ranks."""
     return whole_shape(tensor) is not None
 
 
 def as_parameter(fake: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """Give ``fake`` the attributes of ``real``; it passes for an ``nn.Parameter`` where that is one."""
+    """Give ``fake`` the attributes of ``real``, and make it pass for an ``nn.Parameter`` if ``real`` is one."""
     fake.__dict__.update({name: value for name, value in real.__dict__.items() if not name.startswith("ds_")})
     if isinstance(real, nn.Parameter):
         fake._is_param = True
@@ -202,12 +209,12 @@ def as_parameter(fake: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
 
 
 def version(tensor: torch.Tensor) -> int:
-    """Return how often the tensor was changed in place."""
+    """Return the number of in-place changes of a tensor."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def memory(tensor: torch.Tensor) -> int:
-    """The same number for all views of one memory, as long as one of them lives."""
+    """Return a number that is equal for all views of one storage while one of them lives."""
     if tensor.layout is not torch.strided:  # as if indices and values were no views of others
         return id(tensor)
     return int(tensor.untyped_storage()._cdata)
@@ -223,18 +230,21 @@ def _key(part: Any) -> Any:
 
 
 def unflatten(leaves: list[Any], spec: Any) -> Any:
-    """The containers that ``torch.export`` took apart."""
+    """Return the containers that ``torch.export`` flattened."""
     return _pytree.tree_unflatten(leaves, spec)
 
 
 def is_recompiled_with_parent() -> bool:
-    """Return whether the caller, a ``recompile``, runs because a ``GraphModule`` that holds the module is compiled."""
+    """Return True if the caller, a ``recompile``, runs because a parent ``GraphModule`` is compiled."""
     return sys._getframe(2).f_code is fx.GraphModule._recompile_submodules.__code__
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Fake tensors log a traceback of every operator they cannot do, and the compiler cannot run on them."""
+def without_fake_tensor_logs() -> Iterator[None]:
+    """Run a ``with`` block without the fake tensors' tracebacks of unsupported operators, and without the compiler.
+
+    The compiler cannot run on fake tensors.
+    """
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True  # a level would empty the caches of all loggers
@@ -248,10 +258,10 @@ def quiet() -> Iterator[None]:
 _tables: dict[str, tuple[Any, dict[str, Any], int, list[str]]] = {}
 
 
-def _askers() -> list[tuple[dict[str, Any], str]]:
-    """Tables of modules that have a function of ``MODES`` for a global, and its name.
+def _mode_query_tables() -> list[tuple[dict[str, Any], str]]:
+    """Return the dicts of modules that import a function of ``MODES``, with its name.
 
-    To search the thousands of tables took a fifth of the time of a trace: only those that are new or have grown are searched.
+    A search of all modules took a fifth of the time of a trace. Therefore only new and grown modules are searched.
     """
     found = []
     for module_name, module in list(sys.modules.items()):
@@ -264,14 +274,14 @@ def _askers() -> list[tuple[dict[str, Any], str]]:
 
 
 def modes_inside(mode: TorchFunctionMode) -> tuple[TorchFunctionMode, ...]:
-    """The modes of torch functions that were entered after ``mode``, outermost first."""
+    """Return the torch function modes that were entered after ``mode``, outermost first."""
     stack: list[TorchFunctionMode] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return tuple(stack[stack.index(mode) + 1 :]) if mode in stack else ()
 
 
 @contextmanager
 def intercept_vmap(handler: _Handler) -> Iterator[None]:
-    """Send calls of functions that ``torch.vmap`` has made to ``handler(call, function, ...)``."""
+    """Redirect calls of functions that ``torch.vmap`` made to ``handler(call, function, ...)``, in a ``with`` block."""
     table = vars(apis)
     plain = table["vmap_impl"]
     table["vmap_impl"] = partial(handler, plain)
@@ -285,14 +295,15 @@ def intercept_vmap(handler: _Handler) -> Iterator[None]:
 def intercept(
     module_call: _Handler, apply: _Handler, read: _Handler, ask_mode: _Handler, write: _Handler = lambda module, name: None
 ) -> Iterator[None]:
-    """Send calls of modules to ``module_call(call, module, ...)``, of autograd functions to ``apply(call, ...)``.
+    """Redirect calls of modules to ``module_call(call, module, ...)``, and those of autograd functions to ``apply(call,
+    ...)``.
 
-    And let ``read(module, name, value)`` answer for every attribute of a module that is read. It is also told of parameters,
-    buffers, children and what is not there, without a say. Questions in ``MODES`` go to ``ask_mode(name, answer)``. After an
-    attribute is set, ``write(module, name)`` runs.
+    ``read(module, name, value)`` returns the value of each attribute of a module that is read. It is also called for
+    parameters, buffers, children and missing attributes, where its result is ignored. Queries in ``MODES`` are redirected to
+    ``ask_mode(name, answer)``. ``write(module, name)`` is called after an attribute is set.
 
-    Reentrant checkpoints are no operation of the model's: their function runs as if it were called. An autograd function is
-    met below ``Function.apply``, which models keep bound, as ``swish = Swish.apply``.
+    Reentrant checkpoints are not operations of the model: their function runs as if it were called. Autograd functions are
+    intercepted below ``Function.apply``, since models keep that method bound, as in ``swish = Swish.apply``.
     """
     plain_call, plain_apply = nn.Module.__call__, vars(_SingleLevelFunction).get("apply")
     plain_setattr = nn.Module.__setattr__
@@ -325,7 +336,7 @@ def intercept(
         plain_setattr(module, name, value)
         write(module, name)
 
-    askers = _askers()
+    askers = _mode_query_tables()
     for space, name in askers:
         space[name] = partial(ask_mode, name, MODES[name])
     nn.Module.__call__ = patched_call  # type: ignore[method-assign]
@@ -337,12 +348,12 @@ def intercept(
     finally:
         for space, name in askers:
             space[name] = MODES[name]
-        _put_back(nn.Module, "__getattribute__", plain_getattribute)
+        _restore_attribute(nn.Module, "__getattribute__", plain_getattribute)
         nn.Module.__setattr__ = plain_setattr  # type: ignore[method-assign]
-        _put_back(_SingleLevelFunction, "apply", plain_apply)
+        _restore_attribute(_SingleLevelFunction, "apply", plain_apply)
         nn.Module.__call__ = plain_call  # type: ignore[method-assign]
 
 
-def _put_back(cls: type, name: str, former: Any) -> None:
-    """Give a class back what it had under a name before that was replaced; None: nothing of its own."""
+def _restore_attribute(cls: type, name: str, former: Any) -> None:
+    """Restore an attribute of a class; None deletes it, since the class had none of its own."""
     delattr(cls, name) if former is None else setattr(cls, name, former)

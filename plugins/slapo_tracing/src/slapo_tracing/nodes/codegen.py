@@ -1,7 +1,7 @@
 """Python code of a graph.
 
-fx's own generator spells every function and constant as text, which breaks on many; here what has no plain spelling is a
-global.
+The generator of fx spells every function and constant as text, which fails for many. Here a value without a plain spelling is a
+global of the code.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 from torch import fx, nn
 from torch.fx.node import map_arg
 
-_serial = itertools.count()
+_file_numbers = itertools.count()
 
 
 def compile_graph(graph: fx.Graph, name: str) -> tuple[Any, str]:
-    """A function ``run(self, *inputs)`` and its source; values are freed after their last use."""
+    """Return a function ``run(self, *inputs)`` and its source. Values are freed after their last use."""
     writer = _Writer(graph)
     last = {node: user for user in graph.nodes for node in user.all_input_nodes}
     dying: dict[fx.Node, list[str]] = {}
@@ -40,7 +40,7 @@ def compile_graph(graph: fx.Graph, name: str) -> tuple[Any, str]:
     arguments = ", ".join(f"{given}{default}" for given, default in inputs.items())
     # all arguments at once, as the name of one's value may be that of another argument
     source = "\n".join([f"def run({arguments}):", f"    {', '.join(values)}, = {', '.join(inputs)},", *body]) + "\n"
-    file = f"<{name}.{next(_serial)}>"
+    file = f"<{name}.{next(_file_numbers)}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # for tracebacks
     exec(compile(source, file, "exec"), writer.names)  # noqa: S102
     return writer.names["run"], source
@@ -59,7 +59,7 @@ class _Writer:
         return name
 
     def text(self, value: Any) -> str:
-        """A value as an expression."""
+        """Return a value as an expression."""
         if isinstance(value, fx.Node):
             return value.name
         if isinstance(value, (tuple, list)) and type(value).__module__ in ("builtins", "torch.fx.immutable_collections"):
@@ -72,7 +72,7 @@ class _Writer:
         return repr(value) if type(value) in (type(None), bool, int, str) else self.named(value)
 
     def named(self, value: Any) -> str:
-        """The global that holds ``value``."""
+        """Return the name of the global that holds ``value``."""
         if id(value) not in self.known:
             label = str(getattr(value, "__name__", type(value).__name__))
             name = self._free(f"_{len(self.known)}_{label if label.isidentifier() else ''}")
@@ -80,7 +80,7 @@ class _Writer:
         return self.known[id(value)]
 
     def call(self, node: fx.Node) -> str:
-        """A node as an expression."""
+        """Return a node as an expression."""
         arguments = [*map(self.text, node.args)]
         named = [f"{key}={self.text(value)}" for key, value in node.kwargs.items()]
         if node.op == "call_method":
@@ -100,7 +100,7 @@ def run_graph(
     """Run a graph node by node.
 
     Args:
-        module: Holds what the targets name.
+        module: Module that contains the targets.
         graph: The graph.
         inputs: Values of the placeholders.
         around: Context in which each node runs.

@@ -1,7 +1,7 @@
-"""Wrap a module's forward without changing its class, its parameter names or its hooks.
+"""Wrappers of a module's forward that change neither its class nor its parameter names nor its hooks.
 
-Wrappers run inside ``nn.Module.__call__``: forward hooks stay outside of them, so a checkpointed module does not
-repeat the collectives its hooks do.
+Wrappers run inside ``nn.Module.__call__`` and inside of forward hooks. A checkpointed module therefore does not repeat the
+collectives of its hooks.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 from torch import nn
 
 Wrapper = Callable[..., Any]
-"""``wrapper(call, *args, **kwargs)``: ``call`` is the forward inside; a picklable function or object."""
+"""``wrapper(call, *args, **kwargs)``, where ``call`` is the wrapped forward; a picklable function or object."""
 
 WRAPPERS = "_slapo_wrappers"
 INNER = "_slapo_inner_forward"
 
 
 def wrap_forward(module: nn.Module, wrapper: Wrapper, *, innermost: bool = False) -> None:
-    """Put ``wrapper`` around the module's forward, outside the wrappers it already has, or inside all of them."""
+    """Wrap the module's forward with ``wrapper``, outside of the existing wrappers, or inside of all."""
     state = module.__dict__
     if WRAPPERS not in state:
         if "forward" in state:  # somebody's own instance-level forward stays the innermost
@@ -33,12 +33,12 @@ def wrap_forward(module: nn.Module, wrapper: Wrapper, *, innermost: bool = False
 
 
 def forward_wrappers(module: nn.Module) -> tuple[Wrapper, ...]:
-    """The wrappers around the module's forward, innermost first."""
+    """Return the wrappers of the module's forward, innermost first."""
     return module.__dict__.get(WRAPPERS, ())  # type: ignore[no-any-return]
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """The forward that this very module has been given, wrapped or not; None where it has its class's."""
+    """Return the forward that was set on this module, wrapped or not; None if it has its class's."""
     return module.__dict__.get(INNER if WRAPPERS in module.__dict__ else "forward")
 
 
@@ -50,7 +50,7 @@ def wrapped_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 class WrappedForward(partial[Any]):
-    """A forward with wrappers around it; its signature is that of the forward inside."""
+    """Wrapped forward, with the signature of the forward inside."""
 
     __code__ = wrapped_forward.__code__  # torch's compiler asks for that of a GraphModule's forward
 

@@ -13,11 +13,11 @@ from .nested_values import fingerprint
 
 
 class _Index(int):
-    """Position of a node in its graph, which stands for the node."""
+    """Position of a node in its graph, as a reference to the node."""
 
 
 class _Constant:
-    """A tensor that the graph holds."""
+    """Tensor that the graph holds, compared by value."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -59,7 +59,7 @@ def graph_data(graph: fx.Graph, constants: Any) -> list[Any]:
 
 
 def same_graph(one: list[Any] | None, two: list[Any] | None) -> bool:
-    """Return whether two graphs compute the same, operation by operation."""
+    """Return True if two graphs compute the same, operation by operation."""
     if one is None or two is None or len(one) != len(two):
         return False
     for (name, called, args, _), (other, also, given, _) in zip(one, two, strict=True):
@@ -71,16 +71,16 @@ def same_graph(one: list[Any] | None, two: list[Any] | None) -> bool:
 
 
 class Twins(dict[str, fx.Node]):
-    """Name of a node of the first graph to the node of another graph that has its part there; others are left out.
+    """Name of a node of the first graph to the corresponding node of another graph. Nodes without one are left out.
 
-    Nodes that call the same from the same module are paired in order where there are as many in both graphs.
+    Nodes that call the same function from the same module are paired in order if both graphs have equally many.
 
     Args:
         first: Data of the first graph.
         graph: The other graph.
 
     Attributes:
-        unique: Names of those whose twin is certain: nothing else in either graph calls the same.
+        unique: Names of the nodes whose twin is certain, since no other node calls the same.
     """
 
     def __init__(self, first: list[Any], graph: fx.Graph) -> None:

@@ -1,4 +1,4 @@
-"""Functions that stand in traced graphs."""
+"""Functions that nodes of traced graphs call."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from .nested_values import contents, fill, getter
 
 
 def setitem(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
-    """``tensor[index] = value``, then the tensor: so that later uses depend on the assignment."""
+    """Run ``tensor[index] = value`` and return the tensor, so that later uses depend on the assignment."""
     tensor[index] = value
     return tensor
 
 
 def set_state(root: Any, path: tuple[Any, ...], content: dict[Any, Any], drop: list[Any]) -> None:
-    """Change parts of an object as the forward did: attributes or items of what lies at ``path`` inside ``root``."""
+    """Change attributes or items of the object at ``path`` inside ``root``, as the forward did."""
     target = reduce(lambda holder, key: getter(holder)(holder, key), path, root)
     fill(target, {key: part for key, part in (contents(target) or {}).items() if key not in drop} | content)
 
 
 def expect_outputs(result: Any, count: int, label: str) -> None:
-    """Check that what replaced a subgraph of several outputs returns as many.
+    """Check the number of outputs of the replacement of a subgraph.
 
     Raises:
-        ScheduleError: It returns something else.
+        ScheduleError: ``result`` is not a tuple or list of ``count`` values.
     """
     if not isinstance(result, (tuple, list)) or len(result) != count:
         kind = f"a {type(result).__name__}" + (f" of {len(result)}" if isinstance(result, (tuple, list)) else "")
@@ -40,17 +40,17 @@ def expect_outputs(result: Any, count: int, label: str) -> None:
 
 
 def expect(answer: Any, name: str, tensor: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> None:
-    """Check what the forward's Python code was told by a tensor, or by torch itself.
+    """Check an answer that the forward's Python code got from a tensor, or from torch itself.
 
     Raises:
-        TraceError: The answer is another one at this call.
+        TraceError: the answer differs in this call.
     """
     if problem := _unexpected(answer, name, tensor, args, kwargs):
         raise TraceError(f"{problem}; trace again for calls like this, or keep what asks whole with leaf_modules")
 
 
 def asks_for_gradients(module: nn.Module) -> bool:
-    """Return whether a graph inside serves calls with gradients alone, or those without, as its forward asks for these."""
+    """Return True if a graph inside depends on gradients, and so serves only calls with gradients, or only those without."""
     graphs = [each.graph for each in module.modules() if isinstance(each, fx.GraphModule)]
     asked = {str(node.args[1]) for graph in graphs for node in graph.find_nodes(op="call_function", target=expect)}
     return not asked.isdisjoint((*private.MODES, "requires_grad", "is_leaf", "grad_fn"))
@@ -66,11 +66,11 @@ class Expectation(NamedTuple):
     """Check of ``expect`` that can be made before the graph runs.
 
     Attributes:
-        answer: The answer while tracing.
-        name: What was asked for.
-        argument: Name of the forward's argument that was asked; None: torch.
-        args: Positional arguments of the question.
-        kwargs: Keyword arguments of the question.
+        answer: The answer during the trace.
+        name: Name of the function or property that was queried.
+        argument: Name of the forward's argument that was queried; None: torch.
+        args: Positional arguments of the query.
+        kwargs: Keyword arguments of the query.
     """
 
     answer: Any
@@ -80,21 +80,21 @@ class Expectation(NamedTuple):
     kwargs: dict[str, Any]
 
     def problem(self, values: Mapping[str, Any]) -> str | None:
-        """The difference, in words; None where there is none."""
+        """Return the difference as text, or None."""
         return _unexpected(self.answer, self.name, values[self.argument] if self.argument else None, self.args, self.kwargs)
 
 
 class Slot:
-    """Stands for a value that is known when the graph runs."""
+    """Placeholder for a value that is known when the graph runs."""
 
 
 class Template:
-    """An object with slots in it, to be built anew at every call.
+    """Object with slots, from which each call builds a new one.
 
     Args:
         value: The object, its tensors replaced by slots.
-        slots: The slots in it, in the order in which ``rebuild`` gets their values.
-        shared: Objects inside that are not to be copied.
+        slots: Its slots, in the order of the values in ``rebuild``.
+        shared: Objects inside that are not copied.
     """
 
     def __init__(self, value: Any, slots: list[Slot], shared: list[Any]) -> None:
@@ -105,7 +105,7 @@ class Template:
 
 
 def rebuild(template: Template, values: list[Any]) -> Any:
-    """A new object after ``template``, with ``values`` in its slots."""
+    """Return a copy of the template's object with ``values`` in its slots."""
     memo = {id(slot): value for slot, value in zip(template.slots, values, strict=True)}
     memo.update((id(value), value) for value in template.shared)
     return copy.deepcopy(template.value, memo)

@@ -1,8 +1,8 @@
 """Gradient mode and autocast in a graph.
 
-While tracing, every node gets ``meta["regions"]``: what differs from the state the forward was called in. ``write_mode_nodes``
-turns that into nodes ``enter(state)`` / ``leave(token)`` around each run of nodes of one state. Who builds a graph out of
-copied nodes (with their ``meta``) leaves these nodes out and calls ``write_mode_nodes`` on the result.
+During a trace, every node gets ``meta["regions"]``: the differences from the state in which the forward was called.
+``write_mode_nodes`` writes nodes ``enter(state)`` and ``leave_modes(token)`` around each run of nodes of one state. Code that
+builds a graph from copied nodes (with their ``meta``) leaves these nodes out and calls ``write_mode_nodes`` on the result.
 """
 
 from __future__ import annotations
@@ -19,26 +19,28 @@ _DEVICES = ("cpu", "cuda")
 
 
 def current_modes(baseline: ModeState = (), grad: bool = False) -> ModeState:
-    """The state now, without the entries that ``baseline`` has too; with ``grad`` the gradient mode is one in any case."""
+    """Return the present state without the entries of ``baseline``; with ``grad``, the gradient mode is always included."""
     autocast = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _DEVICES]
     mode = ("grad", torch.is_grad_enabled())
     return tuple(entry for entry in (mode, *autocast) if entry not in baseline or (grad and entry is mode))
 
 
 def autocast_state() -> ModeState:
-    """Which autocast is on: a forward's Python code may ask, so a graph is good for one answer."""
+    """Return the active autocast: device types and dtypes. A forward's code may depend on it, so a graph serves one state
+    only.
+    """
     return tuple((device, torch.get_autocast_dtype(device)) for device in _DEVICES if torch.is_autocast_enabled(device))
 
 
 def enter(state: ModeState) -> ModeState:
-    """Set the state; returns what ``leave_modes`` needs to go back."""
+    """Set the state, and return the token with which ``leave_modes`` restores the state before."""
     before = current_modes()
     leave_modes(state)
     return before
 
 
 def leave_modes(before: ModeState) -> None:
-    """Go back to the state before ``enter``."""
+    """Restore the state before ``enter``."""
     for kind, enabled, *dtype in before:
         if kind == "grad":
             torch.set_grad_enabled(enabled)
@@ -50,12 +52,12 @@ def leave_modes(before: ModeState) -> None:
 
 
 def is_mode_node(node: fx.Node) -> bool:
-    """Whether the node only switches the state."""
+    """Return True if the node only switches the state."""
     return node.op == "call_function" and node.target in (enter, leave_modes)
 
 
 def write_mode_nodes(graph: fx.Graph) -> None:
-    """Put ``enter`` and ``leave_modes`` nodes where the nodes' states change; existing ones are replaced."""
+    """Insert ``enter`` and ``leave_modes`` nodes where the state of the nodes changes; existing ones are replaced."""
     for node in [node for node in graph.nodes if is_mode_node(node)][::-1]:
         graph.erase_node(node)
     state: ModeState = ()

@@ -1,4 +1,4 @@
-"""Python values around tensors: compare what two calls were given, and build an object anew at every call."""
+"""Python values that contain tensors: comparison of the arguments of two calls, snapshots, and copies."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from .symbolic_sizes import Size
 
 
 class Hidden:
-    """Base class of bookkeeping that lies on a module and is no part of the module's state."""
+    """Base class of bookkeeping objects on a module that are not part of the module's state."""
 
 
 _PLAIN = (dict, list, tuple, set, frozenset, deque)
 ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _ATOM_TYPES = frozenset(ATOMS)
-_NEVER_CHANGED = frozenset((tuple, frozenset))
+_IMMUTABLE = frozenset((tuple, frozenset))
 _BY_REFERENCE = (
     *ATOMS,
     *(type, enum.Enum, nn.Module, ModuleType, FunctionType, BuiltinFunctionType, MethodType),
@@ -38,7 +38,7 @@ _BY_REFERENCE = (
 
 
 def by_reference(value: Any) -> bool:
-    """Return whether a graph may hold this very object: no forward changes it."""
+    """Return True if a graph may hold this very object, since no forward changes it."""
     return isinstance(value, _BY_REFERENCE) or type(value).__module__ == "numpy"
 
 
@@ -53,7 +53,7 @@ def contents(value: Any) -> dict[Any, Any] | None:
 
 
 def _parts(value: Any) -> dict[Any, Any] | None:
-    """The same of what is no dict; of an object its own table and slots, as a config may have a slow way to get attributes."""
+    """Return the parts of a value other than a dict. Attributes are read from the tables, since a config's may be slow."""
     if isinstance(value, (list, tuple, deque)):
         return dict(enumerate(value))
     if isinstance(value, (set, frozenset)):
@@ -68,12 +68,12 @@ def _parts(value: Any) -> dict[Any, Any] | None:
 
 
 def _slots(value: Any) -> Iterable[str]:
-    """Names of what an object holds beside its table of attributes."""
+    """Return the names of the attributes of an object that are not in its ``__dict__``."""
     return ("func", "args", "keywords") if isinstance(value, partial) else copyreg._slotnames(type(value))  # type: ignore[attr-defined]
 
 
 def fill(value: Any, parts: dict[Any, Any]) -> None:
-    """Let a container or object that can change consist of these parts, the reverse of ``contents``."""
+    """Replace the parts of a mutable container or object, the reverse of ``contents``."""
     if not isinstance(value, (dict, list, set, deque)):
         for name in () if isinstance(value, partial) else _slots(value):
             object.__setattr__(value, name, parts[name]) if name in parts else object.__delattr__(value, name)
@@ -84,14 +84,14 @@ def fill(value: Any, parts: dict[Any, Any]) -> None:
 
 
 def walk(value: Any, seen: set[int] | None = None) -> Iterator[tuple[tuple[Any, ...], Any, dict[Any, Any] | None]]:
-    """Path, value and contents of everything inside ``value`` but numbers and the like, itself first.
+    """Yield path, value and contents of everything inside ``value`` except plain atoms, starting with itself.
 
     Args:
-        value: Of any kind.
-        seen: Ids of containers and objects to leave out; those met are added.
+        value: Any value.
+        seen: Ids of containers and objects to skip; those visited are added.
 
     Yields:
-        Attribute names of objects, else keys, that lead to it; the value; what ``contents`` makes of it.
+        The attribute names and keys that lead to the value; the value; its ``contents``.
     """
     seen = set() if seen is None else seen
     todo: list[tuple[tuple[Any, ...], Any]] = [((), value)]
@@ -106,71 +106,75 @@ def walk(value: Any, seen: set[int] | None = None) -> Iterator[tuple[tuple[Any, 
 
 
 class Snapshot:
-    """Contents of a value at one moment, down to the last object inside, to compare with and to put back.
+    """Contents of a value at one moment, down to the innermost object, for comparison and restoration.
 
     Args:
         value: A container or an object.
-        seen: Ids of objects that another snapshot holds; those of this one are added.
+        seen: Ids of objects in another snapshot; those of this one are added.
     """
 
     def __init__(self, value: Any, seen: set[int] | None = None) -> None:
         self.parts = {path: (part, parts) for path, part, parts in walk(value, seen) if parts is not None}
 
     def changed(self) -> list[tuple[Any, ...]]:
-        """Paths of the parts that are not as they were."""
-        return [path for path, (part, old) in self.parts.items() if not _same(part, old)]
+        """Return the paths of the parts that have changed."""
+        return [path for path, (part, old) in self.parts.items() if not _has_same_parts(part, old)]
 
     def restore(self) -> None:
-        """Put everything back."""
-        put_back(self.parts.values())
+        """Restore all parts."""
+        restore_contents(self.parts.values())
 
 
-def put_back(parts: Iterable[tuple[Any, dict[Any, Any]]]) -> None:
-    """Let containers and objects consist of what they did before."""
+def restore_contents(parts: Iterable[tuple[Any, dict[Any, Any]]]) -> None:
+    """Restore the former contents of containers and objects."""
     for part, old in parts:
-        if not _same(part, old):
+        if not _has_same_parts(part, old):
             fill(part, old)
 
 
-def _same(part: Any, old: dict[Any, Any]) -> bool:
-    if type(part) in _NEVER_CHANGED:
+def _has_same_parts(part: Any, old: dict[Any, Any]) -> bool:
+    if type(part) in _IMMUTABLE:
         return True
     new = part if isinstance(part, dict) else _parts(part) or {}
     return len(new) == len(old) and all(map(operator.is_, new.values(), old.values())) and new.keys() == old.keys()
 
 
 def getter(value: Any) -> Callable[[Any, Any], Any]:
-    """Return the function that gets the part of ``value`` that ``contents`` calls by a key: ``getter(value)(value, key)``."""
+    """Return the function that reads a part by its key in ``contents``: ``getter(value)(value, key)``."""
     return operator.getitem if isinstance(value, (dict, list, tuple, deque)) else getattr
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor inside."""
+    """Yield every tensor inside."""
     return (part for _, part, _ in walk(value) if isinstance(part, torch.Tensor))
 
 
 def has_tensor(value: Any) -> bool:
-    """Whether a tensor is anywhere inside."""
+    """Return True if a tensor is anywhere inside."""
     return isinstance(value, torch.Tensor) or any(True for _ in tensors_in(value))
 
 
 def is_input(value: Any) -> bool:
-    """Whether a graph has to be given the value anew at every call: tensors, and objects a forward may change, e.g. a cache."""
+    """Return True if a graph must receive the value at every call: a tensor, or an object that a forward may change, e.g. a
+    cache.
+    """
     return any(isinstance(p, torch.Tensor) or not (parts is None or isinstance(p, _PLAIN)) for _, p, parts in walk(value))
 
 
-def _shape(tensor: torch.Tensor) -> Any:
+def _shape_and_dtype(tensor: torch.Tensor) -> Any:
     has_shape = not tensor.is_nested or tensor.layout is torch.jagged  # the older kind of nested tensors has none
     return tuple(tensor.shape) if has_shape else ("nested", tensor.dim()), tensor.dtype
 
 
-def fingerprint(value: Any, tensor: Callable[[torch.Tensor], Any] = _shape, seen: dict[int, int] | None = None) -> Any:
-    """Equal for values a traced graph cannot tell apart: tensors by shape and dtype, everything else by value.
+def fingerprint(
+    value: Any, tensor: Callable[[torch.Tensor], Any] = _shape_and_dtype, seen: dict[int, int] | None = None
+) -> Any:
+    """Return a value that is equal for values that a graph cannot tell apart: tensors by shape and dtype, others by value.
 
     Args:
-        value: Of any kind.
-        tensor: What of a tensor counts instead.
-        seen: Objects met on the way, numbered.
+        value: Any value.
+        tensor: Fingerprint of a tensor, in place of shape and dtype.
+        seen: Numbers of the objects visited so far, by id.
     """
     if type(value) in _ATOM_TYPES:
         return type(value), value
@@ -189,14 +193,14 @@ def fingerprint(value: Any, tensor: Callable[[torch.Tensor], Any] = _shape, seen
 
 
 def _describe(print_: Any) -> str:
-    """A fingerprint in words, for messages."""
+    """Return a fingerprint as text for messages."""
     if print_[0] is torch.Tensor:
         return f"a tensor {list(print_[1][0])} {str(print_[1][1]).removeprefix('torch.')}"
     return repr(print_[1]) if print_[0] in ATOMS else f"a {getattr(print_[0], '__name__', 'value seen before')}"
 
 
 def difference(traced: Any, given: Any, path: str) -> str:
-    """Where two fingerprints differ first, e.g. ``mask is a tensor [2, 4] int64, traced as None``."""
+    """Return the first difference of two fingerprints, e.g. ``mask is a tensor [2, 4] int64, traced as None``."""
     nested = traced[0] is given[0] and traced[0] not in (torch.Tensor, *ATOMS) and isinstance(traced[1], dict)
     if nested and isinstance(given[1], dict):
         for key in [*traced[1], *given[1]]:
@@ -207,8 +211,8 @@ def difference(traced: Any, given: Any, path: str) -> str:
     return f"{path} is {_describe(given)}, traced as {_describe(traced)}"
 
 
-def distinct(value: Any, seen: set[int]) -> Any:
-    """The same arguments, a tensor given twice as two aliases: what is one tensor now may be two at another call."""
+def alias_duplicates(value: Any, seen: set[int]) -> Any:
+    """Return the arguments with a repeated tensor as two aliases, since another call may pass two tensors."""
     if isinstance(value, torch.Tensor):
         if id(value) in seen:
             value = value.view_as(value)
@@ -217,14 +221,14 @@ def distinct(value: Any, seen: set[int]) -> Any:
     if type(value) not in (tuple, list, dict):
         return value
     parts = contents(value) or {}
-    changed = {key: distinct(part, seen) for key, part in parts.items()}
+    changed = {key: alias_duplicates(part, seen) for key, part in parts.items()}
     if all(map(operator.is_, changed.values(), parts.values())):
         return value
     return changed if type(value) is dict else type(value)(changed.values())
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """The same tuples, lists and dicts with every tensor changed; other containers and objects stay what they are."""
+    """Return the same tuples, lists and dicts with every tensor changed; other containers and objects are kept."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if type(value) is dict:
@@ -233,13 +237,13 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def replace_tensors(value: Any, change: Callable[[torch.Tensor], Any], memo: dict[int, Any]) -> Any:
-    """A deep copy of ``value`` with every tensor changed; what is in ``memo`` (by id) is taken from there."""
+    """Return a deep copy of ``value`` with every tensor changed. Objects in ``memo`` (by id) are taken from there."""
     with private.recorded(), _TensorCopies(change):
         return copy.deepcopy(value, memo)
 
 
 class _TensorCopies(TorchFunctionMode):
-    """Takes over the deep copies of tensors."""
+    """Torch function mode that replaces the deep copies of tensors."""
 
     def __init__(self, change: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()
@@ -253,11 +257,13 @@ class _TensorCopies(TorchFunctionMode):
 
 
 MODULE_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-"""Attributes in which a module holds what is registered with it."""
+"""Attributes in which a module stores its registered parameters, buffers and submodules."""
 
 
 def shallow_copy(module: nn.Module, bare: bool = False) -> nn.Module:
-    """A module of the same attributes, parameters and children with tables of its own; ``bare``: empty ones."""
+    """Return a module with the same attributes, parameters and children in tables of its own; with ``bare``, in empty
+    tables.
+    """
     copied: nn.Module = object.__new__(type(module))
     copied.__dict__.update(module.__dict__)
     for name in MODULE_TABLES:

@@ -1,4 +1,4 @@
-"""Modules that a graph must call as they are, and layers that ``decompose`` has made of several operations."""
+"""Modules that a graph must call as a whole, and layers that ``decompose`` split into several operations."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from slapo_core import is_sharded
 
 
 def is_opaque(module: nn.Module, *, inlined: bool = False) -> bool:
-    """Return whether a call of the module does more than its class's forward: by wrappers, hooks, or sharded tensors.
+    """Return True if a call of the module does more than its class's forward: by wrappers, hooks, or sharded tensors.
 
-    Tracing keeps such a module whole: a graph would lose the first two, and use a part as if it were all. A hook with a true
-    attribute ``traced`` says that it is no reason to: what it does is recorded with the forward.
+    Tracing keeps such a module whole. A graph would lose wrappers and hooks, and use a shard as if it were the full tensor. A
+    hook with a true attribute ``traced`` does not count, since it is recorded with the forward.
 
     Args:
         module: The module.
-        inlined: The graph would be that of a module around it. Then parts are no reason for a layer that ``is_taken_apart``,
-            nor are hooks with a true attribute ``traced_with_layer``.
+        inlined: True if the graph is that of a module around it. Then sharded tensors of a layer that ``is_taken_apart`` do not
+            count, nor do hooks with a true attribute ``traced_with_layer``.
     """
     state = module.__dict__  # not by attributes: while a forward is traced, what it reads of these is noted
     hooks = [*state["_forward_hooks"].values(), *state["_forward_pre_hooks"].values()]
@@ -31,16 +31,15 @@ def is_opaque(module: nn.Module, *, inlined: bool = False) -> bool:
 
 
 def is_taken_apart(module: nn.Module) -> bool:
-    """Return whether the module is a layer in several operations, as ``decompose`` makes.
+    """Return True if the module is a layer in several operations, as ``decompose`` makes.
 
-    Its class has a ``_slapo_layer_class``. Its forward is there to be traced, and is as right on parts of its parameters as
-    that of this class.
+    Its class has a ``_slapo_layer_class``. Its forward can be traced, and computes on shards what that class's forward does.
     """
     return _layer_class(module) is not None
 
 
 def as_layer(module: nn.Module) -> nn.Module:
-    """A layer that is taken apart as the layer it was, with the same attributes; any other module itself."""
+    """Return a decomposed layer as the layer it was, with the same attributes; any other module itself."""
     cls = _layer_class(module)
     if cls is None:
         return module

@@ -1,4 +1,4 @@
-"""Sizes that remember where they come from, so that one graph serves every batch and sequence length."""
+"""Sizes that record their origin, so that one graph serves every batch size and sequence length."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 from torch import fx
 
 SIZE = "size"
-"""Key of a node's ``meta`` under which the value that the size had while tracing is kept."""
+"""Key of a node's ``meta`` that holds the value of a size during the trace."""
 
 
 class Size(int):
-    """An integer that the forward read from a shape or an attribute, or computed from such integers.
+    """Integer that the forward read from a shape or an attribute, or computed from such integers.
 
-    Python and torch see a plain integer. What Python decides by it, ``if`` or ``range`` for example, is not recorded:
-    a graph runs only for calls whose own trace gave the same graph, see ``variants``.
+    Python and torch treat it as a plain integer. Decisions of Python by its value, such as ``if`` or ``range``, are not
+    recorded: a graph serves only calls whose own trace gave the same graph, see ``graphs.variants``.
 
     Attributes:
-        form: The function that gives the integer and its operands: nodes, other sizes, plain integers and strings.
+        form: The function that computes the integer, and its operands: nodes, other sizes, plain integers and strings.
     """
 
     form: tuple[Any, ...]
@@ -54,7 +54,7 @@ for _name in ("add", "sub", "mul", "floordiv", "mod"):
 
 
 def size_of(tensor: torch.Tensor, node: fx.Node, answer: Any, dim: Any = None) -> Any:
-    """The answer to ``shape``, ``size`` or ``numel`` with its origin."""
+    """Return the result of ``shape``, ``size`` or ``numel`` with its origin."""
     sizes = [Size(value, "size", node, place) for place, value in enumerate(tensor.shape)]
     if isinstance(answer, tuple):
         return torch.Size(sizes)

@@ -1,1 +1,1 @@
-"""The primitives of tracing, one per file."""
+"""Primitives of tracing, one per file."""

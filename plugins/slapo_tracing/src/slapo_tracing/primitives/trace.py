@@ -1,4 +1,4 @@
-"""``trace``: a module becomes the graph of what its forward does."""
+"""``trace``: replace a module by the graph of its forward."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core import Primitive, ScheduleError
 
-from ..tracers.in_place import install, trace_in_place
+from ..tracers.in_place import put_in_place, trace_in_place
 from ..tracers.selection import Leaves, check_traceable, is_container, named_leaves
 
 if TYPE_CHECKING:
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
 class TracePrimitive(Primitive):
     """Replace a module by a traced one, whose graph ``find`` searches and ``replace`` edits. Parameter names stay.
 
-    Of a list or dict of modules each member is traced.
+    In a list or dict of modules, each member is traced.
 
     Rewrite:
         Module(forward)  -->  TracedModule(graph of forward), the modules inside likewise
 
     Args:
-        recursive: Trace the modules inside too, each into a graph of its own, but those of ``torch.nn``.
-        flatten: One graph of everything instead.
+        recursive: Trace the modules inside too, each into a graph of its own, except those of ``torch.nn``.
+        flatten: Trace everything into one graph instead.
         leaf_modules: Classes, class names or globs of paths below, to be kept whole.
         tracer: ``"value"``, ``"fx"`` (or ``"pytorch"``, or a subclass of ``torch.fx.Tracer``) or ``"export"``; default:
-            ``"value"`` where there are example inputs, else ``"fx"``.
-        example_inputs: This module's arguments; default: what it gets when the model runs on the schedule's example inputs.
-            Those of the whole model are the schedule's from then on, where it had none.
-        concrete_args: Arguments that are no tensors, and part of the graph, by name.
+            ``"value"`` with example inputs, else ``"fx"``.
+        example_inputs: Arguments of this module; default: its arguments when the model runs on the schedule's example inputs.
+            Those of the whole model become the schedule's, if it had none.
+        concrete_args: Non-tensor arguments that become part of the graph, by name.
 
     Raises:
         TraceError: the forward cannot be a graph; names its source line.
-        ScheduleError: a leaf that is nowhere below, or a tracer that needs example inputs and has none.
+        ScheduleError: a leaf matches nothing below, or a tracer that needs example inputs has none.
     """
 
     name = "trace"
@@ -49,7 +49,7 @@ class TracePrimitive(Primitive):
         example_inputs: Any = None,
         concrete_args: Mapping[str, Any] | None = None,
     ) -> None:
-        """Refuse what can be seen without running the model."""
+        """Refuse errors that are visible without running the model."""
         check_traceable(schedule.mod, tracer)
         named_leaves(schedule.mod, leaf_modules, schedule.path)
         if is_container(schedule.mod) and example_inputs is not None:
@@ -66,7 +66,7 @@ class TracePrimitive(Primitive):
         example_inputs: Any = None,
         concrete_args: Mapping[str, Any] | None = None,
     ) -> None:
-        """Trace, and put the traced module in the place."""
+        """Trace the module and put the traced module in its place."""
         options = {
             "recursive": recursive,
             "flatten": flatten,
@@ -78,4 +78,4 @@ class TracePrimitive(Primitive):
             for name, _ in list(schedule.mod.named_children()):
                 schedule[name].apply("trace", **options)
             return
-        install(schedule, trace_in_place(schedule, example_inputs, **options))
+        put_in_place(schedule, trace_in_place(schedule, example_inputs, **options))

@@ -1,4 +1,4 @@
-"""``trace_until``: one graph down to some modules, and not into them."""
+"""``trace_until``: trace a module into one graph, down to the named modules."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import nn
 from slapo_core import Primitive, ScheduleError, TraceError
 from slapo_core import paths as module_paths
 
-from ..tracers.in_place import install, trace_in_place
-from ..tracers.selection import listed
+from ..tracers.in_place import put_in_place, trace_in_place
+from ..tracers.selection import leaf_list
 from .trace import TracePrimitive
 
 if TYPE_CHECKING:
@@ -19,26 +19,27 @@ if TYPE_CHECKING:
 
 
 class TraceUntilPrimitive(Primitive):
-    """Trace this module flat, down to the named modules, which stay whole, as does everything beside the way to them.
+    """Trace this module into one graph down to the named modules. These stay whole, and so do modules that do not contain
+    any.
 
     Rewrite:
         Model(transformer(h.0, h.1))  -->  TracedModule: ... transformer.h.0(...), transformer.h.1(...) ...
 
     Args:
-        paths: Path or glob below this module, or several. A list of modules stands for its members, ``""`` for this module: its
-            own forward, with everything it calls whole.
+        paths: Path or glob below this module, or several. A list of modules stands for its members. ``""`` stands for this
+            module: its own forward, in which all modules stay whole.
         **kwargs: ``tracer``, ``leaf_modules``, ``example_inputs``, ``concrete_args`` of ``trace``.
 
     Raises:
-        ScheduleError: a path that names no module.
-        TraceError: the forward cannot be a graph, or does not call a module that was named.
+        ScheduleError: a path matches no module.
+        TraceError: the forward cannot be a graph, or does not call a named module.
     """
 
     name = "trace_until"
 
     @staticmethod
     def check(schedule: Schedule, paths: str | list[str], **kwargs: Any) -> None:
-        """Refuse what can be seen without running the model."""
+        """Refuse errors that are visible without running the model."""
         _named(schedule, paths)
         if unknown := kwargs.keys() - {"tracer", "leaf_modules", "example_inputs", "concrete_args"}:
             raise ScheduleError(f"takes no {min(unknown)!r}; see its help", path=schedule.path, primitive="trace_until")
@@ -46,12 +47,12 @@ class TraceUntilPrimitive(Primitive):
 
     @staticmethod
     def apply(schedule: Schedule, paths: str | list[str], **kwargs: Any) -> None:
-        """Trace, and put the traced module in the place."""
+        """Trace the module and put the traced module in its place."""
         named = _named(schedule, paths)
         parents = {"", *(".".join(path.split(".")[:depth]) for path in named for depth in range(path.count(".") + 1))}
         whole = [path for path, _ in schedule.mod.named_modules() if path not in parents]
         whole += [path for path in named if path in parents]
-        leaves = [*whole, *listed(kwargs.pop("leaf_modules", None))]
+        leaves = [*whole, *leaf_list(kwargs.pop("leaf_modules", None))]
         traced = trace_in_place(schedule, kwargs.pop("example_inputs", None), flatten=True, leaf_modules=leaves, **kwargs)
         called = {str(node.target) for node in traced.graph.find_nodes(op="call_module")}
         missing = [
@@ -59,7 +60,7 @@ class TraceUntilPrimitive(Primitive):
         ]
         if missing and kwargs.get("tracer") != "export":
             raise TraceError(f"the forward does not call {missing[0]!r} on the example inputs; trace until another module")
-        install(schedule, traced)
+        put_in_place(schedule, traced)
 
 
 def _named(schedule: Schedule, paths: str | list[str]) -> dict[str, nn.Module]:

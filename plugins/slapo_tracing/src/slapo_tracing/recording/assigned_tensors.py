@@ -1,4 +1,4 @@
-"""Values that a forward leaves in attributes: attention maps for plots, a loss beside the output, the length of a sequence."""
+"""Values that a forward leaves in attributes, such as attention maps for plots, a loss, or the length of a sequence."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 from slapo_core import paths
 
 from ..nodes.nested_values import tensors_in
-from .attribute_reads import OF_TORCH
+from .attribute_reads import MODULE_ATTRIBUTES
 from .attribute_writes import is_constant
 
 if TYPE_CHECKING:
@@ -19,26 +19,27 @@ _MISSING = object()
 
 
 def assigned_values(recorder: Recorder) -> dict[str, Any]:
-    """Return what a forward has assigned to attributes of the modules in its graph, by dotted path.
+    """Return the values that a forward has assigned to attributes of the modules in its graph, by dotted path.
 
-    Where a module keeps a cache, a constant in an attribute that the forward has read before, its constants are left out: some
-    say for which call others were made. The second of two runs has the paths of the first, whatever objects it assigns.
+    If a module keeps a cache, i.e. a constant in an attribute that the forward had read before, the module's constants are left
+    out, since some describe the call that filled the cache. The second of two runs returns the paths of the first, whatever it
+    assigns.
 
     Args:
-        recorder: Of the forward, which has run.
+        recorder: Recorder of the forward, which has run.
     """
     if recorder.earlier is not None:
         recorder.assigned = recorder.earlier.assigned
     else:
-        for path in ("", *sorted(recorder.opened)):
+        for path in ("", *sorted(recorder.inlined)):
             names = _assigned_to(recorder, recorder.module.get_submodule(path))
             recorder.assigned += [paths.join(path, name) for name in names]
     places = {path: paths.split(path) for path in recorder.assigned}
     return {path: getattr(recorder.module.get_submodule(owner), name, None) for path, (owner, name) in places.items()}
 
 
-def note_assigned(recorder: Recorder) -> None:
-    """Note at the nodes of tensors the attributes that hold these after a forward, in ``meta["assigned"]``."""
+def mark_assigned_tensors(recorder: Recorder) -> None:
+    """Write the attributes that hold a tensor after the forward into ``meta["assigned"]`` of the tensor's node."""
     for path, value in assigned_values(recorder).items():
         for node in filter(None, (recorder.nodes.get(id(tensor)) for tensor in tensors_in(value))):
             node.meta.setdefault("assigned", []).append(path)
@@ -49,7 +50,7 @@ def _assigned_to(recorder: Recorder, module: nn.Module) -> list[str]:
     changed = [
         name
         for name, value in vars(module).items()
-        if name not in OF_TORCH and ((id(module), name) in recorder.writes or before.get(name, _MISSING) is not value)
+        if name not in MODULE_ATTRIBUTES and ((id(module), name) in recorder.writes or before.get(name, _MISSING) is not value)
     ]
     constants = {name for name in changed if _is_constant(recorder, vars(module)[name])}
     has_cache = any((id(module), name) in recorder.reads_before for name in constants)

@@ -1,4 +1,4 @@
-"""What a forward read from its modules: numbers that are part of the graph and may be others at the next call."""
+"""Attributes that a forward reads from its modules: values that are part of the graph and may differ in the next call."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from slapo_core import TraceError
 from ..nodes.nested_values import MODULE_TABLES, Snapshot, difference, fingerprint
 
 _TABLES = MODULE_TABLES[:3]
-OF_TORCH = frozenset([*vars(nn.Module()), *dir(nn.Module)]) - {"training", *_TABLES}
-"""Names of what torch gives every module."""
-_NONE = inspect.Parameter.empty
-"""Stands for an attribute that is not there."""
-_HELD = "a module"
-"""Stands for a submodule, which may be another one at every call."""
+MODULE_ATTRIBUTES = frozenset([*vars(nn.Module()), *dir(nn.Module)]) - {"training", *_TABLES}
+"""Names of the attributes and methods that torch gives every module."""
+_MISSING = inspect.Parameter.empty
+"""Value of an attribute that does not exist."""
+_SUBMODULE = "a module"
+"""Value of an attribute that is a submodule, which may be another one at every call."""
 
 
 def value_of(module: Any, name: str) -> Any:
-    """The value of an attribute: of a weight its dtype, of a submodule that it is there."""
+    """Return the value of an attribute: the dtype of a weight, ``_SUBMODULE`` for a submodule."""
     attributes = module.__dict__
     if name in attributes:
         return attributes[name]
     for table in _TABLES:
         if name in attributes[table]:
             value = attributes[table][name]
-            return value.dtype if isinstance(value, torch.Tensor) else value and _HELD
-    return _NONE
+            return value.dtype if isinstance(value, torch.Tensor) else value and _SUBMODULE
+    return _MISSING
 
 
 def first_weight(module: nn.Module) -> list[tuple[int, str]]:
-    """Id of the module inside that has the first parameter, and its name there; empty where there is none."""
+    """Return the id of the module with the first parameter inside, and the parameter's name there; empty if there is none."""
     todo = [module]
     for child in todo:
         for name, weight in child.__dict__["_parameters"].items():
@@ -47,19 +47,20 @@ def first_weight(module: nn.Module) -> list[tuple[int, str]]:
 
 
 class Attributes:
-    """Attributes, of a traced module and of those inside that its graph has taken in, as they were when the forward read them.
+    """Attributes of a traced module and of the inlined modules, as they were when the forward read them.
 
-    Numbers, strings, functions and whatever is inside containers and objects, configs for one, are compared; of parameters and
-    buffers whether they are there, and their dtypes; of submodules whether they are there, where lists of them are read their
-    names. Not so what lies in numpy arrays, closures, globals or classes, and modules that the traced one does not hold.
+    Numbers, strings, functions and the contents of containers and objects, such as configs, are compared by value. Parameters
+    and buffers are compared by presence and dtype, submodules by presence, lists of submodules by names. Contents of numpy
+    arrays, closures, globals, classes and modules outside of the traced one are not compared.
 
     Args:
         root: The module that was traced.
-        names: Path and name of each attribute. One that a module gets only later, over its class's, counts as well.
-        filled: Those of them that the forward itself sets, as a cache, and what to: that is allowed too.
+        names: Path and name of each attribute. An attribute that a module gets only later, and that hides its class's, counts
+            as well.
+        filled: Those that the forward itself sets, as a cache, with their values, which are accepted too.
 
     Attributes:
-        is_rewritten: Whether a rewrite may have added submodules, or removed some, since they were last compared.
+        is_rewritten: True if a rewrite may have added or removed submodules since the last comparison.
     """
 
     is_rewritten = False
@@ -71,25 +72,26 @@ class Attributes:
         self._filled = filled
         self._original: weakref.ref[nn.Module] | None = weakref.ref(root)
         self._take(self._read(root))
-        self._held = {k for k, v in self._values.items() if k[1] in _TABLES or v is _HELD or isinstance(v, torch.dtype)}
+        self._held = {k for k, v in self._values.items() if k[1] in _TABLES or v is _SUBMODULE or isinstance(v, torch.dtype)}
         self._own = {*self._held, *(key for key in self._values if key[1] == "training")}
         self._note()
 
     def check(self, module: nn.Module) -> None:
-        """Compare with ``module``, a part of the root with some of its submodules, and with the root if that is still in use.
+        """Compare with ``module``, a part of the root with some of its submodules, and with the root if that is still in
+        use.
 
         Raises:
-            TraceError: An attribute is another one now.
+            TraceError: an attribute differs.
         """
         if changed := self.changed(module, in_part=True):
             raise TraceError(f"attribute {changed}, which is part of the graph; trace again")
         self.check_original(module)
 
     def check_original(self, module: nn.Module) -> None:
-        """Refuse where the module that was traced got another value since, which ``module`` in its place does not have.
+        """Refuse a value that was set on the original module since, but not on ``module``, which replaces it.
 
         Raises:
-            TraceError: An attribute is another one now.
+            TraceError: an attribute differs.
         """
         original = self._original() if self._original is not None else None
         if original is None or original.__dict__ is module.__dict__ or self._is_same(original, self._own):
@@ -98,12 +100,14 @@ class Attributes:
             key: part for key, part in self._read(original).items() if key not in self._own and part is not self._values[key]
         }
         here = self._read(module) if there else {}
-        differs = {key: part for key, part in there.items() if facts_of(part) != facts_of(here.get(key, _NONE))}
+        differs = {
+            key: part for key, part in there.items() if attribute_facts(part) != attribute_facts(here.get(key, _MISSING))
+        }
         if changed := self._difference(differs, every=True):
             raise TraceError(f"attribute {changed} on the module that was traced; set it on the traced one")
 
     def changed(self, root: nn.Module, in_part: bool = False) -> str | None:
-        """The first attribute that is another one now, in words; ``in_part``: weights and submodules do not count."""
+        """Return the first attribute that differs, as text, or None; ``in_part`` ignores weights and submodules."""
         every = bool(self._inside.changed())
         if not every and not self.is_rewritten and self._is_same(root, self._held if in_part else ()):
             return None
@@ -122,7 +126,7 @@ class Attributes:
             if value is self._values[key] and not every:
                 continue
             now, then = _facts(key, value), self._traced[key]
-            if now not in (then, self._filled.get(key)) and value is not _NONE:
+            if now not in (then, self._filled.get(key)) and value is not _MISSING:
                 return difference(then, now, ".".join(filter(None, key)))
         return None
 
@@ -135,14 +139,14 @@ class Attributes:
         return {
             key: value_of(module, key[1])
             for path, keys in self._keys.items()
-            if (module := inside(root, path)) is not None
+            if (module := submodule_at(root, path)) is not None
             for key in keys
         }
 
     def _is_same(self, root: nn.Module, skipped: Collection[tuple[str, str]] = ()) -> bool:
-        """Whether all are the very objects that they were; this is asked at every call."""
+        """Return True if all are the same objects as before. Runs at every call."""
         for path, watched in self._watched:
-            module = inside(root, path) if path else root
+            module = submodule_at(root, path) if path else root
             if module is None:
                 continue
             attributes = module.__dict__
@@ -168,8 +172,8 @@ class Attributes:
         self._note()  # a copy has tensors of its own
 
 
-def inside(root: nn.Module, path: Iterable[str]) -> nn.Module | None:
-    """The module at a path; None where there is none."""
+def submodule_at(root: nn.Module, path: Iterable[str]) -> nn.Module | None:
+    """Return the module at a path, or None."""
     module: nn.Module | None = root
     for name in path:
         module = None if module is None else module._modules.get(name)
@@ -177,9 +181,9 @@ def inside(root: nn.Module, path: Iterable[str]) -> nn.Module | None:
 
 
 def _facts(key: tuple[str, str], value: Any) -> Any:
-    return facts_of({name: part is not None for name, part in value.items()} if key[1] in _TABLES else value)
+    return attribute_facts({name: part is not None for name, part in value.items()} if key[1] in _TABLES else value)
 
 
-def facts_of(value: Any) -> Any:
-    """What has to stay the same of an attribute."""
+def attribute_facts(value: Any) -> Any:
+    """Return the fingerprint of an attribute: tensors by shape, dtype and identity."""
     return fingerprint(value, lambda tensor: (tuple(tensor.shape), tensor.dtype, id(tensor)))

@@ -1,10 +1,11 @@
-"""State: a graph does not repeat what the forward assigns to its modules, so the next call must not miss it.
+"""State that a forward assigns to its modules. A graph does not repeat assignments, so the next call must not need them.
 
-Caches are no state: where something has changed the forward runs once more, from what it left behind. If that call does the
-same but for filling the caches, with constants and not by chance, and leaves the same behind, then so does every later one.
+Caches are allowed. If something has changed, the forward runs once more, on the state that it left. If this call computes the
+same without filling the caches, uses only constants and no random numbers, and leaves the same state, then so does every later
+call.
 
-Nor is state what a forward computes anew in each call and leaves in an attribute, such as an attention map for plots: that call
-must not use what the first one left there. A trace may note or return it, see ``Request.assigned``.
+Values that every call computes anew and leaves in an attribute, such as an attention map for plots, are allowed too, if the
+second call does not use those of the first. A trace may note or return them, see ``Request.assigned``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.fx.node import map_arg
 
 from ..nodes.nested_values import Snapshot, contents, fingerprint, tensors_in
 from ..nodes.symbolic_sizes import SIZE
-from .attribute_reads import OF_TORCH, facts_of
+from .attribute_reads import MODULE_ATTRIBUTES, attribute_facts
 
 if TYPE_CHECKING:
     from .recorder import Recorder
@@ -28,14 +29,14 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 _MISSING = object()
 
 
-class Change(NamedTuple):
-    """An attribute or buffer of a module that has another value now, itself or anywhere inside.
+class StateChange(NamedTuple):
+    """Attribute or buffer of a module whose value has changed, as a whole or inside.
 
     Args:
-        module: Who holds it.
-        name: Of the attribute.
-        first: The first module that holds what has changed, and its name there: the same for all that share it.
-        is_whole: Whether the attribute itself was assigned, not something inside of its value.
+        module: The module that holds it.
+        name: Name of the attribute.
+        first: The first module that holds the changed value, and the name there; equal for all modules that share it.
+        is_whole: True if the attribute itself was assigned, rather than something inside of its value.
     """
 
     module: nn.Module
@@ -44,8 +45,8 @@ class Change(NamedTuple):
     is_whole: bool
 
 
-def changes(modules: Iterable[nn.Module], before: Iterable[Snapshot]) -> Iterator[Change]:
-    """Iterate over changed state, once for each module that holds it."""
+def state_changes(modules: Iterable[nn.Module], before: Iterable[Snapshot]) -> Iterator[StateChange]:
+    """Yield the changed state, once for each module that holds it."""
     changed = {id(part): old for snapshot in before for part, old in map(snapshot.parts.__getitem__, snapshot.changed())}
     first: dict[Any, tuple[nn.Module, str]] = {}
     for module in modules if changed else ():
@@ -54,43 +55,48 @@ def changes(modules: Iterable[nn.Module], before: Iterable[Snapshot]) -> Iterato
             for key in {**old, **new} if id(part) in changed else ():
                 if old.get(key, _MISSING) is not new.get(key, _MISSING):
                     name = str(next(name for name in (*path, key) if name not in _TABLES))
-                    yield Change(module, name, first.setdefault((id(part), key), (module, name)), not path)
+                    yield StateChange(module, name, first.setdefault((id(part), key), (module, name)), not path)
 
 
-class Settings:
-    """Attributes of modules, to find those that the code around a module sets for some of its calls alone.
+class UsualAttributes:
+    """Attributes of modules outside of all calls, to find those that the code around a module sets for some calls only.
 
     Args:
-        modules: The modules, with the attributes that they have outside of all calls.
+        modules: The modules.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._usual = {id(module): dict(vars(module)) for module in modules}
 
     def keep(self, module: nn.Module) -> None:
-        """Take what a module, or one inside, has set itself for its usual attributes."""
+        """Accept the present attributes of a module and of the modules inside, which it has set itself."""
         self._usual |= {id(each): dict(vars(each)) for each in module.modules() if id(each) in self._usual}
 
     def changed(self, module: nn.Module) -> tuple[nn.Module, str] | None:
-        """Return the first module inside that has another attribute than usual, with its name; None where there is none."""
+        """Return the first module inside that has an unusual attribute, with its name; None if there is none."""
         return next(((each, name) for each in module.modules() for name in vars(each) if self.differs(each, name)), None)
 
     def differs(self, module: nn.Module, name: str) -> bool:
-        """Return whether a module has another value than usual for an attribute."""
+        """Return True if a module has an unusual value for an attribute."""
         usual = self._usual.get(id(module), vars(module))
         before, now = usual.get(name, _MISSING), vars(module).get(name, _MISSING)
-        return before is not now and name not in OF_TORCH and name not in _TABLES and facts_of(before) != facts_of(now)
+        return (
+            before is not now
+            and name not in MODULE_ATTRIBUTES
+            and name not in _TABLES
+            and attribute_facts(before) != attribute_facts(now)
+        )
 
 
-class Repeat:
-    """A second recording next to the first.
+class RepeatedRun:
+    """Comparison of a second recording with the first.
 
     Args:
         first: Path of each module with a graph to its recorder in the first run.
-        modules: What is part of these graphs.
-        before: All modules' state before the first run.
-        written: Attributes that may be left otherwise, by id of the module and name.
-        assigned: Attributes that may hold what the forward computes from its inputs, if every call computes the same.
+        modules: Modules that are part of these graphs.
+        before: State of all modules before the first run.
+        written: Attributes that may be left with other values, by id of the module and name.
+        assigned: Attributes that may hold values that the forward computes from its inputs, if every call computes the same.
     """
 
     def __init__(
@@ -104,11 +110,13 @@ class Repeat:
         self.first, self.modules, self.written, self.assigned = first, modules, written, assigned
         self.old = {id(value) for snapshot in before for _, parts in snapshot.parts.values() for value in parts.values()}
         self.known: dict[fx.Node, fx.Node] = {}
-        """Node of the second run to the node of the first that has the same value."""
+        """Node of the second run to the node of the first run with the same value."""
         self.left = self._state(first.values(), ())
 
-    def difference(self, second: Mapping[str, Recorder], cause: Change) -> tuple[nn.Module, str] | None:
-        """Whose state, and of what name, the second run leaves otherwise; those of ``cause`` when it does other things."""
+    def difference(self, second: Mapping[str, Recorder], cause: StateChange) -> tuple[nn.Module, str] | None:
+        """Return the module and name of state that the second run leaves otherwise; those of ``cause`` if only the graphs
+        differ.
+        """
         recorders = list(second.values())
         repeats = second.keys() == self.first.keys() and all(self._matches(self.first[path], second[path]) for path in second)
         for module, then, now in zip(self.modules, self.left, self._state(recorders, self.first.values()), strict=True):
@@ -118,7 +126,9 @@ class Repeat:
         return None if repeats else cause[:2]
 
     def _state(self, recorders: Iterable[Recorder], earlier: Iterable[Recorder]) -> list[dict[str, Any]]:
-        """Return what the modules hold after a run, tensors by the nodes that made them, of this run or an earlier one."""
+        """Return the state of the modules after a run, with each tensor as the node that made it, of this run or an earlier
+        one.
+        """
         computed = {id(tensor) for module, name in self.assigned for tensor in tensors_in(vars(module).get(name))}
 
         def meaning(tensor: torch.Tensor) -> Any:
@@ -132,16 +142,16 @@ class Repeat:
         return [{**{key: part for name in _TABLES for key, part in print_.pop(name)[1].items()}, **print_} for print_ in prints]
 
     def _matches(self, first: Recorder, second: Recorder) -> bool:
-        """Return whether the second graph is the first without some nodes that make constants."""
+        """Return True if the second graph is the first without some nodes that make constants."""
         nodes, place = list(first.graph.nodes), 0
         for node in second.graph.nodes:
             same = first.constants.get(str(node.target)) is second.constants.get(str(node.target))
-            start = 0 if SIZE in node.meta else place  # what fills a cache may have asked for the size before
+            start = 0 if SIZE in node.meta else place  # the code that filled the cache may have read the size earlier
             found = next((i for i in range(start, len(nodes)) if same and self._alike(nodes[i], node)), None)
             if found is not None and all(map(is_constant, nodes[place:found])):
                 place, self.known[node] = max(place, found + 1), nodes[found]
                 continue
-            earlier = node.meta.get("earlier") or self.known.get(node.meta.get("alias") or _all_of(node))
+            earlier = node.meta.get("earlier") or self.known.get(node.meta.get("alias") or _full_slice_source(node))
             if earlier is None or not is_constant(earlier):
                 return False
             self.known[node] = earlier
@@ -155,8 +165,8 @@ class Repeat:
         return bool(fingerprint((one.args, one.kwargs), id) == fingerprint(arguments, id))
 
 
-def _all_of(node: fx.Node) -> Any:
-    """Return the node of which a node takes a slice that leaves nothing out, as of a cached mask: ``mask[:n, :n]``."""
+def _full_slice_source(node: fx.Node) -> Any:
+    """Return the node whose full extent a slicing node takes, as in ``mask[:n, :n]`` of a cached mask; else None."""
     if node.target is not operator.getitem or node.meta["val"].shape != node.args[0].meta["val"].shape:  # type: ignore[union-attr]
         return None
     slices = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
@@ -164,7 +174,7 @@ def _all_of(node: fx.Node) -> Any:
 
 
 def is_constant(node: fx.Node) -> bool:
-    """Return whether a value depends on no input, nothing trained and no random numbers, and making it changes nothing else."""
+    """Return True if a value depends on no input, trained weight or random number, and computing it has no other effects."""
     todo = [node]
     for other in todo:
         value = other.meta.get("val")

@@ -1,4 +1,4 @@
-"""Python asks for the values of a tensor. The answer is known while tracing only when it is the same at every call."""
+"""Queries of Python code for the values of a tensor, which can be answered if they are the same at every call."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from ..nodes.torch_calls import function_name
 _RANDOM = (torch.rand, torch.rand_like)
 
 
-class KnownValues:
-    """Real values of the nodes that depend on nothing but constants.
+class ConstantValues:
+    """Real values of the nodes that depend only on constants.
 
     Args:
-        graph: The graph in the making; each node is run at most once.
+        graph: The graph under construction; each node runs at most once.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.values: dict[fx.Node, Any] = {}
         self.done: set[fx.Node] = set()
-        self.poisoned = False
+        self.is_unreliable = False
 
     def of(self, node: fx.Node) -> Any:
-        """The value of a node, or None when it depends on inputs, weights or random numbers."""
+        """Return the value of a node, or None if it depends on inputs, weights or random numbers."""
         for other in self.graph.nodes:
             if other not in self.done:
                 self.done.add(other)
                 self._run(other)
-        return None if self.poisoned else self.values.get(node)
+        return None if self.is_unreliable else self.values.get(node)
 
     def _run(self, node: fx.Node) -> None:
         if SIZE in node.meta:  # the graph is used for calls alone whose own trace gives the same graph
@@ -44,7 +44,7 @@ class KnownValues:
         known = node.op in ("call_function", "call_method") and self.values.keys() >= {*node.all_input_nodes}
         if not known or node.target is expect:
             # an assignment of something unknown into a known tensor may reach others through views
-            self.poisoned |= bool(node.meta.get("mutates")) and any(other in self.values for other in node.all_input_nodes)
+            self.is_unreliable |= bool(node.meta.get("mutates")) and any(other in self.values for other in node.all_input_nodes)
             return
         args: Any = map_arg(node.args, self.values.__getitem__)
         kwargs: Any = map_arg(node.kwargs, self.values.__getitem__)
@@ -58,8 +58,11 @@ class KnownValues:
                 self.values[node] = value
 
 
-def chance_decided(node: fx.Node) -> bool | None:
-    """Return whether ``torch.rand(...) < p`` holds for all numbers drawn (``p`` is 0 or 1: layer drop is off), or None."""
+def certain_comparison(node: fx.Node) -> bool | None:
+    """Return the result of ``torch.rand(...) < p`` if it is the same for all numbers (``p`` is 0 or 1: layer drop is off).
+
+    Returns None for other nodes.
+    """
     name = function_name(node)
     if name not in ("lt", "le", "gt", "ge") or len(node.args) != 2:
         return None

@@ -1,4 +1,4 @@
-"""Hooks and wrappers around a forward that is traced: they stay where they are, and run around the graph."""
+"""Hooks and wrappers around a traced forward, which stay in place and run around the graph."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from slapo_core import HOOK_TABLES
 from ..nodes.forward_wrapping import INNER, WRAPPERS, WrappedForward, forward_wrappers, wrap_forward, wrapped_forward
 
 WRAPPER_ATTRIBUTES = ("forward", WRAPPERS, INNER)
-"""Attributes in which a module's wrappers are kept."""
+"""Attributes in which a module's wrappers are stored."""
 HOOK_ATTRIBUTES = (*HOOK_TABLES, "_is_full_backward_hook")
 """``HOOK_TABLES``, and the kind of the backward hooks."""
 
 
-def carry_around(old: nn.Module, new: nn.Module) -> None:
-    """Run hooks and wrappers of ``old`` around the forward of ``new``, which takes its place."""
+def share_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Run the hooks and wrappers of ``old`` around the forward of ``new``, which replaces it."""
     for name in HOOK_ATTRIBUTES:
         new.__dict__[name] = old.__dict__[name]  # the same objects: handles that remove a hook refer to them
     for wrapper in forward_wrappers(old):
@@ -30,7 +30,7 @@ def carry_around(old: nn.Module, new: nn.Module) -> None:
 
 @contextmanager
 def innermost_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Run ``forward`` in the place of the module's own, inside of its hooks and wrappers."""
+    """Run ``forward`` in place of the module's own, inside of its hooks and wrappers, in a ``with`` block."""
     name = INNER if WRAPPERS in module.__dict__ else "forward"
     module.__dict__[name] = forward
     try:
@@ -39,8 +39,8 @@ def innermost_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterato
         del module.__dict__[name]
 
 
-def rebind(module: nn.Module) -> None:
-    """Bind wrappers to this module's forward: they were set on another object that shares its attributes."""
+def rebind_wrappers(module: nn.Module) -> None:
+    """Bind wrappers to this module's forward, after they were set on another object that shares its attributes."""
     if WRAPPERS in module.__dict__:
         module.__dict__["forward"] = WrappedForward(wrapped_forward, module)
 
@@ -49,18 +49,19 @@ _ENGINES = ("deepspeed.", "megatron.", "torch.distributed.")
 
 
 @contextmanager
-def engines_aside(root: nn.Module) -> Iterator[None]:
-    """Take off the hooks of engines in the block: FSDP's and ZeRO's gather and free the weights of each module called.
+def without_engine_hooks(root: nn.Module) -> Iterator[None]:
+    """Remove the hooks of engines in a ``with`` block: those of FSDP and ZeRO gather and free the weights of each called
+    module.
 
-    And hooks that are there for one trace alone, as a true attribute ``of_trace`` says.
+    Hooks that exist for one trace only, as a true attribute ``of_trace`` says, are removed too.
     """
     former: list[tuple[dict[str, Any], str, Any]] = []
     for module in root.modules():
         for name in HOOK_TABLES:
             hooks = module.__dict__[name]
-            if any(map(_is_engines, hooks.values())):
+            if any(map(_is_engine_hook, hooks.values())):
                 former.append((module.__dict__, name, hooks))
-                module.__dict__[name] = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_engines(hook))
+                module.__dict__[name] = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_engine_hook(hook))
     try:
         yield
     finally:
@@ -68,8 +69,10 @@ def engines_aside(root: nn.Module) -> Iterator[None]:
             attributes[name] = hooks
 
 
-def _is_engines(hook: Any) -> bool:
-    """Return whether a hook is an engine's, by its Python module or a true attribute ``of_engine``, or there for one trace."""
+def _is_engine_hook(hook: Any) -> bool:
+    """Return True if a hook belongs to an engine, by its Python module or a true attribute ``of_engine``, or exists for one
+    trace.
+    """
     if getattr(hook, "of_engine", False) or getattr(hook, "of_trace", False):
         return True
     while isinstance(hook, partial):
@@ -78,5 +81,5 @@ def _is_engines(hook: Any) -> bool:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Return whether any hook runs when the module is called."""
+    """Return True if any hook runs when the module is called."""
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)

@@ -1,4 +1,4 @@
-"""Record what one forward does to tensors into an fx graph, while it runs."""
+"""Recording of a forward's operations on tensors into an fx graph, while the forward runs."""
 
 from __future__ import annotations
 
@@ -21,19 +21,29 @@ from ..nodes import mode_regions
 from ..nodes.graph_functions import Slot, Template, expect, rebuild, set_state, setitem
 from ..nodes.nested_values import ATOMS, Snapshot, by_reference, contents, getter, has_tensor, replace_tensors, tensors_in, walk
 from ..nodes.symbolic_sizes import SIZE, Size, size_of
-from ..nodes.torch_calls import ASKS_VALUES, SHAPES, Effects, is_dynamic, is_metadata, is_open, model_source, name_of, node_form
+from ..nodes.torch_calls import (
+    SHAPES,
+    VALUE_READS,
+    Effects,
+    is_dynamic,
+    is_metadata,
+    is_uncertain_query,
+    model_source,
+    name_of,
+    node_form,
+)
 from .attribute_reads import first_weight
-from .data_dependence import KnownValues, chance_decided
+from .data_dependence import ConstantValues, certain_comparison
 from .sandbox import Sandbox
 from .vmapped_functions import CapturedFunction, call_captured
 
 
-class Tracked:
-    """An object whose state the forward may change; it stays one object in the graph.
+class TrackedObject:
+    """Object whose state the forward may change; it stays one object in the graph.
 
     Args:
         value: The object, a list or a dict.
-        node: Its node; None for a container that is part of the graph, which must stay as it is.
+        node: Its node; None for a container that is part of the graph, which must not change.
     """
 
     def __init__(self, value: Any, node: fx.Node | None) -> None:
@@ -41,19 +51,19 @@ class Tracked:
         self.known = Snapshot(value)
 
     def refresh(self) -> None:
-        """Take the state as it is now for known."""
+        """Accept the present state as known."""
         self.known = Snapshot(self.value)
 
 
 class Recorder:
-    """The graph of one module's forward, in the making.
+    """Graph of one module's forward, under construction.
 
     Args:
-        module: Whose forward is recorded; node targets are paths from here.
-        path: Where it is in the model, for messages.
-        sandbox: The stand-ins the forward runs on.
-        earlier: Who recorded the call before, when this is the second: its values may have been kept.
-        symbolic: Sizes are nodes of the graph; else they are the integers of this call.
+        module: Module whose forward is recorded; node targets are paths below it.
+        path: Path of the module in the model, for messages.
+        sandbox: Substitutes that the forward runs on.
+        earlier: Recorder of the first call, if this is the second: its values may have been kept.
+        symbolic: True to make sizes nodes of the graph; else they are the integers of this call.
     """
 
     def __init__(
@@ -63,12 +73,12 @@ class Recorder:
         self.sizes: dict[tuple[Any, ...], fx.Node] = {}
         self.label = path or type(module).__name__
         self.graph = fx.Graph()
-        self.known = KnownValues(self.graph)
+        self.known = ConstantValues(self.graph)
         self.nodes: dict[int, fx.Node] = {}
         self.alive: list[Any] = []  # ids stay unique while the values live
-        self.objects: dict[int, Tracked] = {}
-        self.passed: list[Tracked] = []
-        self.containers: list[Tracked] = []
+        self.objects: dict[int, TrackedObject] = {}
+        self.passed: list[TrackedObject] = []
+        self.containers: list[TrackedObject] = []
         self.constants: dict[str, torch.Tensor] = {}
         self.modules = {id(child): (name, child) for name, child in module.named_modules()}
         self.state = {id(tensor): name for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
@@ -80,7 +90,7 @@ class Recorder:
         """Those that it has set, to whatever value."""
         self.assigned: list[str] = []
         """Dotted paths of the attributes that the forward has assigned."""
-        self.opened: set[str] = set()
+        self.inlined: set[str] = set()
         """Paths of the modules that were inlined."""
         self.inside = [""]
         """Paths of the inlined modules that run now, outermost first."""
@@ -90,7 +100,10 @@ class Recorder:
         self.grad_switches = 0
 
     def attributes(self, caches: dict[tuple[int, str], Any]) -> tuple[set[tuple[str, str]], dict[tuple[str, str], Any]]:
-        """Path and name of the attributes that the graph depends on, and what was put into some; not caches of tensors."""
+        """Return path and name of the attributes that the graph depends on, and the values of caches among them.
+
+        Caches of tensors are left out.
+        """
         named = {(key, name): (self.modules[key][0], name) for key, name in self.reads if key in self.modules}
         filled = {named[key]: caches[key] for key in named.keys() & caches}
         return {key for key in named.values() if filled.get(key, key) is not None}, filled
@@ -100,9 +113,9 @@ class Recorder:
         return TraceError(f"{self.label}: {what}; {keep}", source=model_source())
 
     def within(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Attribute what is recorded in the block to an inlined module."""
+        """Attribute the recorded nodes of a ``with`` block to an inlined module."""
         path = self.modules[id(module)][0]
-        self.opened.add(path)
+        self.inlined.add(path)
         return self._at(path)
 
     @contextmanager
@@ -115,23 +128,21 @@ class Recorder:
             self.is_rewrite = False
 
     def inside_of(self, path: str, node: fx.Node) -> AbstractContextManager[None]:
-        """Attribute what is recorded in the block to the module that a node of another graph belongs to, that of ``path``."""
+        """Attribute the recorded nodes of a ``with`` block to the module of a node of another graph, the one of ``path``."""
         self.is_rewrite = node.meta.get("is_rewrite", False)
         return self._at(".".join(filter(None, (path, node.meta.get("module", "")))))
 
     def add_alias(self, other: nn.Module, module: nn.Module) -> None:
-        """``other`` has the attributes, parameters and submodules of ``module`` and stands for it."""
+        """Register ``other``, which shares the attributes, parameters and submodules of ``module``, as that module."""
         self.modules[id(other)] = self.modules[id(module)]
         self.alive.append(other)
 
-    # ---- values to arguments of nodes
-
     def argument(self, value: Any, exact: bool = False) -> Any:
-        """The graph's form of a value that the forward uses.
+        """Return the graph's form of a value that the forward uses.
 
         Args:
-            value: Of any kind.
-            exact: A size stays a ``torch.Size``; a graph itself has tuples, which torch's functions take as well.
+            value: Any value.
+            exact: True to keep a ``torch.Size``. Otherwise it becomes a tuple, which torch's functions take as well.
         """
         if isinstance(value, torch.Tensor):
             return self.tensor(value)
@@ -149,7 +160,7 @@ class Recorder:
         return value if by_reference(value) else self.object(value)
 
     def tensor(self, value: torch.Tensor) -> fx.Node:
-        """The node of a tensor: recorded, a weight, inside an object, or a constant."""
+        """Return the node of a tensor: recorded, a weight, inside an object, or a constant."""
         node = self.nodes.get(id(value))
         if node is None:
             name = self.state.get(id(value))
@@ -160,7 +171,7 @@ class Recorder:
         return node
 
     def size(self, value: Size) -> fx.Node | int:
-        """The node of a size, or its integer where that comes from another graph."""
+        """Return the node of a size, or its integer if the size comes from another graph."""
         function, *given = value.form
         if function == "get_attr" and given.pop(0) is not self.graph:
             return int(value)
@@ -177,7 +188,7 @@ class Recorder:
         return self.sizes[key]
 
     def attribute(self, module: nn.Module, name: str, value: Any) -> Any:
-        """The value of an attribute that the forward reads; an integer knows which one it was."""
+        """Return the value of an attribute that the forward reads; an integer records its origin."""
         self.reads.add((id(module), name))
         if self.sandbox.held_before(module).get(name) is value:
             self.reads_before.add((id(module), name))
@@ -207,7 +218,7 @@ class Recorder:
         return None
 
     def _constant(self, value: torch.Tensor) -> fx.Node:
-        """A tensor from outside the model that was there before; any other is an error."""
+        """Return the node of a tensor that existed before and is not in the model; refuse any other."""
         if id(value) in self.sandbox.originals or isinstance(value, private.FakeTensor) or self.sandbox.is_new(value):
             raise self._refusal(f"a tensor {list(value.shape)} comes from code that tracing does not see")
         name = f"_tensor_constant{len(self.constants)}"
@@ -215,24 +226,24 @@ class Recorder:
         return self._create("get_attr", name, (), {}, value)
 
     def object(self, value: Any) -> Any:
-        """The node of an object; what changed in it since the graph last used it is written down first."""
+        """Return the node of an object, after recording the changes since the graph last used it."""
         if (tracked := self.objects.get(id(value))) is not None:
             self.write_changes(tracked)
             return tracked.node
         if id(value) in self.shared and not has_tensor(value):
             return value
-        memo = _Memo(self)
+        memo = _SlotMemo(self)
         try:
             template = Template(replace_tensors(value, memo.tensor, memo), memo.slots, memo.kept)
         except (AttributeError, TypeError) as err:  # its constructor, or its own way of copying, works on tensors alone
             raise self._refusal(f"the forward makes a {type(value).__name__}, which a graph cannot make anew") from err
         node = self._create("call_function", rebuild, (template, memo.nodes), {}, None)
-        self.objects[id(value)] = Tracked(value, node)
+        self.objects[id(value)] = TrackedObject(value, node)
         self.passed.append(self.objects[id(value)])
         return node
 
-    def write_changes(self, tracked: Tracked) -> None:
-        """Record what Python code changed in a tracked object that the graph is about to use."""
+    def write_changes(self, tracked: TrackedObject) -> None:
+        """Record the changes that Python code made to a tracked object that the graph is about to use."""
         self.passed.append(tracked)
         done: list[tuple[Any, ...]] = []
         for path in tracked.known.changed():
@@ -250,11 +261,9 @@ class Recorder:
 
     @cached_property
     def shared(self) -> dict[int, Any]:
-        """Objects that the modules hold, such as configs: a graph may hold them too."""
+        """Objects that the modules hold, such as configs, which a graph may hold too."""
         held = {id(value): value for _, module in self.modules.values() for value in vars(module).values()}
         return {**held, **{key: module for key, (_, module) in self.modules.items()}}
-
-    # ---- calls to nodes
 
     def _create(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> fx.Node:
         node = self.graph.create_node(op, target, args, kwargs)
@@ -267,15 +276,15 @@ class Recorder:
         return node
 
     def parameter(self, name: str, value: Any, is_input: bool) -> None:
-        """An argument of the forward: a placeholder, or part of the graph."""
+        """Add an argument of the forward: as a placeholder, or as part of the graph."""
         node = self._create("placeholder", name, (), {}, value) if is_input else None
         if node is not None:
             self._bind(node, value)
         if isinstance(value, (list, dict)):
-            self.containers.append(Tracked(value, node))
+            self.containers.append(TrackedObject(value, node))
 
     def output(self, value: Any) -> None:
-        """End the graph."""
+        """End the graph with its output."""
         result = self.argument(value, exact=True)
         for tracked in [*self.objects.values(), *self.containers]:
             self.write_changes(tracked)
@@ -299,7 +308,7 @@ class Recorder:
         return self._bind(node, out, self._mark(node, effects))
 
     def call_captured(self, function: CapturedFunction, run: Callable[[], Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Run a function of the forward's own and record the call."""
+        """Run a function that the forward passed to ``torch.vmap`` and record the call."""
         if function.foreign is not None:
             what = f"the forward hands torch.vmap a function that holds a {type(function.foreign).__name__}"
             raise self._refusal(what, "; give it tensors alone")
@@ -312,7 +321,7 @@ class Recorder:
         return self._bind(node, out, self._mark(node, effects))
 
     def call_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a torch function and record it when it makes or changes a tensor."""
+        """Run a torch function, and record it if it makes or changes a tensor."""
         name = name_of(func)
         if name == "_set_grad_enabled":  # two or three calls up is torch.no_grad or the like
             back = "__exit__" in (sys._getframe(2).f_code.co_name, sys._getframe(3).f_code.co_name)
@@ -324,13 +333,13 @@ class Recorder:
             answer = func(*args, **kwargs)
             if self.symbolic and name in ("shape", "size", "numel"):
                 return self._with_origin(answer, *args, **kwargs)
-            if is_open(name, 2):  # of two nodes of autograd only whether there is one can be compared
+            if is_uncertain_query(name, 2):  # of two nodes of autograd only whether there is one can be compared
                 self.expect(*((answer is None, "is_leaf") if name == "grad_fn" else (answer, name)), *args, **kwargs)
             return answer
         if name in ("register_hook", "register_post_accumulate_grad_hook", "backward"):
             raise self._refusal(f"the forward calls {name} on a tensor, which a graph cannot repeat")
         effects = Effects(args, kwargs, self.sandbox.watch)
-        if name in ASKS_VALUES and effects.tensors:
+        if name in VALUE_READS and effects.tensors:
             return self._ask(func, name, args, kwargs)
         value_reads = self.sandbox.mode.value_reads
         out = func(*args, **kwargs)
@@ -355,7 +364,7 @@ class Recorder:
         return answer if node is None else size_of(tensor, node, answer, dim)
 
     def _mark(self, node: fx.Node, effects: Effects) -> set[int]:
-        """Note which inputs a call has changed in place, by their places among the node's inputs, and whether it draws."""
+        """Note the inputs that a call has changed in place, by their positions among the node's inputs, and random draws."""
         changed, node.meta["draws"] = effects.changed(), effects.draws()
         if changed:
             nodes: set[fx.Node | None] = {self.nodes[key] for key in changed if key in self.nodes}
@@ -364,24 +373,24 @@ class Recorder:
         return changed
 
     def _note_value_reads(self, node: fx.Node, before: int) -> None:
-        """Mark a node whose results may have other shapes for other values of the inputs; ``_bind_tensor`` pins these."""
+        """Mark a node whose results may have other shapes for other input values; ``_bind_tensor`` then pins these shapes."""
         if self.sandbox.answers and self.sandbox.mode.value_reads > before:
             node.meta["dynamic"] = True
 
     def _pin_shape(self, value: Any) -> None:
-        """Python sees a shape that may be another at the next call: the graph is to say so then."""
+        """Make the graph check a shape that Python sees and that may differ in the next call."""
         if (node := self.nodes.get(id(value))) is not None and node.meta.get("dynamic"):
             node.meta["dynamic"] = False
             self._create("call_function", expect, (tuple(value.shape), "shape", node), {}, None)
 
     def expect(self, answer: Any, name: str, *args: Any, **kwargs: Any) -> None:
-        """Python code was told something that may be otherwise at the next call: the graph is to say so then."""
+        """Make the graph check an answer that Python got and that may differ in the next call."""
         self._create("call_function", expect, (answer, name, *self.argument(args)), self.argument(kwargs), None)
 
     def _ask(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Answer a question for a tensor's values, if the answer is the same at every call."""
+        """Answer a query for a tensor's values, if the answer is the same at every call."""
         node_args = self.argument(args)
-        if name == "__bool__" and (decided := chance_decided(node_args[0])) is not None:
+        if name == "__bool__" and (decided := certain_comparison(node_args[0])) is not None:
             return decided
         values = [self.known.of(arg) if isinstance(arg, fx.Node) else arg for arg in node_args]
         if any(value is None for value in values):
@@ -395,7 +404,7 @@ class Recorder:
         return func(*values, **kwargs)
 
     def _is_of_inputs(self, arguments: Any) -> bool:
-        """Return whether values are computed from the forward's inputs alone: no parameter, module or random number."""
+        """Return True if values are computed from the forward's inputs alone: no parameter, module or random number."""
         work = [node for node in tree_leaves(arguments) if isinstance(node, fx.Node)]
         seen = set(work)
         while work:
@@ -406,8 +415,6 @@ class Recorder:
             work += (new := [other for other in node.all_input_nodes if other not in seen])
             seen.update(new)
         return True
-
-    # ---- results to values
 
     def _bind(self, node: fx.Node, value: Any, changed: set[int] = frozenset()) -> Any:  # type: ignore[assignment]
         if isinstance(value, torch.Tensor):
@@ -424,7 +431,7 @@ class Recorder:
                 parts[key] = self._bind(self._create("call_function", operator.getitem, (node, key), {}, part), part, changed)
             return type(value)(parts.values()) if type(value) in (list, tuple) else value
         elif not by_reference(value):
-            self.objects[id(value)] = Tracked(value, node)
+            self.objects[id(value)] = TrackedObject(value, node)
             self.alive.append(value)
         return value
 
@@ -443,8 +450,8 @@ class Recorder:
         self._bind_tensor(node, value)
 
 
-class _Memo(dict[int, Any]):
-    """The memo of a deep copy that leaves slots for tensors and tracked objects, and keeps what is shared."""
+class _SlotMemo(dict[int, Any]):
+    """Memo of a deep copy that puts slots in place of tensors and tracked objects, and keeps shared objects."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()

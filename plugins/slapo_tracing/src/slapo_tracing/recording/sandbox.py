@@ -1,4 +1,4 @@
-"""Run a model's forward without leaving a trace in the model: on fake tensors, or on real ones and copies of its buffers."""
+"""Runs of a forward that leave the model unchanged: on fake tensors, or on real parameters and copies of buffers."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from torch import nn
 from slapo_core import TraceError
 
 from ..nodes import _torch_private as private
-from ..nodes.nested_values import Snapshot, contents, fingerprint, put_back, tensors_in
+from ..nodes.nested_values import Snapshot, contents, fingerprint, restore_contents, tensors_in
 
 _TABLES = (dict, list)
 _METHODS = (staticmethod, classmethod, MethodType)
 
 
 class Sandbox:
-    """Stand-ins for the tensors of a model.
+    """Substitutes for the tensors of a model.
 
     Args:
-        root: The model; its weights may be on the meta device when ``fake``.
-        inputs: What its forward gets, to know the device the stand-ins claim to be on.
-        fake: Fake tensors; otherwise real parameters and cloned buffers.
-        keeps_values: With ``fake``: the inputs are real, and what is computed from them alone.
-        answers: Questions for the values of what is computed from the inputs alone are answered, in the whole forward.
+        root: The model; its weights may be on the meta device if ``fake``.
+        inputs: Arguments of its forward; they determine the device of the substitutes.
+        fake: True for fake tensors, False for real parameters and cloned buffers.
+        keeps_values: With ``fake``: the inputs are real, and so is everything computed from them alone.
+        answers: True to answer queries for values that are computed from the inputs alone, in the whole forward.
     """
 
-    open_now: ClassVar[int] = 0
-    """Number of sandboxes that are open in this process."""
+    open_count: ClassVar[int] = 0
+    """Number of open sandboxes in this process."""
 
     def __init__(self, root: nn.Module, inputs: Any, *, fake: bool, keeps_values: bool = False, answers: bool = False) -> None:
         self.root, self.fake, self.answers = root, fake, answers
@@ -43,12 +43,12 @@ class Sandbox:
         self.mode.keeps_values = keeps_values
         self.watch = self.mode if fake else private.Watch()  # type: ignore[no-untyped-call]
         self.originals: dict[int, torch.Tensor] = {}
-        """Stand-in (by id) to the model's own tensor."""
+        """Substitute (by id) to the model's own tensor."""
         objects = [] if fake and not answers else gc.get_objects()
         self.before = {id(value): value for value in objects if issubclass(type(value), torch.Tensor)}
         self.state: dict[int, Snapshot] = {}
-        """Module (by id) to what it holds before the forward runs."""
-        self._standins: dict[int, torch.Tensor] = {}
+        """Module (by id) to its attributes before the forward runs."""
+        self._substitutes: dict[int, torch.Tensor] = {}
         self._versions: dict[int, int] = {}
         self._swapped: list[tuple[dict[str, Any], str, Any]] = []
         devices = (tensor.device for tensor in tensors_in(inputs) if not tensor.is_meta)
@@ -56,11 +56,11 @@ class Sandbox:
         self._is_empty = any(tensor.is_meta for tensor in [*root.parameters(), *root.buffers()])
 
     def fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake tensor like this one, without history."""
+        """Return a fake tensor like this one, without autograd history."""
         return private.fake_like(self.mode, tensor, self.device if tensor.is_meta else None)
 
     def enter_input(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A stand-in for an input: a change in place does not reach the caller's tensor.
+        """Return a substitute for an input, so that a change in place does not affect the caller's tensor.
 
         Raises:
             TraceError: a nested tensor, which has no shape.
@@ -72,38 +72,43 @@ class Sandbox:
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
     def held_before(self, module: nn.Module) -> dict[str, Any]:
-        """Return the attributes of a module as they were before the forward ran; empty for a module that was not there."""
+        """Return the attributes of a module before the forward ran; empty for a module that was not there."""
         return self.state[id(module)].parts[()][1] if id(module) in self.state else {}
 
     def is_new(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor was made since the sandbox was opened."""
+        """Return True if the tensor was created after the sandbox."""
         return (not self.fake or self.answers) and id(tensor) not in self.before
 
     @contextmanager
     def open(self, grad: bool) -> Iterator[None]:
-        """Stand-ins are in the model, gradients on or off, and afterwards model and random numbers are as before."""
+        """Put the substitutes into the model, with gradients on or off, and restore model and random state afterwards."""
         modules = list(self.root.modules())
-        self.random_numbers = SeparateRandomNumbers()
-        self.forget_results = _forget_results(modules)
+        self.random_numbers = PythonRandomState()
+        self.forget_results = _cache_restorer(modules)
         devices = [] if self.fake or self.device.type != "cuda" else [self.device]
-        Sandbox.open_now += 1
+        Sandbox.open_count += 1
         try:
-            with torch.random.fork_rng(devices), torch.inference_mode(False), torch.set_grad_enabled(grad), private.quiet():
+            with (
+                torch.random.fork_rng(devices),
+                torch.inference_mode(False),
+                torch.set_grad_enabled(grad),
+                private.without_fake_tensor_logs(),
+            ):
                 self._swap(modules)
                 with self.watch:
                     yield
         finally:
-            Sandbox.open_now -= 1
+            Sandbox.open_count -= 1
             for snapshot in self.state.values():
                 snapshot.restore()
             for table, name, value in self._swapped:
                 table[name] = value
-            self.random_numbers.put_back()
+            self.random_numbers.restore()
             self.forget_results()
 
     def changed_tensors(self) -> set[int]:
-        """Ids of the stand-ins that the forward has changed in place."""
-        return {id(tensor) for tensor in self._standins.values() if private.version(tensor) != self._versions[id(tensor)]}
+        """Return the ids of the substitutes that the forward has changed in place."""
+        return {id(tensor) for tensor in self._substitutes.values() if private.version(tensor) != self._versions[id(tensor)]}
 
     def _swap(self, modules: list[nn.Module]) -> None:
         for module in modules:
@@ -111,28 +116,28 @@ class Sandbox:
                 for name, tensor in table.items():
                     if tensor is not None:
                         self._swapped.append((table, name, tensor))
-                        table[name] = self._stand_in(tensor)
+                        table[name] = self._substitute(tensor)
         seen: set[int] = set()
         for module in modules:
             self.state[id(module)] = Snapshot(module.__dict__, seen)
 
-    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) in self._standins:
-            return self._standins[id(tensor)]
+    def _substitute(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in self._substitutes:
+            return self._substitutes[id(tensor)]
         if self.fake:
-            device = self.device if self._is_empty else None  # buffers of a model without weights go there with these
+            device = self.device if self._is_empty else None  # buffers of a meta model go to the same device as its weights
             new = private.as_parameter(private.fake_like(self.mode, tensor, device), tensor)
         else:
             new = tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
-        self._standins[id(tensor)] = new
+        self._substitutes[id(tensor)] = new
         self.originals[id(new)], self._versions[id(new)] = tensor, private.version(new)
         return new
 
 
-def _forget_results(modules: list[nn.Module]) -> Callable[[], None]:
-    """Return what empties each ``lru_cache`` near the modules that the run adds to, and puts dicts and lists back."""
+def _cache_restorer(modules: list[nn.Module]) -> Callable[[], None]:
+    """Return a function that clears each ``lru_cache`` near the modules that the run added to, and restores dicts and lists."""
     classes = {cls for module in modules for cls in type(module).__mro__}
-    # code that was executed has no module
+    # code run by exec has no module
     near = [*map(vars, {*classes, *(sys.modules.get(cls.__module__, cls) for cls in classes)})]
     hooks = [hook for module in modules for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())]
     functions = [*(value for space in map(vars, [*classes, *modules]) for value in space.values()), *hooks]
@@ -140,7 +145,7 @@ def _forget_results(modules: list[nn.Module]) -> Callable[[], None]:
     values = [value for space in [*near, *map(vars, modules)] for value in space.values()]
     values = [value.__func__ if isinstance(value, _METHODS) else value for value in values]
     cells = [cell for value in [*values, *hooks] if isinstance(value, FunctionType) for cell in value.__closure__ or ()]
-    inner = [cell.cell_contents for cell in cells if cell != CellType()]  # of a decorator around the cache, say
+    inner = [cell.cell_contents for cell in cells if cell != CellType()]  # e.g. of a decorator around the cache
     tables = [value for space in near for name, value in space.items() if type(value) in _TABLES and name[:2] != "__"]
     tables += [value for value in inner if type(value) in _TABLES]
     tables += [part for table in tables for part in (table if type(table) is list else table.values()) if type(part) in _TABLES]
@@ -149,7 +154,7 @@ def _forget_results(modules: list[nn.Module]) -> Callable[[], None]:
     before = [cache.cache_info().misses for cache in caches]
 
     def undo() -> None:
-        put_back(former)
+        restore_contents(former)
         for index, cache in enumerate(caches):
             if cache.cache_info().misses != before[index]:
                 cache.cache_clear()
@@ -158,8 +163,8 @@ def _forget_results(modules: list[nn.Module]) -> Callable[[], None]:
     return undo
 
 
-class SeparateRandomNumbers:
-    """Python's and NumPy's random states now, to compare with and to put back; torch's own are forked."""
+class PythonRandomState:
+    """Present random states of Python and NumPy, for comparison and restoration. Torch's own are forked."""
 
     def __init__(self) -> None:
         self.numpy = sys.modules.get("numpy.random")
@@ -167,12 +172,12 @@ class SeparateRandomNumbers:
         self.numpy_state: Any = self.numpy.get_state() if self.numpy else None
 
     def changed(self) -> bool:
-        """Return whether numbers have been drawn."""
+        """Return True if numbers have been drawn."""
         numpy_state = self.numpy.get_state() if self.numpy else None
         return random.getstate() != self.state or fingerprint(numpy_state) != fingerprint(self.numpy_state)
 
-    def put_back(self) -> None:
-        """Restore the generators, as if no numbers had been drawn."""
+    def restore(self) -> None:
+        """Restore the generators."""
         random.setstate(self.state)
         if self.numpy:
             self.numpy.set_state(self.numpy_state)

@@ -1,4 +1,4 @@
-"""Python functions that the forward hands to ``torch.vmap``, with the tensors that they capture."""
+"""Python functions that the forward passes to ``torch.vmap``, with the tensors that they capture."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from torch.overrides import TorchFunctionMode
 
 
 class CapturedFunction:
-    """A function whose captured tensors are found anew at every call.
+    """Function with captured tensors, which are looked up anew at every call.
 
     Args:
         function: The function.
-        call: What runs it: ``call(function, *args, **kwargs)``.
-        modes: Modes of torch functions that it runs in.
+        call: Runs it: ``call(function, *args, **kwargs)``.
+        modes: Torch function modes that it runs in.
     """
 
     def __init__(self, function: Any, call: Callable[..., Any], modes: tuple[TorchFunctionMode, ...]) -> None:
         self.function, self.modes, self._call = function, modes, call
         self.tensors: list[torch.Tensor] = []
         self.foreign: Any = None
-        """An object inside that has tensors of its own, or is a module."""
+        """Captured module or bound method, whose tensors cannot be replaced."""
         self._ids: set[int] = set()
-        _with(function, self._find, (torch.Tensor, nn.Module, MethodType))
+        _replace_captured(function, self._find, (torch.Tensor, nn.Module, MethodType))
 
     def _find(self, tensor: Any) -> Any:
         if not isinstance(tensor, torch.Tensor):
@@ -39,22 +39,22 @@ class CapturedFunction:
         return tensor
 
     def without_tensors(self) -> CapturedFunction:
-        """Return the same function for a graph, which does not keep the tensors of the call that was traced."""
-        places = {id(tensor): _Place(index) for index, tensor in enumerate(self.tensors)}
+        """Return the same function for a graph, without the tensors of the traced call."""
+        places = {id(tensor): _TensorIndex(index) for index, tensor in enumerate(self.tensors)}
         made = CapturedFunction(None, self._call, self.modes)
-        made.function = _with(self.function, lambda tensor: places[id(tensor)])
+        made.function = _replace_captured(self.function, lambda tensor: places[id(tensor)])
         return made
 
     def __call__(self, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run the function with these tensors in the places of those that it captured."""
-        function = _with(self.function, lambda place: tensors[place.index], _Place)
+        """Run the function with these tensors in place of the captured ones."""
+        function = _replace_captured(self.function, lambda place: tensors[place.index], _TensorIndex)
         with ExitStack() as stack:
             for mode in self.modes:
                 stack.enter_context(mode)
             return self._call(function, *args, **kwargs)
 
 
-class _Place:
+class _TensorIndex:
     def __init__(self, index: int) -> None:
         self.index = index
 
@@ -62,12 +62,14 @@ class _Place:
 def call_captured(
     function: CapturedFunction, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Call a captured function; the target of nodes."""
+    """Call a captured function; a target of nodes."""
     return function(tensors, args, kwargs)
 
 
-def _with(value: Any, change: Callable[[Any], Any], kind: Any = torch.Tensor, memo: dict[int, Any] | None = None) -> Any:
-    """Return a copy of a function with all that it captures of a kind replaced, in functions and containers inside as well."""
+def _replace_captured(
+    value: Any, change: Callable[[Any], Any], kind: Any = torch.Tensor, memo: dict[int, Any] | None = None
+) -> Any:
+    """Return a copy of a function in which captured values of a kind are replaced, also in functions and containers inside."""
     memo = {} if memo is None else memo
     if id(value) in memo:
         return memo[id(value)]
@@ -75,10 +77,10 @@ def _with(value: Any, change: Callable[[Any], Any], kind: Any = torch.Tensor, me
         return change(value)
 
     def again(part: Any) -> Any:
-        return _with(part, change, kind, memo)
+        return _replace_captured(part, change, kind, memo)
 
     if isinstance(value, FunctionType):
-        return _function(value, again, memo)
+        return _copy_function(value, again, memo)
     if type(value) is partial:
         return partial(again(value.func), *map(again, value.args), **{key: again(part) for key, part in value.keywords.items()})
     if type(value) in (tuple, list):
@@ -88,7 +90,7 @@ def _with(value: Any, change: Callable[[Any], Any], kind: Any = torch.Tensor, me
     return value
 
 
-def _function(function: FunctionType, again: Callable[[Any], Any], memo: dict[int, Any]) -> FunctionType:
+def _copy_function(function: FunctionType, again: Callable[[Any], Any], memo: dict[int, Any]) -> FunctionType:
     cells = function.__closure__ or ()
     if not cells and not function.__defaults__ and not function.__kwdefaults__:
         return function
@@ -96,7 +98,7 @@ def _function(function: FunctionType, again: Callable[[Any], Any], memo: dict[in
     made = FunctionType(function.__code__, function.__globals__, function.__name__, None, new or None)
     memo[id(function)] = made
     for cell, old in zip(new, cells, strict=True):
-        if old != CellType():  # one that is not set yet
+        if old != CellType():  # an empty cell
             cell.cell_contents = again(old.cell_contents)
     made.__defaults__, made.__kwdefaults__ = again(function.__defaults__), again(function.__kwdefaults__)
     made.__dict__.update(function.__dict__)

@@ -1,7 +1,7 @@
 """The tracers ``"value"``, ``"fx"`` and ``"export"``, and the choice between them.
 
-A module, example inputs and leaf modules enter; a ``TracedModule`` leaves. May import ``graphs``, ``recording`` and
-``nodes``.
+A tracer takes a module, example inputs and leaf modules, and returns a ``TracedModule``. This sub-package may import
+``graphs``, ``recording`` and ``nodes``.
 """
 
 from .selection import Leaves, is_container, named_leaves, trace

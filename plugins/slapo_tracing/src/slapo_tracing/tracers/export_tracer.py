@@ -1,4 +1,4 @@
-"""``torch.export`` behind the tracer interface."""
+"""``torch.export`` as a tracer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from .value_tracer import trace_again
 
 
 def trace_export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
-    """The graph ``torch.export`` makes, with our calling convention: modules inlined, parameters under their own names.
+    """Return the graph of ``torch.export`` in this package's calling convention: modules inlined, parameters under their
+    names.
 
     Raises:
         TraceError: export refuses the module.
@@ -61,5 +62,5 @@ def trace_export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             value = operator.attrgetter(str(node.target))(flat)
             node.target = f"_tensor_constant{len(constants)}"
             constants[node.target] = value
-    opened = [path for path, _ in module.named_modules() if path]
-    return TracedModule(module, graph, guard, constants, opened=opened, retrace=trace_again)
+    inlined = [path for path, _ in module.named_modules() if path]
+    return TracedModule(module, graph, guard, constants, inlined=inlined, retrace=trace_again)

@@ -1,4 +1,4 @@
-"""``torch.fx``'s symbolic tracer behind the tracer interface: no example inputs, graphs for every shape."""
+"""``torch.fx``'s symbolic tracer: no example inputs, graphs for every shape."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from torch import fx, nn
 from slapo_core import TraceError, get_logger
 
 from ..graphs.guard import Call, Guard, argument_values, plain_signature
-from ..graphs.traced_module import TracedModule, former, variants_of
+from ..graphs.traced_module import TracedModule, module_before_trace, variants_of
 from ..nodes import _torch_private as private
 from ..nodes.mode_regions import autocast_state
 from ..nodes.nested_values import MODULE_TABLES, difference, fingerprint, is_input
 from ..nodes.opaque_modules import is_opaque
-from ..recording.attribute_reads import OF_TORCH, Attributes
-from ..recording.module_hooks import carry_around
+from ..recording.attribute_reads import MODULE_ATTRIBUTES, Attributes
+from ..recording.module_hooks import share_hooks
 from .value_tracer import trace_again
 
 Plan = Callable[[str, nn.Module], str]
 
 
 class SymbolicGuard(Guard):
-    """Tensors of every shape and dtype where the graph has inputs; everything else that the forward reads as it was traced."""
+    """Guard of a symbolic graph: tensors of any shape and dtype as inputs; all other values as in the trace."""
 
     def problem(self, module: nn.Module, call: Call) -> str | None:
-        """Why the graph is not good for a call; None where it is."""
+        """Return why the graph cannot serve a call, or None."""
         for name in self.placeholders:
             if not is_input(call.values[name]):
                 return f"{name} is {call.values[name]!r}, traced as a tensor"
@@ -40,25 +40,25 @@ class SymbolicGuard(Guard):
 def trace_fx(
     module: nn.Module, example: Any, plan: Plan, concrete_args: Mapping[str, Any], tracer: type[fx.Tracer] = fx.Tracer
 ) -> TracedModule:
-    """The graph that ``torch.fx`` makes, with one for each module inside that ``plan`` says is to have its own.
+    """Return the graph that ``torch.fx`` makes, with further graphs for the modules that ``plan`` gives their own.
 
     Args:
-        module: What to trace.
-        example: Positional and keyword arguments of a call; None: any tensors, for arguments without a default.
-        plan: ``"leaf"``, ``"inline"`` or ``"graph"`` for the modules inside.
-        concrete_args: Arguments that are no inputs, with their values.
-        tracer: The class that traces.
+        module: The module to trace.
+        example: Positional and keyword arguments of a call. None: any tensors, for arguments without a default.
+        plan: ``"leaf"``, ``"inline"`` or ``"graph"`` for each module inside.
+        concrete_args: Arguments that are not inputs, with their values.
+        tracer: The tracer class.
 
     Raises:
-        TraceError: the forward does other things to symbolic values than to tensors.
+        TraceError: the forward treats symbolic values differently from tensors.
     """
     variants = variants_of(module)
     if variants is not None and variants.is_rewritten:
         raise TraceError(f"tracer 'fx' does not go into the rewritten graph of the {variants.label}; use tracer='value'")
-    source = former(module, bare=True) if isinstance(module, TracedModule) else module
+    source = module_before_trace(module, bare=True) if isinstance(module, TracedModule) else module
     parameters = plain_signature(source)
-    concrete, placeholders = _division(parameters, example, concrete_args)
-    graph, reads, opened = _graph(source, plan, concrete, tracer)
+    concrete, placeholders = _split_arguments(parameters, example, concrete_args)
+    graph, reads, inlined = _graph(source, plan, concrete, tracer)
     for node in list(graph.find_nodes(op="placeholder")):
         if str(node.target).removeprefix("*") not in placeholders:
             _erase(graph, node)
@@ -71,20 +71,22 @@ def trace_fx(
     )
     names = {id(each): path for path, each in source.named_modules()}
     guard.attributes = Attributes(module, {(names[key], name) for key, name in reads if key in names}, {})
-    traced = TracedModule(module, graph, guard, inner=_inner(module, graph, plan, tracer), opened=opened, retrace=trace_again)
+    traced = TracedModule(
+        module, graph, guard, inner=_trace_submodules(module, graph, plan, tracer), inlined=inlined, retrace=trace_again
+    )
     if is_opaque(module):
-        carry_around(module, traced)
+        share_hooks(module, traced)
     return traced
 
 
 def _erase(graph: fx.Graph, node: fx.Node) -> None:
-    """Take a node out with what uses it: of an argument that is part of the graph fx checks that it has that value."""
+    """Erase a node and its users: fx checks the value of an argument that is part of the graph."""
     for user in list(node.users):
         _erase(graph, user)
     graph.erase_node(node)
 
 
-def _division(parameters: Any, example: Any, concrete: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+def _split_arguments(parameters: Any, example: Any, concrete: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     """Return the arguments that are part of the graph, and the names of those that are inputs."""
     if example is None:
         defaults = {name: each.default for name, each in parameters.parameters.items() if each.default is not each.empty}
@@ -103,18 +105,18 @@ def _graph(
 ) -> tuple[fx.Graph, set[tuple[int, str]], set[str]]:
     """Return the graph, the attributes that were read (module's id and name), and the paths of inlined modules."""
     reads: set[tuple[int, str]] = set()
-    opened: set[str] = set()
+    inlined: set[str] = set()
 
     class Tracer(base):  # type: ignore[valid-type, misc]
         def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
             asked = base is not fx.Tracer and super().is_leaf_module(m, module_qualified_name)
             leaf = asked or is_opaque(m) or plan(module_qualified_name, m) != "inline"
             if not leaf:
-                opened.add(module_qualified_name)
+                inlined.add(module_qualified_name)
             return bool(leaf)
 
     def read(holder: nn.Module, name: str, value: Any) -> Any:
-        if name not in OF_TORCH and (
+        if name not in MODULE_ATTRIBUTES and (
             name not in MODULE_TABLES or isinstance(holder, Iterable)
         ):  # fx itself reads the tables of all
             reads.add((id(holder), name))
@@ -125,7 +127,7 @@ def _graph(
 
     try:
         with private.intercept(passed_on, passed_on, read, lambda name, answer: answer()):
-            return Tracer().trace(module, concrete), reads, opened
+            return Tracer().trace(module, concrete), reads, inlined
     except Exception as err:  # symbolic values may break any code
         raise TraceError(
             f"tracer 'fx' cannot trace {type(module).__name__}: {str(err).splitlines()[0]}; give example_inputs and no tracer, "
@@ -133,7 +135,7 @@ def _graph(
         ) from err
 
 
-def _inner(module: nn.Module, graph: fx.Graph, plan: Plan, tracer: type[fx.Tracer]) -> dict[str, nn.Module]:
+def _trace_submodules(module: nn.Module, graph: fx.Graph, plan: Plan, tracer: type[fx.Tracer]) -> dict[str, nn.Module]:
     made: dict[int, nn.Module] = {}
     found: dict[str, nn.Module] = {}
     for node in graph.find_nodes(op="call_module"):
@@ -150,7 +152,7 @@ def _inner(module: nn.Module, graph: fx.Graph, plan: Plan, tracer: type[fx.Trace
 
 
 def tracer_class(tracer: Any) -> type[fx.Tracer] | None:
-    """Return the fx tracer class that a name or class stands for; None for any other tracer."""
+    """Return the fx tracer class of a name or class, or None for any other tracer."""
     if isinstance(tracer, type) and issubclass(tracer, fx.Tracer):
         return tracer
     return fx.Tracer if tracer in ("fx", "pytorch") else None

@@ -1,4 +1,4 @@
-"""Tracing of a schedule's module, and the traced module in its place."""
+"""Tracing of a schedule's module, and its replacement by the traced one."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def trace_in_place(schedule: Schedule, example_inputs: Any, **options: Any) -> Any:
-    """Trace the schedule's module on its own inputs; None: on what it gets when the model runs on the schedule's.
+    """Trace the schedule's module on its own inputs; None uses its arguments when the model runs on the schedule's inputs.
 
-    The first inputs of the whole model are the schedule's from then on.
+    The first inputs for the whole model become the schedule's example inputs.
     """
     if not schedule.path and schedule.example_inputs is None and example_inputs is not None:
         schedule.on_undo(partial(setattr, schedule._root, "example_inputs", None))
@@ -27,8 +27,8 @@ def trace_in_place(schedule: Schedule, example_inputs: Any, **options: Any) -> A
     return trace(schedule.root_module, example_inputs=schedule.example_inputs, target=schedule.path, **options)
 
 
-def install(schedule: Schedule, traced: nn.Module) -> None:
-    """Put a traced module in the schedule's place; what the schedule knows of each module stays known."""
+def put_in_place(schedule: Schedule, traced: nn.Module) -> None:
+    """Put a traced module in the schedule's place, and carry over the metadata of each module."""
     before, known = dict(schedule.mod.named_modules()), schedule._root.metadata
     schedule.replace_module(traced)
     for path, module in traced.named_modules():

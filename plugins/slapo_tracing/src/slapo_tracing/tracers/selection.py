@@ -1,4 +1,4 @@
-"""The tracers behind one function, and hierarchical tracing on top of them."""
+"""Choice of the tracer, and hierarchical tracing."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ..nodes.opaque_modules import is_opaque
 from .export_tracer import trace_export
 from .fx_tracer import trace_fx, tracer_class
 from .synthetic_inputs import synthetic_inputs
-from .value_tracer import Assigned, LeafKind, Plan, trace_value
+from .value_tracer import AssignedValues, LeafKind, Plan, trace_value
 
 Leaf = Callable[[str, nn.Module], bool]
 Leaves = str | type | Iterable[str | type] | None
 """Classes, class names or globs of paths, or one of these."""
 TRACERS = ("value", "fx", "export", "pytorch", "huggingface")
-"""``"pytorch"`` is another name of ``"fx"``, ``"huggingface"`` one of ``"value"``, which traces the models of Transformers."""
+"""Names of tracers. ``"pytorch"`` is ``"fx"``; ``"huggingface"`` is ``"value"``, which traces Transformers models."""
 
 
 def trace_module(
@@ -36,29 +36,36 @@ def trace_module(
     by_values: bool = False,
     **options: Any,
 ) -> TracedModule:
-    """One flat graph of a module's own forward, down to its leaves. The module is left as it is.
+    """Return one flat graph of a module's own forward, down to its leaves. The module is not changed.
 
-    The graph's placeholders are the arguments given that hold tensors; everything else the forward was given is part of the
-    graph, as are the sizes. A call that differs in it, in a shape, a dtype or the training mode is traced anew. Nodes have
-    ``meta["val"]``: a fake tensor without history, ``meta["source"]``: the model's ``file:line``, ``meta["regions"]``: see
-    ``tracing.regions``, ``meta["mutates"]`` where a call changes tensors in place: their places among the node's inputs, and
-    ``meta["changes"]``: paths of buffers and attributes a module kept whole changes on itself, or reads and another changes;
-    ``meta["draws"]``: whether a call draws random numbers; ``meta["memory"]``: equal for tensors that share memory. To split a
-    graph, copy nodes with their ``meta``, leave out region nodes and call ``regions.write_regions`` on each part.
+    The placeholders of the graph are the arguments with tensors. Other arguments and sizes are part of the graph. A call that
+    differs in them, in a shape, a dtype or the training mode is traced anew.
+
+    Nodes have this ``meta``:
+
+    - ``"val"``: a fake tensor without history.
+    - ``"source"``: the model's ``file:line``.
+    - ``"regions"``: see ``nodes.mode_regions``.
+    - ``"mutates"``: positions, among the node's inputs, of tensors that the call changes in place.
+    - ``"changes"``: paths of buffers and attributes that a module kept whole changes on itself, or reads and another changes.
+    - ``"draws"``: True if the call draws random numbers.
+    - ``"memory"``: equal for tensors that share memory.
+
+    To split a graph, copy nodes with their ``meta`` without the mode nodes, and call ``write_mode_nodes`` on each part.
 
     Args:
-        model: What to trace; its weights may be on the meta device.
-        example_inputs: One call's arguments, see ``split_inputs``.
-        leaf: ``leaf(path, module)``: keep this module whole. Modules with hooks or a wrapped forward always are.
-        tracer: See ``trace``.
-        concrete_args: Further arguments, no tensors.
-        by_values: Answer a forward that asks for values of its inputs, or what is computed from them alone, by those of the
-            example inputs. The graph has a node ``expect`` for each answer, which fails where it is another one.
-        **options: Those of ``trace``, which is called where any is given, or no example inputs.
+        model: The module; its weights may be on the meta device.
+        example_inputs: Arguments of one call, see ``split_inputs``.
+        leaf: ``leaf(path, module)`` returns True to keep this module whole. Modules with hooks or a wrapped forward always are.
+        tracer: As for ``trace``.
+        concrete_args: Further arguments, not tensors.
+        by_values: True to answer queries for values that are computed from the inputs alone with those of the example inputs.
+            The graph has a node ``expect`` for each answer, which fails if the answer differs.
+        **options: Options of ``trace``, which is called if any is given, or if there are no example inputs.
 
     Raises:
-        TraceError: The forward cannot be traced; names the model's source line.
-        UnknownNameError: No such tracer.
+        TraceError: the forward cannot be traced; names the model's source line.
+        UnknownNameError: no such tracer.
     """
     if options or example_inputs is None:
         return trace(model, example_inputs=example_inputs, tracer=tracer, concrete_args=concrete_args, **options)
@@ -67,11 +74,11 @@ def trace_module(
         what = f"the {type(model).__name__} has hooks or a wrapped forward, which a graph would lose"
         raise TraceError(f"{what}; trace it with trace(), which keeps them around the graph")
     plan: Plan = lambda path, child: "leaf" if leaf(path, child) else "inline"  # noqa: E731
-    return _traced(model, split_inputs(example_inputs, model), plan, tracer, concrete_args or {}, by_values=by_values)
+    return _trace_flat(model, split_inputs(example_inputs, model), plan, tracer, concrete_args or {}, by_values=by_values)
 
 
 def check_traceable(module: nn.Module, tracer: Any) -> None:
-    """Refuse what no tracer can do."""
+    """Refuse a module that no tracer can trace, and an unknown tracer."""
     if tracer not in TRACERS and tracer is not None and tracer_class(tracer) is None:
         raise UnknownNameError.of("tracer", str(tracer), TRACERS)
     if own_forward(module) is not None:
@@ -79,7 +86,7 @@ def check_traceable(module: nn.Module, tracer: Any) -> None:
         raise TraceError(f"{what}, which tracing would lose; trace what is inside it")
 
 
-def _traced(
+def _trace_flat(
     module: nn.Module,
     example: Any,
     plan: Plan,
@@ -97,9 +104,6 @@ def _traced(
     return trace_value(module, args, kwargs, plan, symbolic=symbolic, by_values=by_values)
 
 
-# -- hierarchical tracing
-
-
 def trace(
     model: nn.Module,
     *,
@@ -112,32 +116,32 @@ def trace(
     target: str = "",
     symbolic: bool = True,
     open_modules: tuple[type[nn.Module], ...] = (),
-    assigned: Assigned = "refused",
+    assigned: AssignedValues = "refused",
 ) -> TracedModule:
-    """A traced module with the parameter names of the original, its hooks and wrappers around the graph.
+    """Return a traced module with the parameter names of the original, and its hooks and wrappers around the graph.
 
-    Modules of ``torch.nn`` stay whole, and, unless everything is to be one graph, those already traced.
+    Modules of ``torch.nn`` stay whole, and so do traced ones unless ``flatten``.
 
     Args:
-        model: What runs on the example inputs. It is left as it is.
-        example_inputs: One call's arguments, see ``split_inputs``; None: ``torch.fx`` traces symbolically,
-            or, where it cannot, the forward is run on ``synthetic_inputs``.
-        recursive: Submodules are traced too, each into a graph of its own.
-        flatten: One graph of everything instead.
+        model: The model to run on the example inputs. It is not changed.
+        example_inputs: Arguments of one call, see ``split_inputs``. None: ``torch.fx`` traces symbolically, or, if it cannot,
+            the forward runs on ``synthetic_inputs``.
+        recursive: Trace submodules too, each into a graph of its own.
+        flatten: Trace everything into one graph instead.
         leaf_modules: Classes, class names or globs of paths below the traced module, to be kept whole; or one of these.
         tracer: ``"value"`` records one run on fake tensors, ``"fx"`` (or ``"pytorch"``, or a subclass of ``torch.fx.Tracer``)
-            traces symbolically, ``"export"`` makes one graph by ``torch.export``. Default: ``"value"`` where there are example
-            inputs, else ``"fx"`` where it can.
-        concrete_args: Arguments that are no tensors, and part of the graph, by name. ``inspect.Parameter.empty``, the default
-            of a parameter that has none, counts as not given.
-        target: Path of the module to trace, with the inputs it gets when ``model`` runs.
-        symbolic: Sizes are nodes of the graphs, so that one serves every batch and sequence length.
+            traces symbolically, ``"export"`` makes one graph by ``torch.export``. Default: ``"value"`` with example inputs,
+            else ``"fx"`` if it can.
+        concrete_args: Non-tensor arguments that become part of the graph, by name. ``inspect.Parameter.empty``, the default of
+            a parameter without one, counts as not given.
+        target: Path of the module to trace, on its arguments when ``model`` runs.
+        symbolic: True to make sizes nodes of the graphs, so that one serves every batch size and sequence length.
         open_modules: Classes of ``torch.nn`` that are not kept whole.
-        assigned: What becomes of values that the forward leaves in attributes, see ``value.Request``; of one graph alone.
+        assigned: Treatment of values that the forward leaves in attributes, see ``value_tracer.Request``; for one graph only.
 
     Raises:
-        TraceError: The forward cannot be traced; names the model's source line.
-        ScheduleError: A leaf that is nowhere in the module, or a tracer that needs example inputs and has none.
+        TraceError: the forward cannot be traced; names the model's source line.
+        ScheduleError: a leaf matches nothing in the module, or a tracer that needs example inputs has none.
     """
     if not isinstance(model, nn.Module):
         raise TraceError(f"{model!r:.60} cannot be traced; give an nn.Module")
@@ -163,7 +167,7 @@ def trace(
     tracer = tracer or "value"
     if tracer_class(tracer) is not None:
         example = None if target or example_inputs is None else split_inputs(example_inputs, module)
-        return _traced(module, example, plan, tracer, concrete_args)
+        return _trace_flat(module, example, plan, tracer, concrete_args)
     example_inputs = synthetic_inputs(model, given) if example_inputs is None else example_inputs
     if example_inputs is None or (target and tracer == "export"):
         what = f"tracer {tracer!r} runs the module; give its example_inputs"
@@ -176,20 +180,20 @@ def trace(
 
 
 def is_container(module: nn.Module) -> bool:
-    """Return whether a module only holds others, and is never called."""
+    """Return True if a module only holds others, and is never called."""
     return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
 
 
 def check_concrete(module: nn.Module, concrete_args: Mapping[str, Any]) -> None:
-    """Raise ``TraceError`` where the forward of a module takes no such argument by name."""
+    """Raise ``TraceError`` if the forward of a module does not take such an argument by name."""
     known = [name for name, each in forward_signature(module).parameters.items() if each.kind is not each.VAR_KEYWORD]
     if unknown := concrete_args.keys() - {*known}:
         what = f"concrete_args: the forward of {type(module).__name__} takes no {min(unknown)!r}"
         raise TraceError(f"{what}; it takes {', '.join(known) or 'none'}")
 
 
-def listed(leaves: Leaves, primitive: str = "trace") -> list[str | type]:
-    """The leaves one by one."""
+def leaf_list(leaves: Leaves, primitive: str = "trace") -> list[str | type]:
+    """Return the leaves as a list."""
     found = [leaves] if isinstance(leaves, (str, type)) else [] if leaves is None else list(leaves)
     if wrong := [leaf for leaf in found if not isinstance(leaf, (str, type))]:
         raise ScheduleError(f"leaf_modules: {wrong[0]!r:.60} is neither a class nor a name", primitive=primitive)
@@ -197,12 +201,12 @@ def listed(leaves: Leaves, primitive: str = "trace") -> list[str | type]:
 
 
 def named_leaves(module: nn.Module, leaves: Leaves, path: str = "", primitive: str = "trace") -> set[int]:
-    """Ids of the modules inside ``module``, which is at ``path``, that the leaves name."""
+    """Return the ids of the modules inside ``module``, which is at ``path``, that the leaves match."""
     found: set[int] = set()
     inside = {path: child for path, child in module.named_modules() if path}
-    for leaf in listed(leaves, primitive):
+    for leaf in leaf_list(leaves, primitive):
         exact = inside.get(leaf) if isinstance(leaf, str) and not leaf.isidentifier() else None  # a plan may name thousands
-        named = {id(exact)} if exact else {id(child) for path, child in inside.items() if _names(leaf, path, child)}
+        named = {id(exact)} if exact else {id(child) for path, child in inside.items() if _leaf_matches(leaf, path, child)}
         if not named:
             raise ScheduleError(
                 f"leaf_modules: {leaf!r} is no class and no path of a module below", path=path, primitive=primitive
@@ -211,7 +215,7 @@ def named_leaves(module: nn.Module, leaves: Leaves, path: str = "", primitive: s
     return found
 
 
-def _names(leaf: str | type, path: str, module: nn.Module) -> bool:
+def _leaf_matches(leaf: str | type, path: str, module: nn.Module) -> bool:
     if isinstance(leaf, type):
         return isinstance(module, leaf)
     same_depth = leaf.count(".") == path.count(".")

@@ -1,4 +1,4 @@
-"""Inputs to trace a model with where nobody has given any: what it brings itself, or what its first layers take."""
+"""Inputs to trace a model without example inputs: the model's own, or tensors that fit its first layers."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from torch import nn
 
 from slapo_core import TraceError, forward_signature, get_logger
 
-_MOST_TRIALS = 48
+_MAX_TRIALS = 48
 _LENGTH = 8
-_LIKE_TOKENS = dict.fromkeys(("attention_mask", "decoder_attention_mask"), 1) | dict.fromkeys(("token_type_ids", "labels"), 0)
-"""Arguments that have the shape of the tokens, and a value for them."""
+_TOKEN_SHAPED = dict.fromkeys(("attention_mask", "decoder_attention_mask"), 1) | dict.fromkeys(("token_type_ids", "labels"), 0)
+"""Arguments with the shape of the tokens, and a value for each."""
 
 
 def synthetic_inputs(model: nn.Module, concrete_args: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-    """Inputs by name with which the model runs, or None if none are found.
+    """Return inputs by name with which the model runs, or None.
 
-    They are the ``dummy_inputs`` of a model of Transformers, else tensors for the arguments that have no default, of the shapes
-    that the model's layers take. Nothing but a trace may use them: a graph or program made with them is made anew for calls of
-    other shapes.
+    These are the ``dummy_inputs`` of a Transformers model, else tensors for the arguments without default, in the shapes that
+    the model's layers take. They serve only for tracing: graphs and programs are made again for calls of other shapes.
 
     Args:
-        model: Runs on fake tensors; it is left as it is.
-        concrete_args: Arguments that are no inputs. Where any are given to a model of Transformers, its others are inputs.
+        model: Runs on fake tensors; it is not changed.
+        concrete_args: Arguments that are not inputs. If any are given for a Transformers model, its others are inputs.
     """
     concrete = concrete_args or {}
-    for inputs in itertools.islice(_candidates(model, concrete), _MOST_TRIALS):
+    for inputs in itertools.islice(_candidates(model, concrete), _MAX_TRIALS):
         if _runs(model, {**inputs, **concrete}):
             shown = ", ".join(f"{name} {list(value.shape)} {value.dtype}" for name, value in inputs.items())
             get_logger().info("no example_inputs: %s is traced with %s", type(model).__name__, shown)
@@ -53,13 +52,13 @@ def _candidates(model: nn.Module, concrete: Mapping[str, Any]) -> Iterator[dict[
     own = _dummy_inputs(model)
     found = {name: value for name, value in own.items() if name in parameters} if isinstance(own, Mapping) else {}
     if concrete and isinstance(tokens := found.get("input_ids"), torch.Tensor):
-        found = {name: torch.full_like(tokens, value) for name, value in _LIKE_TOKENS.items() if name in parameters} | found
+        found = {name: torch.full_like(tokens, value) for name, value in _TOKEN_SHAPED.items() if name in parameters} | found
     if found:
         yield found
     named = [each for each in parameters.values() if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
     names = [each.name for each in named if each.default is each.empty] or [each.name for each in named[:1]]
     device = next((tensor.device for tensor in model.parameters() if not tensor.is_meta), torch.device("cpu"))
-    values = [torch.ones(shape, dtype=dtype, device=device) for shape, dtype in dict.fromkeys(_taken_by_layers(model))]
+    values = [torch.ones(shape, dtype=dtype, device=device) for shape, dtype in dict.fromkeys(_layer_input_shapes(model))]
     alike = [(value,) * len(names) for value in values]
     mixed = itertools.product(values[:4], repeat=len(names)) if len(names) < 4 else ()
     yield from (dict(zip(names, each, strict=True)) for each in [*alike, *mixed] if each)
@@ -75,19 +74,19 @@ def _dummy_inputs(model: nn.Module) -> Any:
         return None
 
 
-def _taken_by_layers(model: nn.Module) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of what the layers take, in the order in which the model holds them; then what parameters suggest."""
+def _layer_input_shapes(model: nn.Module) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
+    """Yield shapes and dtypes of the layers' inputs, in module order, then those that fit parameters."""
     default = next((tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()), torch.get_default_dtype())
     image = getattr(getattr(model, "config", None), "image_size", None)
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             yield (2, _LENGTH), torch.long
-        elif (channels := _of(module, ("in_channels", "num_features"))) is not None:
+        elif (channels := _size_attribute(module, ("in_channels", "num_features"))) is not None:
             dims = next((dims for dims in (1, 2, 3) if f"{dims}d" in type(module).__name__.lower()), 2)
             for size in [image] if type(image) is int else (32, 224):
                 yield (2, channels, *(size,) * dims), default
             yield (2, channels), default
-        elif (width := _of(module, ("in_features", "input_size", "embed_dim", "d_model", "nx"))) is not None:
+        elif (width := _size_attribute(module, ("in_features", "input_size", "embed_dim", "d_model", "nx"))) is not None:
             yield (2, width), default
             yield (2, _LENGTH, width), default
     for parameter in model.parameters():
@@ -96,6 +95,6 @@ def _taken_by_layers(model: nn.Module) -> Iterator[tuple[tuple[int, ...], torch.
             yield (2, _LENGTH, width), default
 
 
-def _of(module: nn.Module, names: tuple[str, ...]) -> int | None:
-    """The first attribute among these that is a size."""
+def _size_attribute(module: nn.Module, names: tuple[str, ...]) -> int | None:
+    """Return the first of these attributes that is an integer, or None."""
     return next((value for name in names if type(value := getattr(module, name, None)) is int), None)

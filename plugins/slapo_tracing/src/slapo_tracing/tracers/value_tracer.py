@@ -1,4 +1,4 @@
-"""The default tracer: run the forward once and record what it does, with values."""
+"""The default tracer, which runs the forward once on fake tensors and records it."""
 
 from __future__ import annotations
 
@@ -19,46 +19,46 @@ from ..graphs.traced_module import TracedModule, variants_of
 from ..nodes import _torch_private as private
 from ..nodes.codegen import run_graph
 from ..nodes.graph_functions import expect
-from ..nodes.nested_values import distinct, has_tensor, map_tensors, replace_tensors
+from ..nodes.nested_values import alias_duplicates, has_tensor, map_tensors, replace_tensors
 from ..nodes.opaque_modules import is_opaque
-from ..nodes.torch_calls import is_open, model_source
-from ..recording.assigned_tensors import assigned_values, note_assigned
-from ..recording.attribute_reads import OF_TORCH, Attributes, facts_of
-from ..recording.attribute_writes import Change, Repeat, Settings, changes
-from ..recording.module_hooks import carry_around, engines_aside, innermost_forward
+from ..nodes.torch_calls import is_uncertain_query, model_source
+from ..recording.assigned_tensors import assigned_values, mark_assigned_tensors
+from ..recording.attribute_reads import MODULE_ATTRIBUTES, Attributes, attribute_facts
+from ..recording.attribute_writes import RepeatedRun, StateChange, UsualAttributes, state_changes
+from ..recording.module_hooks import innermost_forward, share_hooks, without_engine_hooks
 from ..recording.recorder import Recorder
-from ..recording.sandbox import Sandbox, SeparateRandomNumbers
+from ..recording.sandbox import PythonRandomState, Sandbox
 from ..recording.vmapped_functions import CapturedFunction
 
 LeafKind = Literal["leaf", "inline", "graph"]
-Assigned = Literal["refused", "noted", "returned"]
+AssignedValues = Literal["refused", "noted", "returned"]
 Plan = Callable[[str, nn.Module], LeafKind]
-"""Treatment of a module that is called: it stays whole, is recorded into its caller's graph, or gets a graph of its own."""
+"""Treatment of a called module: it stays whole, is recorded into its caller's graph, or gets a graph of its own."""
 
 
-_FAILING = "failing_module"
+_FAILING_MODULE = "failing_module"
 
 
 @contextmanager
-def _failing_in(path: str) -> Iterator[None]:
-    """Note on an error the innermost module whose forward it comes from."""
+def _note_failing_module(path: str) -> Iterator[None]:
+    """Record the path of the innermost failing module on an error of the ``with`` block."""
     try:
         yield
     except Exception as err:
-        if getattr(err, _FAILING, None) is None:
-            with suppress(AttributeError):  # an error with slots
-                setattr(err, _FAILING, path)
+        if getattr(err, _FAILING_MODULE, None) is None:
+            with suppress(AttributeError):  # an error class with slots
+                setattr(err, _FAILING_MODULE, path)
         raise
 
 
 @cache
-def _warn_of_written(path: str, cls: str, name: str) -> None:
+def _warn_of_unrepeated_write(path: str, cls: str, name: str) -> None:
     what = "the forward of %s, a %s, keeps a tensor as its attribute %r, which a graph does not repeat"
     get_logger().warning(f"{what}; nothing that is traced reads it", repr(path or "the whole model"), cls, name)
 
 
-class _Done(BaseException):
-    """Ends the run once the target is traced; no error, which the model's own code might catch."""
+class _TargetTraced(BaseException):
+    """Signal that ends the run once the target is traced; not an ``Exception``, which the model's code might catch."""
 
 
 class _Session(TorchFunctionMode):
@@ -70,14 +70,14 @@ class _Session(TorchFunctionMode):
         self.request = request
         self.running = self.target = root.get_submodule(request.target)
         self.paths = {id(module): name for name, module in root.named_modules()}
-        self.stack: list[Recorder | None] = [None]  # None: what runs now is not recorded
+        self.stack: list[Recorder | None] = [None]  # None: the running code is not recorded
         self.whole: dict[int, nn.Module] = {}
         self.read_by: dict[tuple[int, str], set[int]] = {}
-        """Attributes that are read while a module kept whole is ``running``, with the modules; all by id."""
+        """Attribute (id of the module, name) to the ids of the modules kept whole that read it."""
         self.graphs: dict[str, tuple[Recorder, Guard]] = {}
-        self.settings = Settings(())
+        self.settings = UsualAttributes(())
         self.filled: dict[tuple[int, str], Any] = {}
-        """Attributes that serve as caches, with what is in them after the forward; None for tensors."""
+        """Attributes that serve as caches, with their facts after the forward; None for tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -89,7 +89,7 @@ class _Session(TorchFunctionMode):
         if recorder is None:
             if module is not self.target or self.graphs:
                 return self.run_around(call, module, args, kwargs)
-            self.settings = Settings(each for each in module.modules() if each is not module)
+            self.settings = UsualAttributes(each for each in module.modules() if each is not module)
             with private.unrecorded():
                 return self.record_target(call, args, kwargs)
         if id(module) not in recorder.modules:
@@ -100,18 +100,18 @@ class _Session(TorchFunctionMode):
         if kind == "leaf" and (found := self.settings.changed(module)) is not None:
             if is_opaque(module):
                 raise TraceError(f"the forward sets {found[1]!r} for some calls of {path!r}, which is sharded or has hooks")
-            kind = "inline"  # the graph has what the module does with other attributes
+            kind = "inline"  # the graph then has the operations for these attributes
         if kind == "leaf":
             self.whole[id(module)] = module
         if kind == "inline":
-            with recorder.within(module), _failing_in(path):
+            with recorder.within(module), _note_failing_module(path):
                 return self.run_recorded(recorder, call, module, args, kwargs)
         with private.unrecorded():
             run = self.record if kind == "graph" else self.run_whole
             return recorder.call_module(module, args, kwargs, lambda: run(call, module, args, kwargs))
 
     def run_around(self, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module unrecorded; one whose graph may have taken the target in runs as it did before it was traced."""
+        """Run a module unrecorded. If its graph may have inlined the target, run its original forward."""
         variants = variants_of(module)
         if (
             self.graphs
@@ -125,13 +125,13 @@ class _Session(TorchFunctionMode):
             return call(module, *args, **kwargs)
 
     def run_whole(self, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module unrecorded; random numbers of Python and NumPy it draws are its own."""
-        others, self.running = SeparateRandomNumbers(), module
+        """Run a module unrecorded. Its draws from Python's and NumPy's random numbers do not count."""
+        others, self.running = PythonRandomState(), module
         try:
             with self._unrecorded():
                 return call(module, *args, **kwargs)
         finally:
-            others.put_back()
+            others.restore()
             self.settings.keep(module)
 
     @contextmanager
@@ -143,7 +143,7 @@ class _Session(TorchFunctionMode):
             self.stack.pop()
 
     def record_target(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the target and make its graph: of its forward alone, with hooks and wrappers around it."""
+        """Run the target and record its own forward, inside of its hooks and wrappers."""
         module = self.target
         if not is_opaque(module):
             out = self.record(call, module, args, kwargs)
@@ -158,11 +158,11 @@ class _Session(TorchFunctionMode):
             with private.recorded(), innermost_forward(module, forward):
                 out = call(module, *args, **kwargs)
         if module is not self.root:
-            raise _Done
+            raise _TargetTraced
         return out
 
     def record(self, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module and make its graph, of the first call."""
+        """Run a module and record its first call into a graph of its own."""
         path = self.paths[id(module)]
         if path in self.graphs:
             return self.run_whole(call, module, args, kwargs)
@@ -170,14 +170,14 @@ class _Session(TorchFunctionMode):
             self.sandbox.mode.keeps_values = False
             args, kwargs = map_tensors((args, kwargs), self.sandbox.fake_of)
         guard = Guard.of(module, args, kwargs)
-        args, kwargs = distinct((args, kwargs), set())
+        args, kwargs = alias_duplicates((args, kwargs), set())
         earlier = self.earlier.graphs.get(path) if self.earlier else None
         with self._unrecorded():
             recorder = Recorder(module, path, self.sandbox, earlier and earlier[0], self.request.symbolic)
         self.graphs[path] = (recorder, guard)
         for name, value in Call(guard.parameters, module, args, kwargs).values.items():
             recorder.parameter(name, value, name in guard.placeholders)
-        self.sandbox.forget_results()  # what another graph's nodes made
+        self.sandbox.forget_results()  # results of another graph's nodes
         self.stack.append(recorder)
         try:
             with private.recorded():
@@ -190,15 +190,17 @@ class _Session(TorchFunctionMode):
         return out
 
     def _with_assigned(self, recorder: Recorder, out: Any) -> Any:
-        """Return what the graph is to give: the forward's result, or that and what it has left in attributes."""
+        """Return the output of the graph: the forward's result, with the values left in attributes if these are
+        ``"returned"``.
+        """
         if self.request.assigned == "returned":
             return out, assigned_values(recorder)
         if self.request.assigned == "noted":
-            note_assigned(recorder)
+            mark_assigned_tensors(recorder)
         return out
 
     def run_recorded(self, recorder: Recorder, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Run a module whose operations are recorded. One that is traced is no other than before, but for its rewrites."""
+        """Run a module whose operations are recorded. A traced module runs its original forward, or its rewritten graph."""
         if not isinstance(module, TracedModule):
             return call(module, *args, **kwargs)
 
@@ -222,13 +224,13 @@ class _Session(TorchFunctionMode):
         with self._unrecorded():
             graph, inputs, reads = variants.graph_for(module, args, kwargs)
         inside = recorder.modules[id(module)][0]
-        recorder.opened |= {paths.join(inside, path) for path in variants.opened_in(graph)}
+        recorder.inlined |= {paths.join(inside, path) for path in variants.inlined_modules(graph)}
         for path, name in reads:
             recorder.reads.add((id(module.get_submodule(path)), name))
         return run_graph(module, graph, inputs, lambda node: recorder.inside_of(inside, node))
 
     def apply(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """An autograd function is recorded as one call."""
+        """Record an autograd function as one call."""
         recorder = self.stack[-1]
         if recorder is None:
             return call(*args, **kwargs)
@@ -236,7 +238,7 @@ class _Session(TorchFunctionMode):
             return recorder.call_function(call, args, kwargs)
 
     def vmap(self, call: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
-        """A function under ``torch.vmap`` is recorded as one call, with the tensors that it captures."""
+        """Record a function under ``torch.vmap`` as one call, with the tensors that it captures."""
         recorder = self.stack[-1]
         if recorder is None:
             return call(function, *args, **kwargs)
@@ -245,21 +247,21 @@ class _Session(TorchFunctionMode):
             return recorder.call_captured(captured, lambda: call(function, *args, **kwargs), args, kwargs)
 
     def ask_mode(self, name: str, answer: Callable[[], bool]) -> bool:
-        """Code asks torch for a mode; inside a ``torch.no_grad`` of the forward the answer is always the same."""
+        """Answer a query for a mode. Inside a ``torch.no_grad`` of the forward the answer is always the same."""
         recorder = self.stack[-1]
-        if recorder is not None and is_open(name, 1) and not recorder.grad_switches:
+        if recorder is not None and is_uncertain_query(name, 1) and not recorder.grad_switches:
             recorder.expect(answer(), name)
         return answer()
 
     @property
     def recorders(self) -> dict[str, Recorder]:
-        """Path of each module with a graph to what records it."""
+        """Path of each module with a graph to its recorder."""
         return {path: recorder for path, (recorder, _) in self.graphs.items()}
 
     def read(self, module: nn.Module, name: str, value: Any) -> Any:
-        """An attribute is read; the value that the forward gets."""
+        """Return the value of an attribute that is read."""
         recorder = self.stack[-1]
-        if name in OF_TORCH:
+        if name in MODULE_ATTRIBUTES:
             return value
         if recorder is not None:
             found = recorder.attribute(module, name, value)
@@ -268,7 +270,7 @@ class _Session(TorchFunctionMode):
         return value
 
     def write(self, module: nn.Module, name: str) -> None:
-        """An attribute is set."""
+        """Record that an attribute is set."""
         if (recorder := self.stack[-1]) is not None:
             recorder.writes.add((id(module), name))
 
@@ -280,7 +282,7 @@ class _Session(TorchFunctionMode):
         with private.intercept(*handlers), private.intercept_vmap(self.vmap), self:
             try:
                 self.root(*args, **kwargs)
-            except _Done:
+            except _TargetTraced:
                 return
             except TraceError:
                 raise
@@ -288,15 +290,16 @@ class _Session(TorchFunctionMode):
                 meta = any(tensor.is_meta for tensor in self.sandbox.originals.values())
                 note = "; its weights are on the meta device, so it cannot run on real tensors instead" if meta else ""
                 text = f"the forward does not run: {type(err).__name__}: {err}{note}"
-                raise TraceError(text, source=model_source(err), failing_module=getattr(err, _FAILING, None)) from err
+                raise TraceError(text, source=model_source(err), failing_module=getattr(err, _FAILING_MODULE, None)) from err
 
     def check_state(self, again: Callable[[], _Session]) -> None:
-        """Refuse a forward that leaves its modules in another state, unless ``again``, the next call, does the same.
+        """Refuse a forward that leaves its modules in another state, unless the next call, run by ``again``, computes the
+        same.
 
         Raises:
-            TraceError: A graph would not do as the forward does at the next call.
+            TraceError: a graph would not compute the same as the forward at the next call.
         """
-        changed = list(changes(self.target.modules(), self.sandbox.state.values()))
+        changed = list(state_changes(self.target.modules(), self.sandbox.state.values()))
         inside = {id(module) for whole in self.whole.values() for module in whole.modules()}
         own = [change for change in changed if id(change.module) not in inside]
         shared = {change.first for change in own}
@@ -309,15 +312,15 @@ class _Session(TorchFunctionMode):
                     raise TraceError(f"the forward reads the {what}; keep what reads it whole too, with leaf_modules")
         for module, name, first, _ in changed:
             if first in shared:
-                # what is no attribute is a buffer
+                # a name without attribute is a buffer
                 self.filled[id(module), name] = (
-                    None if has_tensor(value := vars(module).get(name, torch.empty(0))) else facts_of(value)
+                    None if has_tensor(value := vars(module).get(name, torch.empty(0))) else attribute_facts(value)
                 )
         if own:
             modules = [module for module in self.target.modules() if id(module) not in inside]
             written = self._only_written(own) if self.sandbox.answers else set()
             assigned = {change[:2] for change in own if change.is_whole and self.request.assigned != "refused"}
-            repeat = Repeat(self.recorders, modules, self.sandbox.state.values(), written, assigned)
+            repeat = RepeatedRun(self.recorders, modules, self.sandbox.state.values(), written, assigned)
             if found := repeat.difference(again().recorders, own[0]):
                 what = f"the forward of a {type(found[0]).__name__} assigns to its attribute {found[1]!r} or changes it"
                 what = (
@@ -325,17 +328,21 @@ class _Session(TorchFunctionMode):
                 )
                 raise TraceError(what, failing_module=self.paths.get(id(found[0])))
 
-    def _only_written(self, changed: list[Change]) -> set[tuple[int, str]]:
-        """Attributes, by id of the module and name, that now hold a tensor without gradient; a graph leaves them alone."""
+    def _only_written(self, changed: list[StateChange]) -> set[tuple[int, str]]:
+        """Return the attributes, by id of the module and name, that now hold a tensor without gradient. A graph does not set
+        them.
+        """
         values = {(id(module), name): vars(module).get(name) for module, name, *_ in changed}
         written = {key for key, value in values.items() if isinstance(value, torch.Tensor) and not value.requires_grad}
         for module, name, *_ in changed:
             if (id(module), name) in written:
-                _warn_of_written(self.paths[id(module)], type(module).__name__, name)
+                _warn_of_unrepeated_write(self.paths[id(module)], type(module).__name__, name)
         return written
 
-    def _mark_changes(self, changed: list[Change]) -> None:
-        """Note at the calls of modules kept whole what they may have changed on themselves, or read of it."""
+    def _mark_changes(self, changed: list[StateChange]) -> None:
+        """Note, at calls of modules kept whole, the state that they may have changed on themselves, or read while others
+        changed it.
+        """
         found: dict[int, list[str]] = {}
         for module, name, (first, there), _ in changed:
             for holder in {id(module), *self.read_by.get((id(module), name), ())}:
@@ -357,19 +364,19 @@ class Request:
 
     Args:
         target: Path of the module that gets a graph.
-        plan: What happens with the modules inside.
-        symbolic: Sizes are nodes of the graphs, which then serve other sizes too, as far as ``Variants`` finds.
-        by_values: A forward that asks for values of its inputs gets those of this call; the graph expects the same answers.
-        assigned: What becomes of values that the forward computes and leaves in attributes without using what it left there
-            before. They are refused; or noted, in ``meta["assigned"]`` of their nodes; or returned: the result of the one graph
-            is then a pair of the forward's result and a dict of what it assigned, by dotted path.
+        plan: Treatment of the modules inside.
+        symbolic: True to make sizes nodes of the graphs, which then may serve other sizes too.
+        by_values: True to answer queries for values of the inputs with those of this call; the graph checks the answers.
+        assigned: Treatment of values that the forward leaves in attributes and does not use itself in the next call:
+            ``"refused"``; ``"noted"`` in ``meta["assigned"]`` of their nodes; or ``"returned"``: the result of the only graph
+            is a pair of the forward's result and a dict of the assigned values by dotted path.
     """
 
     target: str
     plan: Plan
     symbolic: bool = False
     by_values: bool = False
-    assigned: Assigned = "refused"
+    assigned: AssignedValues = "refused"
 
 
 def trace_value(
@@ -380,30 +387,30 @@ def trace_value(
     target: str = "",
     symbolic: bool = False,
     by_values: bool = False,
-    assigned: Assigned = "refused",
+    assigned: AssignedValues = "refused",
 ) -> TracedModule:
-    """The graph of ``root.get_submodule(target)`` with the inputs it gets when the root runs on ``args`` and ``kwargs``.
+    """Return the traced module at ``target``, on its arguments when the root runs on ``args`` and ``kwargs``.
 
-    Fake tensors first; where they cannot follow (a leaf that looks at values, an operator without a fake kernel), real ones.
-    With gradients, unless the caller has turned them off and the forward asks.
+    The root runs on fake tensors first. If these do not suffice (a leaf that reads values, an operator without a fake kernel),
+    it runs on real ones. Gradients are on, unless the caller has turned them off and the forward queries the mode.
     """
     return _assemble(root, _with_modes(root, args, kwargs, Request(target, plan, symbolic, by_values, assigned)))
 
 
 def trace_again(
-    module: nn.Module, args: Any, kwargs: Any, opened: frozenset[str], assigned: Assigned = "refused"
+    module: nn.Module, args: Any, kwargs: Any, inlined: frozenset[str], assigned: AssignedValues = "refused"
 ) -> tuple[fx.Graph, Guard, dict[str, Any]]:
-    """The graph of a module for another call, with its guard and the tensors it holds.
+    """Return the graph of a module for another call, with its guard and its constants.
 
     Args:
-        module: As it was before it was traced.
+        module: The module as it was before it was traced.
         args: Positional arguments of the call.
         kwargs: Keyword arguments of the call.
-        opened: Paths of the modules whose forwards become part of the graph.
-        assigned: See ``Request``.
+        inlined: Paths of the modules whose forwards become part of the graph.
+        assigned: As in ``Request``.
     """
-    plan: Plan = lambda path, child: "inline" if path in opened else "leaf"  # noqa: E731
-    with engines_aside(module):
+    plan: Plan = lambda path, child: "inline" if path in inlined else "leaf"  # noqa: E731
+    with without_engine_hooks(module):
         session = _with_modes(module, args, dict(kwargs), Request("", plan, symbolic=True, assigned=assigned))
     recorder, guard = session.graphs[""]
     guard.attributes = Attributes(module, *recorder.attributes(session.filled))
@@ -419,7 +426,7 @@ def _with_modes(root: nn.Module, args: Any, kwargs: Any, request: Request) -> _S
 
 
 def _attempt(root: nn.Module, args: Any, kwargs: Any, request: Request, *, grad: bool) -> _Session:
-    if request.target:  # the part is to get what it gets when the model runs, which may follow from the inputs' values
+    if request.target:  # the target's arguments may depend on values of the inputs
         with suppress(TraceError):
             return _run(root, args, kwargs, request, fake=True, grad=grad, keeps_values=True)
     try:
@@ -432,7 +439,7 @@ def _attempt(root: nn.Module, args: Any, kwargs: Any, request: Request, *, grad:
         except TraceError as err:
             failed = err
     weights = [*root.parameters(), *root.buffers()]
-    if failed.__cause__ is None or any(tensor.is_meta or private.is_apart(tensor) for tensor in weights):
+    if failed.__cause__ is None or any(tensor.is_meta or private.is_partitioned(tensor) for tensor in weights):
         raise failed
     return _run(root, args, kwargs, request, fake=False, grad=grad)
 
@@ -463,15 +470,15 @@ def _run(
 
 
 def _assemble(root: nn.Module, session: _Session) -> TracedModule:
-    """Traced modules from the inside out: each holds the ones inside it in place of the originals."""
+    """Return the traced module of the target, assembled from the inside out: each contains the traced modules inside it."""
     made: dict[str, TracedModule] = {}
     for path, (recorder, guard) in sorted(session.graphs.items(), key=lambda item: -len(item[0])):
         prefix = f"{path}." if path else ""
         inner = {name.removeprefix(prefix): module for name, module in made.items() if name.startswith(prefix)}
         module = root.get_submodule(path)
         guard.attributes = Attributes(module, *recorder.attributes(session.filled))
-        traced = TracedModule(module, recorder.graph, guard, recorder.constants, inner, recorder.opened, trace_again)
+        traced = TracedModule(module, recorder.graph, guard, recorder.constants, inner, recorder.inlined, trace_again)
         if is_opaque(module):
-            carry_around(module, traced)
+            share_hooks(module, traced)
         made[path] = traced
     return made[session.request.target]

@@ -6,6 +6,26 @@ batch. A batch by argument names enters; micro-batches, label counts and fingerp
 ``slapo_core`` alone.
 """
 
-from .microbatches import Batch, check_labels, content, counted_labels, fingerprint, labels_of, signature, split, variadic
+from .microbatches import (
+    Batch,
+    check_labels,
+    content_fingerprint,
+    fingerprint,
+    label_count_range,
+    labels_of,
+    signature,
+    split,
+    variadic_argument,
+)
 
-__all__ = ["Batch", "check_labels", "content", "counted_labels", "fingerprint", "labels_of", "signature", "split", "variadic"]
+__all__ = [
+    "Batch",
+    "check_labels",
+    "content_fingerprint",
+    "label_count_range",
+    "fingerprint",
+    "labels_of",
+    "signature",
+    "split",
+    "variadic_argument",
+]

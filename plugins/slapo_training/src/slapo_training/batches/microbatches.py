@@ -1,4 +1,4 @@
-"""From a batch to micro-batches."""
+"""Split of a batch into micro-batches, label counts, and fingerprints."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from .rows import BatchRows
 
 
 def split(batch: Mapping[str, Any], parts: int, several: str | None = None, rows: BatchRows | None = None) -> list[Batch]:
-    """Cut every tensor of a batch into parts of equally many rows; other values go to each part.
+    """Split every tensor of a batch into parts with equally many rows; other values go to each part.
 
     Args:
         batch: Arguments by name.
-        parts: How many.
-        several: Name of the argument that has a tuple of arguments, ``*args``.
-        rows: Says where the rows are; None for dimension 0 of each tensor.
+        parts: Number of parts.
+        several: Name of the variadic argument ``*args``, whose value is a tuple.
+        rows: Locates the rows; None for dimension 0 of each tensor.
 
     Raises:
-        BuildError: for more than one part, the rows of an argument cannot be told, or their number is not divisible; or values
-            may be one per row and yet would not be cut as rows.
+        BuildError: with several parts, the rows of an argument cannot be located, their number is not divisible, or a list may
+            have one item per row.
     """
     rows = rows or BatchRows()
     if parts > 1:
@@ -39,7 +39,7 @@ def split(batch: Mapping[str, Any], parts: int, several: str | None = None, rows
 
 def _check_rows_are_tensors(batch: Mapping[str, Any], several: str | None) -> None:
     rows_apart = {several: dict(enumerate(batch[several]))} if several is not None and several in batch else {}
-    values = dict(_named({**batch, **rows_apart}))
+    values = dict(_flatten_mappings({**batch, **rows_apart}))
     rows = {value.shape[0] for value in values.values() if _has_rows(value)}
     for name, value in values.items():
         tensors = [leaf for leaf in tree_flatten(value)[0] if _has_rows(leaf)]
@@ -57,11 +57,11 @@ def _check_rows_are_tensors(batch: Mapping[str, Any], several: str | None) -> No
             )
 
 
-def _named(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of nested mappings by dotted names."""
+def _flatten_mappings(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Iterate over the values of nested mappings by dotted names."""
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from _named(value, f"{prefix}{name}.")
+            yield from _flatten_mappings(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
@@ -74,7 +74,7 @@ def _length(value: Any) -> int | None:
 
 
 def signature(batch: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what decides how a stage is traced: names, shapes, dtypes and values that are no tensors."""
+    """Return the facts that a trace of a stage depends on: names, shapes, dtypes, and values that are no tensors."""
     leaves, structure = tree_flatten(dict(sorted(batch.items())))
     return str(structure), *(
         (tuple(leaf.shape), str(leaf.dtype)) if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else repr(leaf)
@@ -83,12 +83,12 @@ def signature(batch: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def fingerprint(value: Any) -> int:
-    """A number that is equal in every process for equal values."""
+    """Return a number that is equal in every process for equal values."""
     return zlib.crc32(repr(value).encode())
 
 
-def content(batch: Mapping[str, Any]) -> int:
-    """A number made from up to a thousand values of each tensor: equal on ranks that were given the same batch."""
+def content_fingerprint(batch: Mapping[str, Any]) -> int:
+    """Return a number from up to a thousand values of each tensor, equal on ranks with the same batch."""
     number = 0
     for leaf in tree_flatten(dict(sorted(batch.items())))[0]:
         if isinstance(leaf, torch.Tensor) and leaf.numel() and leaf.layout is torch.strided:
@@ -102,45 +102,45 @@ _SAMPLE = 1000
 
 
 def labels_of(parts: list[Batch], ignored: int) -> list[tuple[int, int]]:
-    """Return how many labels of each micro-batch enter its mean: all, and without each row's first (next-token losses).
+    """Return two label counts of each micro-batch: all labels, and all but the first of each row (next-token losses).
 
-    Labels are the argument ``labels``, and every other integer one that holds the ignored value, where that is negative:
-    0 and more are ordinary numbers there.
+    Labels are the argument ``labels`` and every other integer argument that holds ``ignored``, if ``ignored`` is negative;
+    values from 0 on are ordinary in other arguments.
 
     Args:
-        parts: The micro-batches.
-        ignored: Label value that the loss leaves out.
+        parts: Micro-batches.
+        ignored: Label value that the loss excludes.
     """
     asked = [(index, name) for index, part in enumerate(parts) for name in part if ignored < 0 or name == "labels"]
     numbered = [(index, name) for index, name in asked if _is_numbers(parts[index][name])]
-    found = dict(zip(numbered, _counts([parts[index][name] for index, name in numbered], ignored), strict=True))
+    found = dict(zip(numbered, _label_counts([parts[index][name] for index, name in numbered], ignored), strict=True))
     names = {"labels"} | {name for (_, name), (left_out, _, _) in found.items() if left_out}
     counts = [[found.get((index, name), (0, 0, 0)) for name in names] for index in range(len(parts))]
     return [(sum(each[1] for each in row), sum(each[2] for each in row)) for row in counts]
 
 
 LabelKey = tuple[str, int]
-"""Labels that a loss may be a mean over: an argument's path, empty for those of ``labels_of``, and 1 without firsts."""
+"""Labels that a loss may be a mean over: path of an argument, empty for ``labels_of``; and 1 without first labels."""
 
 
 def label_counts(parts: list[Batch], ignored: int, is_told: bool) -> tuple[list[LabelKey], list[tuple[int, ...]]]:
-    """Return what the loss may be a mean over, and how many labels each micro-batch has by each of these.
+    """Return the labels that the loss may be a mean over, and their counts in each micro-batch.
 
     Args:
-        parts: The micro-batches.
-        ignored: Label value that the loss leaves out.
-        is_told: Whether a loss told that value; else one from 0 on, an ordinary number, is looked for in ``labels`` alone.
+        parts: Micro-batches.
+        ignored: Label value that the loss excludes.
+        is_told: True if a loss has shown that value; if not, a value from 0 on is counted in ``labels`` only.
     """
     tensors = [tensors_of(part) for part in parts]
     names = [name for name, value in tensors[0].items() if _is_numbers(value) and value.dtype is not torch.bool]
     names = names if is_told or ignored < 0 else []
-    found = iter(_counts([own[name] for own in tensors for name in names], ignored))
+    found = iter(_label_counts([own[name] for own in tensors for name in names], ignored))
     counts = [(*union, *(number for _ in names for number in next(found)[1:])) for union in labels_of(parts, ignored)]
     return [(name, kind) for name in ("", *names) for kind in (0, 1)], counts
 
 
-def counted_labels(parts: list[Batch], ignored: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The smallest and the largest of both numbers of ``labels_of`` over the micro-batches."""
+def label_count_range(parts: list[Batch], ignored: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the smallest and the largest counts of ``labels_of`` over the micro-batches."""
     wholes, rests = zip(*labels_of(parts, ignored), strict=True)
     return (min(wholes), min(rests)), (max(wholes), max(rests))
 
@@ -148,23 +148,23 @@ def counted_labels(parts: list[Batch], ignored: int) -> tuple[tuple[int, int], t
 def check_labels(
     batch: Mapping[str, Any], module: nn.Module, loss_fn: Callable[..., Any] | None, needs_labels: bool = True
 ) -> None:
-    """Raise ``BuildError`` where the loss function has no labels but needs them, or the labels nobody who takes them."""
+    """Raise ``BuildError`` if the loss function needs labels and has none, or if the model does not accept given labels."""
     if loss_fn is not None and needs_labels and "labels" not in batch:
         raise BuildError(
             "loss_fn needs labels, but the batch has none; pass labels=, or build with loss_over='replicas' where the loss is "
             "made of the outputs alone"
         )
-    if loss_fn is None and "labels" in batch and not _takes(module, "labels"):
+    if loss_fn is None and "labels" in batch and not _accepts_argument(module, "labels"):
         raise BuildError(
             f"the forward of {type(module).__name__} takes {', '.join(forward_signature(module).parameters)} and no 'labels'; "
             "build with loss_fn=, a function of (outputs, labels), or give the labels under the forward's own name for them"
         )
 
 
-def _takes(module: nn.Module, name: str) -> bool:
-    """Return whether the module takes an argument of this name, as far as its signature tells."""
+def _accepts_argument(module: nn.Module, name: str) -> bool:
+    """Return True if the module may accept an argument of this name."""
     if "forward" in module.__dict__ or module._forward_pre_hooks or isinstance(module, fx.GraphModule):
-        return True  # what these do with an argument, only a call shows
+        return True  # their signatures do not show which arguments they use
     parameters = inspect.signature(type(module).forward).parameters
     return name in parameters or any(it.kind is it.VAR_KEYWORD for it in parameters.values())
 
@@ -173,8 +173,8 @@ def _is_numbers(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not value.is_floating_point()
 
 
-def _counts(values: list[torch.Tensor], ignored: int) -> list[tuple[int, int, int]]:
-    """Count how many of each are left out, enter, and enter without each row's first; the host waits for a device once."""
+def _label_counts(values: list[torch.Tensor], ignored: int) -> list[tuple[int, int, int]]:
+    """Return counts per tensor: ignored labels, labels, labels but the first of each row; waits for the device once."""
     rows = []
     for value in values:
         used = value != ignored
@@ -187,6 +187,6 @@ def _has_rows(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
 
 
-def variadic(model: nn.Module) -> str | None:
-    """Return the name of the forward's ``*args``, under which ``named_inputs`` has a tuple; None where it has none."""
+def variadic_argument(model: nn.Module) -> str | None:
+    """Return the name of the forward's ``*args``, under which ``named_inputs`` has a tuple; or None."""
     return next((name for name, each in forward_signature(model).parameters.items() if each.kind is each.VAR_POSITIONAL), None)

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 Path = str
-"""Name of a tensor in a structure: keys, fields and positions with dots between; empty for a tensor by itself."""
+"""Path of a tensor in a structure: keys, fields and positions joined by dots; empty for a bare tensor."""
 
 
 def fields_of(value: Any) -> Mapping[Any, Any] | None:
-    """Return the parts of a mapping, a sequence or a dataclass by key, position or name; None of anything else."""
+    """Return the parts of a mapping, sequence or dataclass by key, position or name; None for other values."""
     if isinstance(value, Mapping):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -23,7 +23,7 @@ def fields_of(value: Any) -> Mapping[Any, Any] | None:
 
 
 def tensors_of(value: Any, path: Path = "") -> dict[Path, torch.Tensor]:
-    """Return the tensors of a structure by their paths, in its order."""
+    """Return the tensors of a structure by path, in order."""
     if isinstance(value, torch.Tensor):
         return {path: value}
     prefix = f"{path}." if path else ""
@@ -41,10 +41,10 @@ def with_tensors(value: Any, change: Callable[[Path, torch.Tensor], torch.Tensor
     if parts is None:
         return value
     prefix = f"{path}." if path else ""
-    return _made(value, {key: with_tensors(part, change, f"{prefix}{key}") for key, part in parts.items()})
+    return _rebuilt(value, {key: with_tensors(part, change, f"{prefix}{key}") for key, part in parts.items()})
 
 
-def _made(value: Any, parts: dict[Any, Any]) -> Any:
+def _rebuilt(value: Any, parts: dict[Any, Any]) -> Any:
     """Return a structure of the same kind with other parts."""
     if isinstance(value, list):
         return [*parts.values()]

@@ -1,4 +1,4 @@
-"""Places of a batch's rows in its arguments: given by an option, inferred where that is certain, refused elsewhere."""
+"""Rows of a batch in its arguments: given by an option, inferred if that is certain, refused otherwise."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from slapo_core import BuildError
 from .nested_tensors import Path, tensors_of
 
 Dim = int | str | Callable[..., Any] | None
-"""Place of the rows in an argument, see ``CommonOptions.batch_dims``."""
+"""Value of the option ``batch_dims`` for an argument, see ``CommonOptions.batch_dims``."""
 
 Ends = list[int | None]
-"""Entries of an argument at which its first 0, 1, 2, ... rows end; None for a row that ends inside of an entry."""
+"""Numbers of entries of an argument that its first 0, 1, 2, ... rows have; None if a row ends within an entry."""
 
 Place = int | Ends | None
-"""Dimension of the rows; or where they end in dimension 0; None for an argument that goes whole to each part."""
+"""Dimension of the rows, or their ends in dimension 0; None for an argument that goes whole to each part."""
 
 _GRIDS = ("image_grid_thw", "video_grid_thw")
 OF_TOKENS = ("pixel_values", "pixel_values_videos", *_GRIDS)
-"""Names that Transformers gives to images, videos, their patches and their sizes in patches."""
+"""Transformers' argument names of images, videos, their patches and their grids."""
 OF_IMAGES = (*OF_TOKENS, "pixel_attention_mask")
-"""Names of all that a replica may have more or fewer of than another."""
+"""Names of arguments whose size may differ between replicas."""
 
 
-def owner_of(path: Path, given: Mapping[str, Dim]) -> str | None:
-    """Return the name under which the option has an argument, or what the argument is in; None where it has neither."""
+def option_name_of(path: Path, given: Mapping[str, Dim]) -> str | None:
+    """Return the option's name for an argument or for a structure around it; or None."""
     return next((name for name in given if path == name or path.startswith(f"{name}.")), None)
 
 
 def is_list(value: Any, dim: Dim) -> bool:
-    """Return whether a list or tuple has an item for each row, or goes whole.
+    """Return True if a list or tuple has one item per row, or goes whole to each part.
 
-    With another dimension than 0 the rows are in its tensors, as in the state of an LSTM.
+    With another dimension than 0, the rows are in its tensors, e.g. in the state of an LSTM.
     """
     return isinstance(value, list | tuple) and not (isinstance(dim, int) and dim)
 
@@ -47,7 +47,7 @@ def size_of(path: Path, value: Any, dim: int) -> int:
     """Return the size of a tensor or a list in a dimension.
 
     Raises:
-        BuildError: it has no such dimension.
+        BuildError: there is no such dimension.
     """
     if not isinstance(value, torch.Tensor):
         if dim != 0:
@@ -59,11 +59,11 @@ def size_of(path: Path, value: Any, dim: int) -> int:
 
 
 def without_absent_images(part: dict[str, Any], token: int | None) -> dict[str, Any]:
-    """Return a part of a batch of tokens without arguments for images that it has none of, as a processor gives none.
+    """Return a part of a token batch without image arguments if it has no images, as a processor would.
 
     Args:
-        part: Arguments by name; images are as many as the part has, or each row is padded by zeros to as many as others have.
-        token: Token in ``input_ids`` that stands for an image, if that is known.
+        part: Arguments by name; images are concatenated, or padded by zeros to the same number per row.
+        token: Token id of an image in ``input_ids``, or None if unknown.
     """
     ids, images = part.get("input_ids"), part.get("pixel_values")
     if not isinstance(ids, torch.Tensor):
@@ -78,16 +78,16 @@ def without_absent_images(part: dict[str, Any], token: int | None) -> dict[str, 
     }
 
 
-class RowPlaces:
-    """Finds the places of rows in one batch, or in one of its parts.
+class RowDims:
+    """Locates the rows in the arguments of one batch, or of a part of one.
 
     Args:
         batch: Arguments by name.
         rows: Number of rows.
         given: The option ``batch_dims``.
-        tokens: Token in ``input_ids`` that stands for an ``"image"`` or a ``"video"``.
-        known: Dimensions that earlier batches have shown.
-        is_part: Trust these dimensions, as the batch is a part of an earlier one; else they are compared with this batch.
+        tokens: Token ids of an ``"image"`` and a ``"video"`` in ``input_ids``.
+        known: Dimensions of the rows in earlier batches.
+        is_part: True for a part of an earlier batch, which has the known dimensions; False to check them.
     """
 
     def __init__(
@@ -107,16 +107,16 @@ class RowPlaces:
         }
 
     def find(self) -> dict[Path, Place]:
-        """Return the place for each tensor.
+        """Return the place of the rows in each tensor.
 
         Raises:
-            BuildError: the place in an argument is not certain, or not as the option says.
+            BuildError: the place is not certain, or differs from the option.
         """
         return {path: self._place(path, ()) for path in self._tensors}
 
     def _place(self, path: Path, counted: tuple[Path, ...]) -> Place:
-        """Return the place in a tensor; ``counted`` are those that it counts the entries of."""
-        name, tensor = owner_of(path, self._given), self._tensors[path]
+        """Return the place of the rows in a tensor; ``counted`` are the tensors whose entries it counts."""
+        name, tensor = option_name_of(path, self._given), self._tensors[path]
         if name is None:
             return self._inferred(path, tensor)
         dim = self._given[name]
@@ -138,10 +138,10 @@ class RowPlaces:
             return known
         if (ends := self._token_ends(path, tensor)) is not None:
             return ends
-        is_first, is_second = shape[0] == self._rows, self._begins_like_others(path, shape)
+        is_first, is_second = shape[0] == self._rows, self._matches_other_arguments_from_dim_1(path, shape)
         if known is not None:
             what = f"had its rows in dimension {known} before, and now has the shape {shape} in a batch of {self._rows} rows"
-        elif is_first and is_second and _is_integer(tensor):  # activations have the rows first
+        elif is_first and is_second and _is_integer(tensor):  # activations have rows in dimension 0
             what = f"has the shape {shape}, where dimension 0 or 1 may have the {self._rows} rows"
         elif is_first:
             return 0
@@ -157,13 +157,13 @@ class RowPlaces:
             "it goes whole to each micro-batch, or use microbatches=1"
         )
 
-    def _begins_like_others(self, path: Path, shape: tuple[int, ...]) -> bool:
-        """Return whether an argument, from dimension 1 on, begins with rows as another one does from dimension 0 on."""
+    def _matches_other_arguments_from_dim_1(self, path: Path, shape: tuple[int, ...]) -> bool:
+        """Return True if the shape from dimension 1 on starts like another argument's shape from dimension 0 on."""
         others = (tuple(other.shape[:2]) for name, other in self._tensors.items() if name != path and other.dim() > 1)
         return len(shape) > 2 and shape[1] == self._rows and shape[1:3] in others
 
     def _is_broadcast(self, tensor: torch.Tensor) -> bool:
-        """Return whether an argument is one row for all: integers like another one's rows, or a mask that all heads share."""
+        """Return True if an argument has one row for all: integers shaped like another argument's rows, or a shared mask."""
         shape = tuple(tensor.shape)
         if len(shape) > 2:
             return shape[:2] == (1, 1)
@@ -171,7 +171,7 @@ class RowPlaces:
         return shape[0] == 1 and _is_integer(tensor) and any(tuple(other.shape[1:]) == shape[1:] for other in rows)
 
     def _token_ends(self, path: Path, tensor: torch.Tensor) -> Ends | None:
-        """Return where the images or videos of rows end, by the tokens that stand for them; None where nothing shows it."""
+        """Return the ends of each row's images or videos, by their tokens; None if tokens do not show them."""
         name, ids = path.rpartition(".")[2], self._tensors.get("input_ids")
         token = self._tokens.get("video" if "video" in name else "image")
         if name not in OF_TOKENS or token is None or ids is None:
@@ -187,7 +187,7 @@ class RowPlaces:
         return [end if scaled[end] == number * entries[-1] else None for end, number in zip(found, tokens, strict=True)]
 
     def _counted_ends(self, path: Path, count: str | Callable[..., Any], counted: tuple[Path, ...]) -> Ends:
-        """Return where rows end in an argument whose entries another one, or a function, counts."""
+        """Return the ends of rows in an argument whose entries another argument or a function counts."""
         ends: Ends = list(range(self._rows + 1))
         if isinstance(count, str):
             if count not in self._tensors or count in (path, *counted):
@@ -199,7 +199,7 @@ class RowPlaces:
             ends = place if isinstance(place, list) else ends
             counts = _numbers(path, self._tensors[count])
         else:
-            counts = _numbers(path, _called(path, count, self._batch))
+            counts = _numbers(path, _call_count(path, count, self._batch))
         if len(counts) != ends[-1]:
             raise BuildError(f"batch_dims[{path!r}] counts the entries of {len(counts)} rows, but the batch has {ends[-1]}")
         sums, number = [0, *accumulate(counts)], len(self._tensors[path])
@@ -213,15 +213,15 @@ def _is_integer(tensor: torch.Tensor) -> bool:
 
 
 def _numbers(path: Path, counts: Any) -> list[int]:
-    """Return counts as a list; of several sizes in each entry, as of a grid, their product."""
+    """Return counts as a list; entries with several sizes, e.g. of a grid, count as their product."""
     found = torch.as_tensor(counts)
     if found.is_floating_point() or found.dim() == 0:
         raise BuildError(f"batch_dims[{path!r}] gives no whole number for each row, but {counts!r}")
     return found.flatten(1).prod(1).tolist() if found.dim() > 1 else found.tolist()
 
 
-def _called(path: Path, count: Callable[..., Any], batch: Mapping[str, Any]) -> Any:
-    """Call a function with the arguments of the batch that it names."""
+def _call_count(path: Path, count: Callable[..., Any], batch: Mapping[str, Any]) -> Any:
+    """Call a count function with those arguments of the batch that it names."""
     names = list(inspect.signature(count).parameters)
     if missing := [name for name in names if name not in batch]:
         raise BuildError(f"the function of batch_dims[{path!r}] takes {missing[0]!r}; the batch has {', '.join(batch)}")

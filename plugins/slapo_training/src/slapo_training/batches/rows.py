@@ -1,4 +1,4 @@
-"""Cuts a batch by its rows, and joins parts of one."""
+"""Splits of a batch by its rows, and joins of its parts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch import nn
 from slapo_core import BuildError
 
 from .nested_tensors import Path, tensors_of, with_tensors
-from .row_dims import OF_IMAGES, Dim, Place, RowPlaces, is_list, owner_of, size_of, without_absent_images
+from .row_dims import OF_IMAGES, Dim, Place, RowDims, is_list, option_name_of, size_of, without_absent_images
 
 Batch = dict[str, Any]
 
 _ROWS_FIRST = ("labels", "input_ids")
-"""Arguments with the rows in dimension 0, whatever size the others have."""
+"""Arguments that have rows in dimension 0, whatever the sizes of other arguments."""
 _TOKENS = {"image": ("image_token_id", "image_token_index"), "video": ("video_token_id", "video_token_index")}
-"""Names in the configs of Transformers' models."""
+"""Names of token ids in the configs of Transformers' models."""
 
 
 def check_dims(given: Any) -> None:
@@ -43,7 +43,7 @@ class BatchRows:
     """Rows of the batches of one engine.
 
     Args:
-        given: The option ``batch_dims``; ``RowPlaces`` infers the places in all other arguments.
+        given: The option ``batch_dims``; ``RowDims`` locates the rows in all other arguments.
     """
 
     def __init__(self, given: Mapping[str, Dim] | None = None) -> None:
@@ -53,7 +53,7 @@ class BatchRows:
         self._counted: set[Path] = set()
 
     def learn_tokens(self, model: nn.Module) -> None:
-        """Read from a model's config which tokens stand for images and videos."""
+        """Read the token ids of images and videos from a model's config."""
         config = getattr(model, "config", None)
         for kind, names in _TOKENS.items():
             found = [value for name in names if isinstance(value := getattr(config, name, None), int)]
@@ -61,19 +61,19 @@ class BatchRows:
                 self._tokens[kind] = found[0]
 
     def is_given(self, path: Path) -> bool:
-        """Return whether the option has an argument."""
-        return owner_of(path, self._given) is not None
+        """Return True if the option names an argument."""
+        return option_name_of(path, self._given) is not None
 
-    def number(self, batch: Mapping[str, Any]) -> int | None:
-        """Return the number of rows; None where no tensor has any.
+    def count(self, batch: Mapping[str, Any]) -> int | None:
+        """Return the number of rows; None if no tensor has rows.
 
         Raises:
-            BuildError: by the option, arguments have different numbers of rows.
+            BuildError: arguments have different numbers of rows by the option.
         """
         tensors = {path: tensor for path, tensor in tensors_of(dict(batch)).items() if tensor.dim()}
         told: dict[Path, int] = {}
         for path, value in [*tensors.items(), *((name, batch[name]) for name in self._lists(batch))]:
-            name = owner_of(path, self._given)
+            name = option_name_of(path, self._given)
             if name is not None and isinstance(dim := self._given[name], int):
                 told[path] = size_of(path, value, dim)
         if len(set(told.values())) > 1:
@@ -88,13 +88,13 @@ class BatchRows:
         return max(sizes, key=sizes.__getitem__) if sizes else None
 
     def split(self, batch: Mapping[str, Any], parts: int) -> list[Batch]:
-        """Cut a batch into parts of equally many rows.
+        """Split a batch into parts with equally many rows.
 
         Raises:
-            BuildError: it has no rows; or, for more than one part, their number is not divisible, or where they are in an
+            BuildError: the batch has no rows; or, with several parts, their number is not divisible, or their place in an
                 argument is not certain.
         """
-        rows = self.number(batch)
+        rows = self.count(batch)
         if rows == 0:
             raise BuildError("the batch has no rows; leave it out")
         if parts == 1 or rows is None:
@@ -106,34 +106,34 @@ class BatchRows:
             )
         return self._cut(batch, places, [rows // parts] * parts)
 
-    def problem(self, part: Mapping[str, Any]) -> str | None:
-        """Return why a part of a batch cannot be cut between any two of its rows; None where it can."""
+    def division_problem(self, part: Mapping[str, Any]) -> str | None:
+        """Return the reason why a part of a batch cannot be split between any two of its rows, or None."""
         try:
             places = self._places(part, is_part=True)
         except BuildError as err:
             return str(err)
         uncertain = (path for path, place in places.items() if isinstance(place, list) and None in place)
-        return next(map(_uncertain, uncertain), None)
+        return next(map(_uncertain_rows_message, uncertain), None)
 
     def cut(self, batch: Mapping[str, Any], sizes: Sequence[int]) -> list[Batch]:
-        """Cut a part of a batch into parts of so many rows.
+        """Split a part of a batch into parts with given numbers of rows.
 
         Raises:
-            BuildError: where the rows of an argument are is not certain.
+            BuildError: the place of the rows in an argument is not certain.
         """
         return self._cut(batch, self._places(batch, is_part=True), sizes)
 
     def join(self, parts: Sequence[Mapping[str, Any]]) -> Batch:
-        """Put parts of a batch together."""
+        """Join parts of a batch."""
         given: Batch = {}
-        for part in reversed(parts):  # one without images has no argument for them
+        for part in reversed(parts):  # a part without images lacks their arguments
             given.update(part)
         tensors = [tensors_of(dict(part)) for part in parts]
 
         def joined(path: Path, tensor: torch.Tensor) -> torch.Tensor:
             dim = 0 if path in self._counted else self._known.get(path)
             found = [own[path] for own in tensors if path in own]
-            return tensor if dim is None else torch.cat(_padded(found) if path in OF_IMAGES else found, dim)
+            return tensor if dim is None else torch.cat(_pad_images(found) if path in OF_IMAGES else found, dim)
 
         whole: Batch = with_tensors(given, joined)
         for name in self._lists(given):
@@ -141,19 +141,19 @@ class BatchRows:
                 whole[name] = type(given[name])(each for part in parts for each in part[name])
         return whole
 
-    def alike(self, batch: Mapping[str, Any]) -> Batch:
-        """Return a batch without the arguments that may have another number of entries on each replica."""
+    def without_variable_sizes(self, batch: Mapping[str, Any]) -> Batch:
+        """Return a batch without the arguments whose size may differ between replicas."""
         counted = {name for name, dim in self._given.items() if isinstance(dim, str) or callable(dim)}
         counted |= set(OF_IMAGES) if self._tokens else set()
         return {name: value for name, value in batch.items() if name not in counted}
 
     def _lists(self, batch: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the names of lists that the option has."""
+        """Iterate over the names of lists that the option names."""
         return (name for name, dim in self._given.items() if is_list(batch.get(name), dim))
 
     def _places(self, batch: Mapping[str, Any], is_part: bool) -> dict[Path, Place]:
-        """Return the places of rows, and note them."""
-        places = RowPlaces(batch, self.number(batch) or 0, self._given, self._tokens, self._known, is_part).find()
+        """Return the places of rows, and record them."""
+        places = RowDims(batch, self.count(batch) or 0, self._given, self._tokens, self._known, is_part).find()
         for path, place in places.items():
             if isinstance(place, list):
                 self._counted.add(path)
@@ -165,7 +165,7 @@ class BatchRows:
     def _cut(self, batch: Mapping[str, Any], places: Mapping[Path, Place], sizes: Sequence[int]) -> list[Batch]:
         starts, parts = [0, *accumulate(sizes)], []
         for start, stop in zip(starts, starts[1:], strict=False):
-            part: Batch = with_tensors(dict(batch), partial(_piece, places, start, stop))
+            part: Batch = with_tensors(dict(batch), partial(_narrow_rows, places, start, stop))
             for name in self._lists(batch):
                 if self._given[name] is not None:
                     part[name] = batch[name][start:stop]
@@ -173,7 +173,7 @@ class BatchRows:
         return parts
 
 
-def _piece(places: Mapping[Path, Place], start: int, stop: int, path: Path, tensor: torch.Tensor) -> torch.Tensor:
+def _narrow_rows(places: Mapping[Path, Place], start: int, stop: int, path: Path, tensor: torch.Tensor) -> torch.Tensor:
     """Return some rows of an argument."""
     place = places.get(path)
     if place is None:
@@ -182,19 +182,19 @@ def _piece(places: Mapping[Path, Place], start: int, stop: int, path: Path, tens
         return tensor.detach().narrow(place, start, stop - start)
     first, last = place[start], place[stop]
     if first is None or last is None:
-        raise BuildError(_uncertain(path))
+        raise BuildError(_uncertain_rows_message(path))
     return tensor.detach()[first:last]
 
 
-def _padded(images: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return images by row with as many for each row, by zeros behind its own."""
+def _pad_images(images: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Pad the images of each row by zeros to the same number."""
     most = max(each.shape[1] for each in images) if images[0].dim() > 1 else 0
     if all(each.dim() < 2 or each.shape[1] == most for each in images):
         return list(images)
     return [torch.cat([each, each.new_zeros(len(each), most - each.shape[1], *each.shape[2:])], 1) for each in images]
 
 
-def _uncertain(path: Path) -> str:
+def _uncertain_rows_message(path: Path) -> str:
     return (
         f"where the entries of {path!r} are cut between rows cannot be told from the tokens in 'input_ids'; say with "
         f"batch_dims={{{path.partition('.')[0]!r}: ...}} what counts its entries for each row"

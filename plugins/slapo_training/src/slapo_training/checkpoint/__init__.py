@@ -15,8 +15,8 @@ reads into new tensors. The engine changes only afterwards, on all ranks or on n
 """
 
 from . import folder, rng_state
-from .async_save import Buffers, Saver, Saving, copied, keep
-from .folder import Checkpoint, Writing
+from .async_save import Buffers, SaveHandle, Saver, copy_to_cpu, drop_other_buffers
+from .folder import Checkpoint, CheckpointWriter
 from .plain_data import check_plain, digest
 from .state_loading import StateLoading
 from .tensor_files import SavedTensors, TensorFiles
@@ -26,14 +26,14 @@ __all__ = [
     "Checkpoint",
     "SavedTensors",
     "Saver",
-    "Saving",
+    "SaveHandle",
     "StateLoading",
     "TensorFiles",
-    "Writing",
+    "CheckpointWriter",
     "check_plain",
-    "copied",
+    "copy_to_cpu",
     "digest",
     "folder",
-    "keep",
+    "drop_other_buffers",
     "rng_state",
 ]

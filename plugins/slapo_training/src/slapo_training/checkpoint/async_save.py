@@ -1,4 +1,4 @@
-"""A checkpoint that is written while training goes on."""
+"""Saves in the background, while training continues."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from slapo_core import BuildError, Program, SlapoError, failure_reason, get_logg
 from ..distributed.ranks import Ranks
 
 Buffers = dict[Any, torch.Tensor]
-"""Memory on the CPU that what is written is copied to first, kept from one save to the next; by what each is the copy of."""
+"""CPU memory for copies of saved tensors, by key, reused from one save to the next."""
 
 
-class Saving:
+class SaveHandle:
     """Handle of a save; the checkpoint is complete when ``wait`` returns.
 
     Args:
-        write: Writes it, and raises the same error on all ranks if one of them cannot.
-        waits: Whether to write it here and now.
+        write: Writes the checkpoint; raises the same error on all ranks if one fails.
+        waits: True to write in this thread now.
     """
 
     def __init__(self, write: Callable[[], None], waits: bool) -> None:
@@ -36,14 +36,14 @@ class Saving:
         self._thread.start()
 
     def done(self) -> bool:
-        """True if the checkpoint is written, or has failed."""
+        """Return True once the checkpoint is written or has failed."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Return when it is written.
+        """Wait until the checkpoint is written.
 
         Raises:
-            Exception: what kept it from being written; once.
+            Exception: the error of the write; raised once.
         """
         if self._thread is not None:
             self._thread.join()
@@ -54,77 +54,76 @@ class Saving:
     def _run(self) -> None:
         try:
             self._write()
-        except BaseException as err:  # nobody hears of the end of a thread
+        except BaseException as err:  # an error in a thread would be lost
             self._error = (
                 err if isinstance(err, Exception) else BuildError(f"the checkpoint was not written: {failure_reason(err)}")
             )
             get_logger().error("in the background: %s", err if isinstance(err, SlapoError) else failure_reason(err))
-        del self._write  # it holds what was written
+        del self._write  # frees the copies
 
 
 class Saver:
-    """Writes checkpoints of one engine, one after the other.
+    """Writes checkpoints of one engine, one at a time.
 
     Args:
-        program: The engine's.
+        program: Program of the engine.
     """
 
     def __init__(self, program: Program) -> None:
         self._program = program
         self._ranks: Ranks | None = None
-        self._apart: Ranks | None = None
-        self._last: Saving | None = None
+        self._background_ranks: Ranks | None = None
+        self._last: SaveHandle | None = None
         self._copies: Buffers = {}
 
-    def write(self, prepare: Callable[[Ranks, Buffers | None], Callable[[Ranks], None]], waits: bool) -> Saving:
+    def write(self, prepare: Callable[[Ranks, Buffers | None], Callable[[Ranks], None]], waits: bool) -> SaveHandle:
         """Write a checkpoint. Collective.
 
         Args:
-            prepare: Given the ranks, gives what writes the engine as it is now, and has the numbers in the memory that it is
-                given, or with None may take them from the engine as it writes. What it gives is given the ranks to meet, and
-                meets no others.
-            waits: Whether to return when it is written, not when it is prepared.
+            prepare: Called with the ranks and CPU buffers; returns a function that writes the engine's current state, and
+                that is called with the ranks to use. It copies tensors to the buffers; with None it may read the engine later.
+            waits: True to return after the write, False to return after ``prepare``.
 
         Raises:
-            SlapoError: on every rank: what ``prepare`` raises, and nothing was written; or it could not be written, and the
-                folder has the checkpoint it had.
-            Exception: what kept the checkpoint before from being written, if nobody has waited for it.
+            SlapoError: on every rank: ``prepare`` failed and nothing was written; or the write failed and the folder still
+                has the old checkpoint.
+            Exception: the error of the save before, if it was not raised yet.
         """
-        ranks = self.settle()
-        if len(set(ranks.on_all(lambda: _checked(waits)))) > 1:
+        ranks = self.finish_last_save()
+        if len(set(ranks.run_on_all(lambda: _checked(waits)))) > 1:
             raise BuildError("some ranks save with wait=True and others with wait=False; give all of them the same")
         meeting = ranks
         if not waits:
-            meeting = self._apart = self._apart or ranks.apart()
+            meeting = self._background_ranks = self._background_ranks or ranks.in_new_group()
         put = prepare(ranks, None if waits else self._copies)
-        self._last = Saving(lambda: put(meeting), waits)
+        self._last = SaveHandle(lambda: put(meeting), waits)
         return self._last
 
     def wait(self) -> None:
-        """Return when the last checkpoint is written; raises what kept it from that."""
+        """Wait until the last checkpoint is written; raise the error of its write."""
         last, self._last = self._last, None
         if last is not None:
             last.wait()
 
-    def settle(self) -> Ranks:
-        """Go on when the last checkpoint is written, and give the ranks. Collective.
+    def finish_last_save(self) -> Ranks:
+        """Wait until the last checkpoint is written; return the ranks. Collective.
 
         Raises:
-            Exception: on every rank: what kept it from being written, unless all ranks have heard of it.
+            Exception: on every rank: the error of the write, unless it was raised on all ranks before.
         """
         ranks = self._ranks = self._ranks or Ranks.of(self._program)
-        ranks.on_all(self.wait)
+        ranks.run_on_all(self.wait)
         return ranks
 
     def close(self) -> None:
-        """Wait, and give back what only a checkpoint in the background needs."""
+        """Wait for the last write, and free buffers and process group of background writes."""
         try:
             self.wait()
         finally:
             self._copies.clear()
-            apart, self._apart = self._apart, None
-            if apart is not None and apart.group is not None:
-                dist.destroy_process_group(apart.group)
+            background, self._background_ranks = self._background_ranks, None
+            if background is not None and background.group is not None:
+                dist.destroy_process_group(background.group)
 
 
 def _checked(waits: bool) -> bool:
@@ -133,15 +132,15 @@ def _checked(waits: bool) -> bool:
     return waits
 
 
-def copied(tensor: torch.Tensor, key: Hashable, buffers: Buffers) -> torch.Tensor:
-    """A tensor as it is now, on the CPU, in the memory of its key."""
+def copy_to_cpu(tensor: torch.Tensor, key: Hashable, buffers: Buffers) -> torch.Tensor:
+    """Copy a tensor to the CPU buffer of its key; return the copy."""
     kept = buffers.get(key)
     if kept is None or kept.shape != tensor.shape or kept.dtype is not tensor.dtype:
         kept = buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return kept.copy_(tensor)
 
 
-def keep(keys: Collection[Hashable], buffers: Buffers) -> None:
-    """Give back the memory of other keys than these."""
+def drop_other_buffers(keys: Collection[Hashable], buffers: Buffers) -> None:
+    """Free the buffers of other keys than these."""
     for key in set(buffers).difference(keys):
         del buffers[key]

@@ -1,9 +1,9 @@
-"""The folder of a checkpoint: written aside, summed up, and put in the place of the one before in one moment.
+"""Folder of a checkpoint, whose new content replaces the old one atomically.
 
-The files lie in a folder of their own inside of it, ``data-…``, which the manifest ``slapo.json`` names together with their
-sizes and SHA-256 sums. The manifest is written last and renamed into its place, so that the folder has the checkpoint before or
-the new one, whole, and what a crash leaves behind is named by nothing; the next save removes it. Who writes holds the lock of
-``slapo.lock``, which ends with its process.
+The files are in a sub-folder ``data-…``. The manifest ``slapo.json`` names the sub-folder, and sizes and SHA-256 sums of the
+files. It is written last and renamed into place, so the folder always has one whole checkpoint, the old or the new one. Files
+of a crashed save are in no manifest; the next save removes them. The writer holds the lock ``slapo.lock``, which ends with its
+process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from slapo_core import BuildError, SlapoError, failure_reason, get_logger
 
 from ..distributed.ranks import Ranks
-from .manifest import FORMAT, MANIFEST, content_in, data_of, folder_of, has_strangers, read, target_of, text_of
+from .manifest import FORMAT, MANIFEST, content_in, data_of, folder_of, has_foreign_manifest, read, target_of, text_of
 
 _LOCK = "slapo.lock"
 _DATA = "data-"
@@ -34,14 +34,14 @@ _BLOCK = 1 << 22
 
 
 @dataclass
-class Writing:
-    """A checkpoint that is being written.
+class CheckpointWriter:
+    """Writer of one checkpoint.
 
     Args:
-        folder: Where it is to be.
-        data: Where its files go.
-        number: One that no other checkpoint has.
-        target: Whose it is.
+        folder: Folder of the checkpoint.
+        data: Sub-folder of its files.
+        number: Unique number of the checkpoint.
+        target: Target of the engine.
     """
 
     folder: Path
@@ -52,15 +52,15 @@ class Writing:
 
     @staticmethod
     def proposed(path: str | PathLike[str], target: str) -> tuple[str, str]:
-        """What one rank says of a checkpoint it is to write, where nothing is changed yet: for ``agreed``.
+        """Return this rank's proposal for ``agreed``, before anything is written.
 
         Raises:
-            BuildError: another target's checkpoint is there, something else of its name, or a file; or it is no path.
+            BuildError: the path has another target's checkpoint, a foreign manifest, or a file; or it is no path.
         """
         folder = folder_of(path)
         if folder.exists() and not folder.is_dir():
             raise BuildError(f"{fspath(path)!r} is a file; give a folder")
-        if has_strangers(folder):
+        if has_foreign_manifest(folder):
             raise BuildError(f"{fspath(path)!r} has a {MANIFEST} that is no checkpoint's; give another folder, or move it away")
         if (whose := target_of(folder)) not in (None, target):
             raise BuildError(
@@ -69,11 +69,11 @@ class Writing:
         return os.path.abspath(path), uuid.uuid4().hex
 
     @classmethod
-    def agreed(cls, ranks: Sequence[tuple[str, str]], target: str) -> Writing:
-        """The checkpoint that all ranks write, from what each has proposed.
+    def agreed(cls, ranks: Sequence[tuple[str, str]], target: str) -> CheckpointWriter:
+        """Return the writer of all ranks' checkpoint, from the proposals of all ranks.
 
         Raises:
-            BuildError: they were given different folders.
+            BuildError: the ranks have different folders.
         """
         folders = list(dict.fromkeys(folder for folder, _ in ranks))
         if len(folders) > 1:
@@ -82,27 +82,27 @@ class Writing:
         return cls(folder, folder / (_DATA + number), number, target)
 
     def begin(self, ranks: Ranks) -> None:
-        """Make the folder, without what crashes have left in it. Collective.
+        """Make the folder, lock it, and remove files of crashed saves. Collective.
 
         Raises:
-            BuildError: another save writes there.
+            BuildError: another save writes to the folder.
         """
 
         def make() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(self.folder)
             if (kept := data_of(self.folder)) is not None:
-                _remove_left(self.folder, kept)
+                _remove_orphans(self.folder, kept)
             self.data.mkdir()
 
-        ranks.first(make)
+        ranks.run_on_first(make)
 
-    def seal(self, about: Mapping[str, Any], ranks: Ranks) -> None:
-        """Sum up the files that all ranks have written, and let the checkpoint take its place. Collective.
+    def commit(self, about: Mapping[str, Any], ranks: Ranks) -> None:
+        """Compute the sums of all ranks' files, and put the manifest in place. Collective.
 
         Args:
-            about: What is written of it, plain data.
-            ranks: All that wrote.
+            about: Further facts for the manifest, plain data.
+            ranks: All ranks.
         """
 
         def look() -> dict[str, int]:
@@ -110,7 +110,7 @@ class Writing:
             return {file.relative_to(self.data).as_posix(): file.stat().st_size for file in found}
 
         def sum_up() -> dict[str, str]:
-            return {name: _summed(self.data / name, is_new=True) for name in _dealt(sizes, ranks)}
+            return {name: _sha256(self.data / name, is_new=True) for name in _own_share(sizes, ranks)}
 
         def put() -> None:
             files = {name: [sizes[name], total] for own in everyone for name, total in own.items()}
@@ -128,29 +128,29 @@ class Writing:
                     get_logger().warning(
                         "the new checkpoint in %r may not outlive a power cut: %s", str(each), failure_reason(err)
                     )
-            _remove_left(self.folder, self.data.name)
+            _remove_orphans(self.folder, self.data.name)
             self._unlock()
 
-        sizes: dict[str, int] = ranks.first(look)
-        everyone: list[dict[str, str]] = ranks.on_all(sum_up)
-        ranks.first(put)
+        sizes: dict[str, int] = ranks.run_on_first(look)
+        everyone: list[dict[str, str]] = ranks.run_on_all(sum_up)
+        ranks.run_on_first(put)
 
     @contextmanager
-    def by(self, ranks: Ranks) -> Iterator[Ranks]:
-        """The ranks that write it: what one cannot do is one sentence on all, and what was written is removed then.
+    def cleanup_on_error(self, ranks: Ranks) -> Iterator[Ranks]:
+        """Context of the write; yields ranks whose errors become one ``BuildError``. An error removes the written files.
 
-        The first rank removes it, which also puts it into its place: another one may give up waiting while that is done.
+        The first rank removes them, as it also commits; another rank may time out while the first one commits.
         """
         try:
-            yield ranks.telling(self._told)
+            yield ranks.with_error_wrapper(self._as_build_error)
         except BaseException:
-            if ranks.place == 0:
+            if ranks.index == 0:
                 if data_of(self.folder) != self.data.name:
                     shutil.rmtree(self.data, ignore_errors=True)
                 self._unlock()
             raise
 
-    def _told(self, error: Exception) -> Exception:
+    def _as_build_error(self, error: Exception) -> Exception:
         if isinstance(error, SlapoError):
             return error
         why = error.strerror if isinstance(error, OSError) and error.strerror else failure_reason(error)
@@ -161,17 +161,17 @@ class Writing:
     def _unlock(self) -> None:
         lock, self._lock = self._lock, None
         if lock is not None:
-            fcntl.flock(lock, fcntl.LOCK_UN)  # also where a process that was forked meanwhile has it open
+            fcntl.flock(lock, fcntl.LOCK_UN)  # also unlocks if a forked process has the file open
             os.close(lock)
 
 
 class Checkpoint(NamedTuple):
-    """One that is complete.
+    """A complete checkpoint.
 
     Args:
-        folder: The whole of it.
-        data: Where its files are.
-        about: What was written of it.
+        folder: Folder of the checkpoint.
+        data: Sub-folder of its files.
+        about: Content of the manifest.
     """
 
     folder: Path
@@ -179,14 +179,14 @@ class Checkpoint(NamedTuple):
     about: dict[str, Any]
 
 
-def opened(path: str | PathLike[str], target: str, ranks: Ranks) -> Checkpoint:
-    """A complete checkpoint, whose files are not looked at yet. Collective.
+def open_checkpoint(path: str | PathLike[str], target: str, ranks: Ranks) -> Checkpoint:
+    """Return a complete checkpoint, whose files are not verified yet. Collective.
 
     Raises:
-        BuildError: on every rank: there is none, it is another target's, or the ranks have different ones.
+        BuildError: on every rank: no checkpoint, one of another target, or different ones on different ranks.
     """
-    everyone = ranks.on_all(lambda: read(folder_of(path), target))
-    about: dict[str, Any] = everyone[ranks.place]
+    everyone = ranks.run_on_all(lambda: read(folder_of(path), target))
+    about: dict[str, Any] = everyone[ranks.index]
     if len({each["number"] for each in everyone}) > 1:
         raise BuildError("the ranks load different checkpoints; give every rank the same one")
     return Checkpoint(Path(path), Path(path) / about["data"], about)
@@ -194,10 +194,10 @@ def opened(path: str | PathLike[str], target: str, ranks: Ranks) -> Checkpoint:
 
 @contextmanager
 def reading(checkpoint: Checkpoint) -> Iterator[None]:
-    """Around what reads a checkpoint before anything is changed: a save that put another in its place is told as such.
+    """Context of reads of a checkpoint; an error caused by a save that replaced it says so.
 
     Raises:
-        BuildError: on every rank.
+        BuildError: on every rank: the checkpoint was replaced.
     """
     try:
         yield
@@ -209,14 +209,14 @@ def reading(checkpoint: Checkpoint) -> Iterator[None]:
 
 
 def verify(checkpoint: Checkpoint, ranks: Ranks) -> None:
-    """Refuse files that are not what was written. Collective; each rank reads a share of them.
+    """Verify the sums of all files. Collective; each rank reads a share of the files.
 
     Raises:
-        BuildError: the same on every rank: some are damaged or missing.
+        BuildError: the same on every rank: files are damaged or missing.
     """
     files = checkpoint.about["files"]
-    own = _dealt({name: size for name, (size, _) in files.items()}, ranks)
-    found = [fault for name in own for fault in _faults(checkpoint.data, name, files)]
+    own = _own_share({name: size for name, (size, _) in files.items()}, ranks)
+    found = [fault for name in own for fault in _checksum_errors(checkpoint.data, name, files)]
     faults = sorted(fault for each in ranks.gather(found) for fault in each)
     if faults:
         more = f", and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
@@ -225,10 +225,10 @@ def verify(checkpoint: Checkpoint, ranks: Ranks) -> None:
 
 
 def _locked(folder: Path) -> int | None:
-    """The lock of a folder, which ends with the process; None on a file system that has none.
+    """Lock a folder until the process ends; return None on a file system without locks.
 
     Raises:
-        BuildError: another save holds it.
+        BuildError: another save holds the lock.
     """
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
@@ -243,10 +243,10 @@ def _locked(folder: Path) -> int | None:
     return lock
 
 
-def _remove_left(folder: Path, kept: str) -> None:
-    """Remove what crashes have left and no checkpoint names; what cannot be removed now stays for the next time.
+def _remove_orphans(folder: Path, kept: str) -> None:
+    """Remove files of crashed saves; files that cannot be removed stay for the next save.
 
-    Nothing else that is called like it: a user's own ``data-2024``, say.
+    Similar names of a user's files are kept, e.g. ``data-2024``.
     """
     for each in folder.iterdir():
         if _LEFT_DATA.fullmatch(each.name) and each.name != kept:
@@ -255,22 +255,22 @@ def _remove_left(folder: Path, kept: str) -> None:
             each.unlink(missing_ok=True)
 
 
-def _dealt(sizes: Mapping[str, int], ranks: Ranks) -> Iterable[str]:
-    """This rank's share of the files, about as many bytes as the others'."""
+def _own_share(sizes: Mapping[str, int], ranks: Ranks) -> Iterable[str]:
+    """Iterate over this rank's share of the files, balanced by size."""
     loads = [0] * ranks.size
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         place = loads.index(min(loads))
         loads[place] += sizes[name] + 1
-        if place == ranks.place:
+        if place == ranks.index:
             yield name
 
 
-def _faults(data: Path, name: str, files: Mapping[str, tuple[int, str]]) -> Iterable[str]:
+def _checksum_errors(data: Path, name: str, files: Mapping[str, tuple[int, str]]) -> Iterable[str]:
     size, total = files[name]
     try:
         if (found := (data / name).stat().st_size) != size:
             yield f"{name!r} has {found} bytes and not {size}"
-        elif _summed(data / name) != total:
+        elif _sha256(data / name) != total:
             yield f"{name!r} has other bytes than were written"
     except FileNotFoundError:
         yield f"{name!r} is missing"
@@ -278,8 +278,8 @@ def _faults(data: Path, name: str, files: Mapping[str, tuple[int, str]]) -> Iter
         yield f"{name!r} cannot be read, {failure_reason(err)}"
 
 
-def _summed(file: Path, is_new: bool = False) -> str:
-    """The SHA-256 of a file, which is on the disk then if it is new."""
+def _sha256(file: Path, is_new: bool = False) -> str:
+    """Return the SHA-256 sum of a file; a new file is synchronized to disk first."""
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         if is_new:

@@ -1,4 +1,4 @@
-"""A checkpoint's folder and the manifest in it: what it is of, and the files that belong to it with their sums."""
+"""Manifest of a checkpoint's folder: its target, further facts, and its files with their sums."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORMAT = 6
 
 
 def folder_of(path: Any) -> Path:
-    """The folder of a checkpoint, as a user gives it; ``BuildError`` where none can have that name."""
+    """Return the path of a checkpoint's folder; raise ``BuildError`` if it cannot be a path."""
     if not isinstance(path, (str, PathLike)) or not isinstance(fspath(path), str) or not fspath(path):
         raise BuildError(f"the folder of a checkpoint is {path!r}; give a path")
     try:
@@ -32,16 +32,16 @@ def folder_of(path: Any) -> Path:
 
 
 def text_of(content: Mapping[str, Any]) -> str:
-    """The text of a manifest, with its own sum."""
+    """Return the text of a manifest, with its own sum."""
     text = json.dumps(content, indent=1, sort_keys=True)
     return json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "checkpoint": content}, indent=1, sort_keys=True)
 
 
 def content_of(text: str) -> dict[str, Any]:
-    """Content of a manifest.
+    """Return the content of a manifest's text.
 
     Raises:
-        ValueError: it is not what was written.
+        ValueError: the text was changed.
     """
     found = json.loads(text)
     content: dict[str, Any] = found["checkpoint"]
@@ -51,10 +51,10 @@ def content_of(text: str) -> dict[str, Any]:
 
 
 def read(folder: Path, target: str) -> dict[str, Any]:
-    """Content of a complete checkpoint of a target.
+    """Return the manifest's content of a complete checkpoint.
 
     Raises:
-        BuildError: there is none, a damaged one, or another target's.
+        BuildError: there is no checkpoint, a damaged one, or one of another target.
     """
     path = fspath(folder)
     if not folder.is_dir():
@@ -80,8 +80,8 @@ def read(folder: Path, target: str) -> dict[str, Any]:
     return dict(written)
 
 
-def has_strangers(folder: Path) -> bool:
-    """Return whether a file has a manifest's name for something else; the rest of a damaged one tells what it was."""
+def has_foreign_manifest(folder: Path) -> bool:
+    """Return True if a file of the manifest's name is no manifest; a damaged manifest still has its keys."""
     try:
         text = (folder / MANIFEST).read_text(errors="replace")
     except OSError:
@@ -90,13 +90,13 @@ def has_strangers(folder: Path) -> bool:
 
 
 def target_of(folder: Path) -> str | None:
-    """Whose checkpoint is in a folder; None where there is none that can be read."""
+    """Return the target of a folder's checkpoint; None if there is no readable one."""
     content = content_in(folder)
     return None if content is None else str(content.get("target"))
 
 
 def data_of(folder: Path) -> str | None:
-    """The data that belong to the folder's checkpoint, "" where it has none; None where that cannot be told."""
+    """Return the data sub-folder of a folder's checkpoint, ``""`` without a checkpoint, or None if it is unreadable."""
     content = content_in(folder)
     if content is not None:
         return str(content.get("data"))
@@ -104,7 +104,7 @@ def data_of(folder: Path) -> str | None:
 
 
 def content_in(folder: Path) -> dict[str, Any] | None:
-    """Return the content of a folder's manifest; None where there is none that can be read."""
+    """Return the content of a folder's manifest; None if there is no readable one."""
     try:
         return content_of((folder / MANIFEST).read_text())
     except (OSError, ValueError, KeyError, TypeError):

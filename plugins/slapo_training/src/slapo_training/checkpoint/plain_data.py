@@ -1,4 +1,4 @@
-"""Plain data: what ``torch.load(weights_only=True)`` reads back without running what a file says."""
+"""Plain data, which ``torch.load(weights_only=True)`` loads without running code of the file."""
 
 from __future__ import annotations
 
@@ -14,18 +14,23 @@ from slapo_core import BuildError
 
 _TABLES = (dict, OrderedDict, Counter)
 _DEEPEST = 100
-"""Limit of nesting; Python ends a program that goes down much further."""
+"""Limit of nesting, far below Python's recursion limit."""
 _LONGEST = 8 * 255 - 1
-"""Bits of a number that torch reads back."""
+"""Number of bits of the largest integer that torch loads."""
 _SINGLE = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, nn.Parameter, torch.dtype, torch.device, torch.Size)
 
 
 def check_plain(value: Any, what: str, *within: int) -> None:
-    """Refuse to write what could not be read back.
+    """Refuse values that could not be loaded.
+
+    Args:
+        value: The value to save.
+        what: Description of the value for the error.
+        *within: Ids of the containers around the value.
 
     Raises:
-        BuildError: an object of another class, a number that is too long, a tensor without numbers, what contains itself or
-            lies too deep; ``what`` says whose it is, ``within`` in what it lies.
+        BuildError: an object of another class, a too large integer, a meta tensor, a container that contains itself, or too
+            deep nesting.
     """
     kind = type(value)
     if id(value) in within and kind in (*_TABLES, list, tuple):
@@ -52,14 +57,14 @@ def check_plain(value: Any, what: str, *within: int) -> None:
 
 
 def digest(value: Any) -> str:
-    """Return a digest of plain data, to the byte of each tensor: the same in every process and on every device."""
+    """Return a digest of plain data including all bytes of tensors, equal in every process and on every device."""
     kind = type(value)
     parts: list[str]
     if kind in _TABLES:
         parts = [digest(each) for item in value.items() for each in item]
     elif kind in (list, tuple):
         parts = [digest(each) for each in value]
-    elif kind is set:  # in an order that each process seeds anew
+    elif kind is set:  # the order of a set differs between processes
         parts = sorted(digest(each) for each in value)
     elif isinstance(value, torch.Tensor):
         stored = io.BytesIO()

@@ -1,4 +1,4 @@
-"""The generators of this process as plain data: torch's and the tracker's, Python's, NumPy's."""
+"""States of this process's random generators as plain data: torch, the CUDA RNG tracker, Python and NumPy."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from slapo_core import BuildError, RNGState, get_cuda_rng_tracker, rng_state, set_rng_state
 
 
-def packed() -> dict[str, Any]:
-    """Saved states of the generators that ``set_random_seed`` seeds."""
+def collect() -> dict[str, Any]:
+    """Return the states of the generators that ``set_random_seed`` seeds."""
     now, numpy = rng_state(), _numpy_random()
     kept = None
     if numpy is not None:
@@ -24,10 +24,10 @@ def packed() -> dict[str, Any]:
 
 
 def check(saved: Mapping[str, Any]) -> None:
-    """Refuse what could not be put back here.
+    """Refuse states that this process cannot restore.
 
     Raises:
-        BuildError: a named state that nobody added in this process, or NumPy's where it is not loaded.
+        BuildError: a named state is missing in this process's tracker, or numpy is not imported.
     """
     if missing := sorted(set(saved["tracked"]) - set(get_cuda_rng_tracker().get_states())):
         raise BuildError(f"the checkpoint has the random state {missing[0]!r}, this process has not; call set_random_seed")
@@ -35,8 +35,8 @@ def check(saved: Mapping[str, Any]) -> None:
         raise BuildError("the checkpoint has NumPy's random state, but numpy is not loaded here; import numpy first")
 
 
-def put(saved: Mapping[str, Any]) -> None:
-    """Go on with the numbers that came next when it was saved; a GPU's on the one that is in use now, whatever its number."""
+def restore(saved: Mapping[str, Any]) -> None:
+    """Restore saved states; a GPU's state goes to the current GPU, whatever its index."""
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     tracked = {name: on_device(states, device) for name, states in saved["tracked"].items()}
     set_rng_state(RNGState(on_device(saved["devices"], device), tracked, ()))
@@ -63,12 +63,12 @@ def _numpy_random() -> Any:
 
 
 def digest_of(saved: Mapping[str, Any]) -> int:
-    """A number that what ``packed`` gave comes to."""
+    """Return a number computed from the result of ``collect``."""
     return int.from_bytes(hashlib.sha256(bytes(saved["devices"]["cpu"].tolist())).digest()[:7], "little")
 
 
-def derive(base: int) -> None:
-    """Seed all generators anew by ``base`` and by what each was seeded with, so that ranks still differ where they did.
+def reseed(base: int) -> None:
+    """Seed all generators by ``base`` and their own seeds; seeds that differed between ranks still differ.
 
     Args:
         base: The same number on every rank.

@@ -1,4 +1,4 @@
-"""Loading of saved states into others' code, with rollback where one of them raises."""
+"""Loading of saved states into foreign code, with rollback if it raises."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slapo_core import BuildError, failure_reason
 
 
 class StateLoading:
-    """Loads states one by one, and restores those before where one fails."""
+    """Loads states one by one; ``roll_back`` restores the earlier states."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Callable[[Any], Any], Any]] = []
@@ -19,10 +19,10 @@ class StateLoading:
         """Load one state.
 
         Args:
-            what: Name of its owner, for the error.
-            take: Loads a state.
+            what: Name of the state's owner, for the error.
+            take: Function that loads a state.
             state: The saved state.
-            now: Returns the present state.
+            now: Function that returns the current state.
 
         Raises:
             BuildError: ``take`` or ``now`` raised.
@@ -34,7 +34,7 @@ class StateLoading:
             raise BuildError(f"{what} does not take what was saved of it: {failure_reason(err)}; build with the same") from err
 
     def roll_back(self) -> None:
-        """Load the states from before again, the last first."""
+        """Load the earlier states again, in reverse order."""
         for take, before in reversed(self._before):
             with suppress(Exception):
                 take(before)

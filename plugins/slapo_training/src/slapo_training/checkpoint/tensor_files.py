@@ -1,7 +1,7 @@
-"""Tensors of all ranks in the files of ``torch.distributed.checkpoint``, read back in whatever pieces are wanted.
+"""Tensors of all ranks in files of ``torch.distributed.checkpoint``, which can be read in any pieces.
 
-What its planners do for DTensors, these do for pieces: one may consist of several boxes, and several ranks may have some of
-them. What is equal is written once, and by turns by those that have it.
+The planners here do for pieces what torch's planners do for DTensors. A piece may consist of several boxes, and several ranks
+may hold the same box. Replicated data is written once, balanced across ranks.
 """
 
 from __future__ import annotations
@@ -30,22 +30,21 @@ from slapo_core import BuildError
 from ..distributed._torch_private import MetadataUnpickler
 from ..distributed.ranks import Ranks
 from ..model.pieces import Chunk, Piece
-from .async_save import Buffers, copied, keep
+from .async_save import Buffers, copy_to_cpu, drop_other_buffers
 
 Edges = dict[str, tuple[tuple[int, ...], ...]]
 Tensors = dict[tuple[str, tuple[int, ...]], torch.Tensor]
 Pieces = Mapping[str, Piece | Sequence[Piece]]
-"""By the names of tensors, of each one piece, or several that do not overlap."""
+"""One piece, or several disjoint ones, of each tensor, by name."""
 
 
 class TensorFiles:
-    """What this rank is to write of the pieces that all have. Collective.
+    """Plan and writer of this rank's part of a checkpoint's tensors. Made collectively.
 
     Args:
-        pieces: This rank's.
-        ranks: All.
-        copies: Memory on the CPU that what is written is copied to first, from the save before, or new; None to write the
-            tensors as they are when it comes to that.
+        pieces: This rank's pieces.
+        ranks: All ranks.
+        copies: CPU buffers for copies of the tensors, new or from the last save; None to write the tensors directly.
     """
 
     def __init__(self, pieces: Pieces, ranks: Ranks, copies: Buffers | None = None) -> None:
@@ -53,42 +52,42 @@ class TensorFiles:
         self._planner = _SavePlanner(pieces, self._edges)
         plans, self._metadata = self._planner.create_global_plan(ranks.gather(self._planner.create_local_plan()))
         self._writer = FileSystemWriter(".", overwrite=False)
-        self._plan = self._writer.prepare_global_plan(plans)[ranks.place]
+        self._plan = self._writer.prepare_global_plan(plans)[ranks.index]
         self._copy(ranks, copies)
 
     def fits(self, pieces: Pieces) -> bool:
-        """Return whether these are as those before, but for their numbers; if so on all ranks, ``renew`` takes them."""
+        """Return True if pieces differ from the planned ones in values only; if so on all ranks, call ``renew``."""
         return _facts(pieces) == self._facts
 
     def renew(self, pieces: Pieces, ranks: Ranks, copies: Buffers | None = None) -> None:
-        """Write these in the places of those before. Collective."""
+        """Replace the pieces and keep the plan. Collective."""
         self._planner = _SavePlanner(pieces, self._edges)
         self._copy(ranks, copies)
 
     def _copy(self, ranks: Ranks, copies: Buffers | None) -> None:
         if copies is not None:
-            ranks.on_all(lambda: self._planner.copy(self._plan, copies))
+            ranks.run_on_all(lambda: self._planner.copy(self._plan, copies))
 
     def write(self, folder: Path, ranks: Ranks) -> None:
         """Write the files. Collective."""
 
         def put() -> list[Any]:
             self._writer.reset(folder)
-            self._writer.set_up_storage_writer(ranks.place == 0)
+            self._writer.set_up_storage_writer(ranks.index == 0)
             return self._writer.write_data(self._plan, self._planner).value()
 
         try:
-            everyone = ranks.on_all(put)
+            everyone = ranks.run_on_all(put)
         finally:
-            self._planner.forget()
-        ranks.first(lambda: self._writer.finish(self._metadata, everyone))
+            self._planner.release_tensors()
+        ranks.run_on_first(lambda: self._writer.finish(self._metadata, everyone))
 
 
 class SavedTensors:
-    """The tensors of a checkpoint.
+    """Tensors of a checkpoint.
 
     Args:
-        folder: That of its files.
+        folder: Folder of its files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -97,7 +96,7 @@ class SavedTensors:
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
 
     def facts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """The shape and type of each, by name."""
+        """Return shape and dtype of each tensor, by name."""
         found = self._metadata.state_dict_metadata.items()
         return {
             name: (tuple(each.size), each.properties.dtype) for name, each in found if isinstance(each, TensorStorageMetadata)
@@ -107,7 +106,7 @@ class SavedTensors:
         """Read into the tensors of these pieces.
 
         Raises:
-            BuildError: the checkpoint leaves some of it out.
+            BuildError: the checkpoint lacks elements of a piece.
         """
         planner = _LoadPlanner(wanted)
         planner.set_up_planner({}, self._metadata)
@@ -126,7 +125,7 @@ class _SavePlanner(DefaultSavePlanner):
         self._tensors: Tensors = {}
         for name, piece in _each(pieces):
             properties = TensorProperties(dtype=piece.tensor.dtype)
-            for chunk in _written(piece, edges[name]):
+            for chunk in _disjoint_boxes(piece, edges[name]):
                 box = ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.sizes))
                 data = TensorWriteData(box, properties, torch.Size(piece.full_shape))
                 self._items.append(WriteItem(MetadataIndex(name, box.offsets), WriteItemType.SHARD, tensor_data=data))
@@ -137,13 +136,13 @@ class _SavePlanner(DefaultSavePlanner):
         return self.plan
 
     def copy(self, plan: SavePlan, buffers: Buffers) -> None:
-        """Have the tensors of a plan as they are now, and no others."""
+        """Replace the tensors by CPU copies of those in the plan."""
         kept = [_key(item.index) for item in plan.items]
-        keep(kept, buffers)
-        self._tensors = {key: copied(self._tensors[key], key, buffers) for key in kept}
+        drop_other_buffers(kept, buffers)
+        self._tensors = {key: copy_to_cpu(self._tensors[key], key, buffers) for key in kept}
 
-    def forget(self) -> None:
-        """Keep no tensor, which the engine may replace, from being freed."""
+    def release_tensors(self) -> None:
+        """Drop references to tensors, so that the engine can free them."""
         self._tensors = {}
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
@@ -174,7 +173,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 class _Reader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Of the file, whose pickle may have these classes of torch's and no others."""
+        """Read the metadata file; its pickle may only have known classes of torch."""
         with Path(self.path, ".metadata").open("rb") as stream:
             found: Metadata = MetadataUnpickler(stream).load()
         return found
@@ -196,7 +195,7 @@ def _facts(pieces: Pieces) -> list[Any]:
 
 
 def _edges(pieces: Pieces, ranks: Ranks) -> Edges:
-    """Return the places in each dimension of a tensor at which the ranges of some rank begin or end."""
+    """Return the edges of all ranks' ranges in each dimension of each tensor."""
     found: dict[str, list[set[int]]] = {}
     for own in ranks.gather([(name, piece.ranges) for name, piece in _each(pieces)]):
         for name, dims in own:
@@ -206,8 +205,8 @@ def _edges(pieces: Pieces, ranks: Ranks) -> Edges:
     return {name: tuple(tuple(sorted(edges)) for edges in dims) for name, dims in found.items()}
 
 
-def _written(piece: Piece, edges: Sequence[Sequence[int]]) -> Iterator[Chunk]:
-    """The boxes of a piece, cut where another rank's begin or end inside of them: two are the same, or apart."""
+def _disjoint_boxes(piece: Piece, edges: Sequence[Sequence[int]]) -> Iterator[Chunk]:
+    """Iterate over the boxes of a piece, split at the edges of all ranks; boxes of two ranks are equal or disjoint."""
     if math.prod(piece.full_shape) == 0:
         yield Chunk((0,) * len(piece.full_shape), (0,) * len(piece.full_shape), piece.full_shape)
     for chunk in piece.chunks():

@@ -8,18 +8,18 @@ private torch names of the whole package are in ``_torch_private.py``.
 
 from .full_tensors import full_state, original_keys, over_group, plain
 from .grad_norm import clip_grad_norm_
-from .ranks import Ranks, new_group, on_all
+from .ranks import Ranks, new_group, run_on_all_ranks
 from .replicated_gradients import compare_gradients
-from .single_process_group import OwnWorld
+from .single_process_group import SingleProcessGroup
 
 __all__ = [
-    "OwnWorld",
+    "SingleProcessGroup",
     "Ranks",
     "clip_grad_norm_",
     "compare_gradients",
     "full_state",
     "new_group",
-    "on_all",
+    "run_on_all_ranks",
     "original_keys",
     "over_group",
     "plain",

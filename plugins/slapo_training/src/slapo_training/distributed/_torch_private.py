@@ -1,4 +1,4 @@
-"""The private names of torch that this package uses; a test fails when torch moves one."""
+"""Private names of torch that this package uses; a test fails when torch moves one."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from torch.utils.hooks import RemovableHandle
 
 
 def nll_mean_of(loss: torch.Tensor) -> tuple[int, int] | None:
-    """Over how many labels a loss is a mean, and the label it leaves out, as ``cross_entropy`` and ``nll_loss`` keep it for
-    their backward, or as another's ``grad_fn.label_mean`` says, its labels and the one left out.
+    """Return the number of labels of a loss that is a mean, and the label value that it excludes.
 
-    None where that does not tell, as for a weighted mean, or for what is unpacked, and so may run, only once.
+    Both are read from the saved tensors of ``cross_entropy`` and ``nll_loss``, or from another node's ``label_mean``, which has
+    labels and excluded value. None for other losses, weighted means, and saved tensors with unpack hooks, which may run once
+    only.
     """
     return _nll_mean_of_node(loss.grad_fn)
 
 
-def nll_means_behind(loss: torch.Tensor) -> list[tuple[int, int]]:
-    """Return the results of ``nll_mean_of`` for the nodes behind a loss, up to some hundred."""
+def nll_means_in_graph(loss: torch.Tensor) -> list[tuple[int, int]]:
+    """Return the results of ``nll_mean_of`` for the nodes of a loss's graph, up to a limit."""
     nodes = [loss.grad_fn]
     seen, found = set(nodes), []
     for node in nodes:
-        if node is None or len(nodes) > _LOOKED_AT:
+        if node is None or len(nodes) > _MAX_NODES:
             continue
         if (told := _nll_mean_of_node(node)) is not None:
             found.append(told)
@@ -44,7 +45,7 @@ def nll_means_behind(loss: torch.Tensor) -> list[tuple[int, int]]:
     return found
 
 
-_LOOKED_AT = 200
+_MAX_NODES = 200
 
 
 def _nll_mean_of_node(node: Any) -> tuple[int, int] | None:
@@ -56,7 +57,7 @@ def _nll_mean_of_node(node: Any) -> tuple[int, int] | None:
     target, weight, ignored = kept._raw_saved_target, kept._raw_saved_weight, kept._saved_ignore_index
     if target.unpack_hook is not None or weight.data is not None or kept._saved_reduction != _MEAN:
         return None
-    ignored -= 2**64 if ignored >= 2**63 else 0  # torch gives it as if it had no sign
+    ignored -= 2**64 if ignored >= 2**63 else 0  # torch returns it as an unsigned number
     return int((target.data != ignored).sum()), ignored
 
 
@@ -65,14 +66,14 @@ _MEAN = 1
 
 
 def groups_known() -> int:
-    """Return the number of process groups of this process, by which torch names one that not all ranks make together."""
+    """Return the number of this process's groups, from which torch names a group that not all ranks make together."""
     return len(dist.distributed_c10d._world.pg_names)
 
 
 def job_timeout() -> datetime.timedelta | None:
-    """Return the timeout of this job's default group; torch gives another group its own default.
+    """Return the timeout of this job's default group; torch does not use it for other groups.
 
-    None of a group that has no such limit, as a fake one.
+    None for a backend without a timeout, e.g. a fake one.
     """
     group = dist.group.WORLD
     assert group is not None
@@ -82,10 +83,10 @@ def job_timeout() -> datetime.timedelta | None:
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Reads the ``.metadata`` of ``torch.distributed.checkpoint``, a pickle, and makes objects of its classes alone."""
+    """Unpickler of the ``.metadata`` of ``torch.distributed.checkpoint``, restricted to its classes."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """One of the classes, or a type of tensors."""
+        """Return an allowed class, dtype or layout."""
         from torch.distributed.checkpoint import filesystem, metadata  # noqa: PLC0415  it takes half a second
 
         kinds = [getattr(metadata, each) for each in (*metadata.__all__, "_MEM_FORMAT_ENCODING")]
@@ -102,19 +103,19 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 class CollectiveWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises ``CollectiveFound`` where code inside calls a collective."""
+    """Mode that raises ``CollectiveCalledError`` if code in it calls a collective."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
-            raise CollectiveFound(str(func))
+            raise CollectiveCalledError(str(func))
         return func(*args, **(kwargs or {}))
 
 
 class MessageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises ``CollectiveFound`` where code inside, DTensors included, sends or gathers more elements than ``most``.
+    """Mode that raises ``CollectiveCalledError`` if code in it, including DTensors, sends or receives large tensors.
 
     Args:
-        most: Elements of the largest tensor that may be sent or received.
+        most: Number of elements of the largest allowed tensor.
     """
 
     def __init__(self, most: int) -> None:
@@ -123,21 +124,21 @@ class MessageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(each, "placements") for each in types):
-            return NotImplemented  # a DTensor's operation comes again with the tensors that the rank has
+            return NotImplemented  # DTensor dispatches the operation again with local tensors
         found = func(*args, **(kwargs or {}))
         if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
             sent = [each for each in tree_leaves((args, kwargs, found)) if isinstance(each, torch.Tensor)]
             if any(each.numel() > self._most for each in sent):
-                raise CollectiveFound(str(func))
+                raise CollectiveCalledError(str(func))
         return found
 
 
-class CollectiveFound(Exception):
-    """A collective was called where none is allowed."""
+class CollectiveCalledError(Exception):
+    """Error of a collective within ``CollectiveWatch`` or ``MessageWatch``."""
 
 
 def leaves_of(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors in which the backward of these would accumulate gradients."""
+    """Return the tensors in which a backward of ``outputs`` would accumulate gradients."""
     found = {id(each): each for each in outputs if each.requires_grad and each.grad_fn is None}
     for node in _nodes(outputs):
         if node.name().endswith("AccumulateGrad"):
@@ -146,17 +147,17 @@ def leaves_of(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def has_inner_backward(outputs: Sequence[torch.Tensor]) -> bool:
-    """Return whether the backward of these runs another one inside, as reentrant checkpoints do; its leaves are unknown."""
+    """Return True if a backward of ``outputs`` runs another one in it, e.g. a reentrant checkpoint; its leaves are unknown."""
     return any(node.name() == "CheckpointFunctionBackward" for node in _nodes(outputs))
 
 
 def has_custom_functions(outputs: Sequence[torch.Tensor]) -> bool:
-    """Return whether the backward of these runs an ``autograd.Function`` that is not torch's own, in Python or C++."""
+    """Return True if a backward of ``outputs`` runs a custom ``autograd.Function``, in Python or C++."""
     return any(isinstance(node, BackwardCFunction) or "CppNode" in node.name() for node in _nodes(outputs))
 
 
 def _nodes(outputs: Sequence[torch.Tensor]) -> Iterator[Any]:
-    """Iterate over the nodes of the graph behind tensors, each once."""
+    """Iterate over the nodes of the graph of tensors, each once."""
     seen: set[Any] = set()
     waiting: list[Any] = [each.grad_fn for each in outputs if each.grad_fn is not None]
     while waiting:
@@ -168,7 +169,7 @@ def _nodes(outputs: Sequence[torch.Tensor]) -> Iterator[Any]:
 
 @contextmanager
 def without_hooks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Take the gradient hooks off tensors inside."""
+    """Context in which tensors have no gradient hooks."""
     kept = [(hooks, list(hooks.items())) for each in tensors if (hooks := each._backward_hooks)]
     for hooks, _ in kept:
         hooks.clear()
@@ -181,7 +182,7 @@ def without_hooks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def register_first(tensor: torch.Tensor, hook: Callable[[Any], Any]) -> RemovableHandle:
-    """Register a hook that runs before all others of the tensor: those of users see the gradient that it makes."""
+    """Register a hook that runs before all others of the tensor; users' hooks get its result."""
     handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
     assert tensor._backward_hooks is not None
     cast("OrderedDict[int, Any]", tensor._backward_hooks).move_to_end(handle.id, last=False)
@@ -189,5 +190,5 @@ def register_first(tensor: torch.Tensor, hook: Callable[[Any], Any]) -> Removabl
 
 
 def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
-    """Let a DTensor have other memory of the same shape and type, as FSDP2 does for its parameters."""
+    """Replace the memory of a DTensor by another local tensor of the same shape and dtype, as FSDP2 does."""
     cast(Any, tensor)._local_tensor = local

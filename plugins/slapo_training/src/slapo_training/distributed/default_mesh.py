@@ -1,4 +1,4 @@
-"""The mesh of a schedule that was given none, for an engine on several ranks."""
+"""Default mesh of a schedule without one, for engines on several ranks."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from slapo_core import Schedule, Step, build_program, get_logger, is_sharded, ra
 
 
 def default_mesh(sch: Schedule, target: str, given: dist.ProcessGroup | None) -> DeviceMesh | None:
-    """Return a mesh of all ranks, or None where the dialect is not data parallel or the numbers do not fit. Collective.
+    """Return a mesh of all ranks; None if the dialect is not data parallel or the numbers do not fit. Collective.
 
     All ranks are tensor parallel if a parameter is sharded, a step communicates over the group, or a group was given; otherwise
-    none is. The stages go to as many of the other ranks as can have the same number of stages each. The rest is data parallel.
+    none is. Stages take as many of the other ranks as get equal numbers of stages. The remaining ranks are data parallel.
 
     Args:
         sch: Any handle of the schedule.
         target: Name of the dialect whose engine will run the model.
-        given: The process group that ``create_schedule`` was given, or None.
+        given: Process group given to ``create_schedule``, or None.
     """
     group, stages, error = sch.group, 1, None
     assert group is not None

@@ -1,4 +1,4 @@
-"""Full tensors from the pieces the ranks hold."""
+"""Full tensors gathered from the shards of all ranks."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Read = Callable[[torch.Tensor], torch.Tensor | None]
 def full_state(schedule: Schedule, kind: str = "param") -> State:
     """Return full tensors under the unmodified model's names, on every rank. Collective.
 
-    A tied parameter stands under each of its names; where its copies sit in several stages it is taken from the first.
+    A tied parameter is under each of its names; if several stages hold it, it is taken from the first one.
 
     Args:
         schedule: Any handle of the schedule.
-        kind: ``"param"``, ``"grad"`` (a parameter without gradient gives None) or ``"buffer"``.
+        kind: ``"param"``, ``"grad"`` (None for a parameter without a gradient) or ``"buffer"``.
 
     Returns:
-        Original name to detached tensor.
+        Detached tensors by original name.
     """
     program = schedule.program
     module = program.module if program is not None else schedule.root_module
@@ -43,10 +43,10 @@ def full_state(schedule: Schedule, kind: str = "param") -> State:
 
 
 def original_keys(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, ...]]:
-    """Each tensor's names in the unmodified model by its current name, which is what one that a step brought in has.
+    """Return each tensor's original names by its current name; a tensor that a primitive added has its current name.
 
     Raises:
-        ScheduleError: two tensors have one name.
+        ScheduleError: two tensors have the same original name.
     """
     keys = {name: parameter_facts(tensor).names or (name,) for name, tensor in named}
     taken: dict[str, str] = {}
@@ -58,7 +58,7 @@ def original_keys(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[
 
 
 def _refuse_parts(module: nn.Module, program: Program | None) -> None:
-    """Nobody sums the gradients of whole parameters here, so they must be whole as well."""
+    """Refuse partial gradients of unsharded parameters, since they are not summed here."""
     held = {name: parameter for name, parameter in module.named_parameters() if not parameter.is_meta}
     wrong, _ = compare_gradients(
         held, {name: each for name, each in held.items() if each.requires_grad and not is_sharded(each)}
@@ -69,7 +69,7 @@ def _refuse_parts(module: nn.Module, program: Program | None) -> None:
 
 
 def _owners(program: Program | None) -> dict[str, int]:
-    """Current name of a parameter or buffer to the rank of the first stage that has it; empty where every rank has all."""
+    """Return the rank of the first stage that has each parameter or buffer, by current name; empty without stages."""
     if program is None or program.axis_size("pp") == 1:
         return {}
     walks = [(s.index, walk) for s in reversed(program.stages) for walk in (s.module.named_parameters, s.module.named_buffers)]
@@ -85,7 +85,7 @@ def _from_stage(parameter: torch.Tensor, read: Read, program: Program | None, ra
 
 
 def _broadcast(full: Any, group: dist.ProcessGroup, source: int, device: torch.device) -> Any:
-    """Return what the source has, as it is now: a forward may have changed a buffer's shape; None where it has nothing."""
+    """Broadcast a tensor with its shape and dtype, which may have changed since the build; None stays None."""
     inner, context = full.__tensor_flatten__() if hasattr(full, "__tensor_flatten__") else ((), None)  # quantised
     told: list[Any] = [None if full is None else (inner and type(full), full.shape, full.stride(), full.dtype, inner, context)]
     dist.broadcast_object_list(told, source, group=group, device=device)
@@ -96,12 +96,12 @@ def _broadcast(full: Any, group: dist.ProcessGroup, source: int, device: torch.d
         parts = {name: _broadcast(getattr(full, name, None), group, source, device) for name in inner}
         return cls.__tensor_unflatten__(parts, context, shape, stride) if full is None else full
     buffer = full.contiguous() if full is not None else torch.empty(shape, dtype=dtype, device=device)
-    dist.broadcast(buffer.flatten().view(torch.uint8), source, group=group)  # bytes, as there is no float8 in gloo
+    dist.broadcast(buffer.flatten().view(torch.uint8), source, group=group)  # gloo has no float8
     return buffer
 
 
 def plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The tensor, detached; not one of FSDP2's, which takes a part of a part for a part of the whole, nor an empty one."""
+    """Return the tensor, detached; refuse DTensors of FSDP2 and empty parameters of ZeRO-3, which shards do not describe."""
     became = "a DTensor, as in FSDP2" if hasattr(tensor, "placements") else "empty, as in ZeRO-3"
     if hasattr(tensor, "placements") or getattr(tensor, "ds_shape", None) not in (None, getattr(tensor, "shape", None)):
         raise ScheduleError(f"a parameter has become {became}; leave that out, or ask inside of engine.whole_parameters()")
@@ -109,7 +109,7 @@ def plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def over_group(parameter: torch.Tensor, read: Read) -> torch.Tensor | None:
-    """The full tensor of what ``read`` gives for a parameter; None where no rank of its group has any. Collective."""
+    """Return the full tensor of ``read(parameter)``; None if no rank of the group has one. Collective."""
     local, spec = plain(read(parameter)), shard_spec(parameter)
     if spec is None or not is_sharded(parameter):
         return local.clone() if local is not None else None
@@ -121,7 +121,7 @@ def over_group(parameter: torch.Tensor, read: Read) -> torch.Tensor | None:
 
 
 def gather_parts(local: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-    """Return the full tensor from the parts of all ranks. Collective over the group of the shards."""
+    """Gather the shards of all ranks to the full tensor. Collective over the group of the shards."""
     missing = max(spec.sizes) - spec.sizes[spec.rank]
     mine = nn.functional.pad(local, [0, 0] * (local.dim() - 1 - spec.dim) + [0, missing]) if missing else local.contiguous()
     shards = [torch.empty_like(mine) for _ in range(spec.num_shards)]

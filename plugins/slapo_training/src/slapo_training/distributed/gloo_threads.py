@@ -1,10 +1,10 @@
-"""The end of a process: gloo's worker threads let go of Python's tensors before the interpreter shuts down.
+"""Wait at the end of a process for gloo's worker threads, which release Python tensors.
 
-A worker thread drops the tensors of a collective after the main thread has got the result, and needs the interpreter's
-lock (GIL) to do so. Before version 3.14, Python ends a thread that asks for the lock while the interpreter shuts down. Here
-that happens inside of a C++ destructor, so the process aborts with "terminate called without an active exception" (status
-134), although all went well. ``destroy_process_group`` does not prevent it: it neither waits for these threads nor ends them
-while anybody, such as a mesh or a model, still holds the group.
+A worker thread releases the tensors of a collective after the main thread has the result, and needs the GIL for it. Before
+version 3.14, Python ends a thread that requests the GIL while the interpreter exits. Here that happens in a C++ destructor:
+the process aborts with "terminate called without an active exception" (status 134) after a successful run.
+``destroy_process_group`` does not prevent it: it neither waits for these threads, nor ends them while a mesh or a model still
+holds the group.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ THREAD_NAME = "pt_gloo_runloop"
 """Linux's name of the threads that run gloo's collectives."""
 _TASKS = Path("/proc/self/task")
 _PAUSE = 0.01
-"""Seconds between two looks; a thread that waits for the interpreter's lock wakes up every 5 ms."""
+"""Seconds between two checks; a thread that waits for the GIL wakes up every 5 ms."""
 _LIMIT = 5.0
-"""Seconds after which the process ends anyway."""
+"""Timeout in seconds."""
 
 
 def wait_for_gloo_threads() -> None:
-    """Return when no worker thread of gloo is about to need the interpreter's lock.
+    """Wait until all worker threads of gloo sleep, so that none needs the GIL.
 
-    This is not collective: a thread that waits for another rank, which may be gone, sleeps as an idle one does.
+    The wait is not collective: a thread that waits for another rank, which may have ended, sleeps like an idle one.
     """
     if not _TASKS.exists():
         time.sleep(10 * _PAUSE)
@@ -36,14 +36,14 @@ def wait_for_gloo_threads() -> None:
         if now == before and all(state.startswith("S") for state, *_ in now.values()):
             return
         before = now
-        time.sleep(_PAUSE)  # which leaves the lock to those that wait for it
+        time.sleep(_PAUSE)  # releases the GIL for waiting threads
 
 
 def _threads() -> dict[str, list[str]]:
-    """State of each worker thread of gloo, and how often it has stopped running so far."""
+    """Return the state and the numbers of context switches of each worker thread of gloo."""
     found = {}
     for task in _TASKS.iterdir():
-        with suppress(OSError):  # it may end meanwhile
+        with suppress(OSError):  # the thread may have ended
             lines = (line.partition(":") for line in (task / "status").read_text().splitlines())
             facts = {name: value.strip() for name, _, value in lines}
             if facts["Name"] == THREAD_NAME:

@@ -1,4 +1,4 @@
-"""The norm of gradients that lie on several ranks, each element counted once."""
+"""Norm of gradients on several ranks, with each element counted once."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ def total_grad_norm(
     extra_groups: Sequence[dist.ProcessGroup] = (),
     counts: Callable[[torch.Tensor], bool] = lambda parameter: True,
 ) -> torch.Tensor:
-    """The norm of all gradients: sharded ones are summed over their group, replicated ones and copies counted once.
+    """Return the norm of all gradients: sums over the groups of sharded ones, replicated ones counted once.
 
-    Collective over the groups of the shards and ``extra_groups``; gradients are final, data parallelism has reduced them.
+    Collective over the groups of the shards and ``extra_groups``. Gradients must be reduced over replicas.
 
     Args:
-        parameters: This rank's; those without a gradient count nothing.
+        parameters: This rank's parameters; those without a gradient count as zero.
         norm_type: Order of the norm; ``math.inf`` is the largest absolute value.
-        extra_groups: Ranks that hold other parameters, such as the other pipeline stages.
-        counts: Whether this rank counts a parameter; a tied one that two stages hold is counted by one of them.
+        extra_groups: Groups of ranks with other parameters, e.g. the pipeline stages.
+        counts: Returns True if this rank counts a parameter; of two stages with a tied parameter, one counts it.
 
     Returns:
         A 0-dim fp64 tensor, equal on every rank, whatever the types of their gradients.
 
     Raises:
-        ScheduleError: FSDP2 has cut the parameters once more.
+        ScheduleError: parameters are also sharded by FSDP2.
     """
     tensors = list(parameters)
     device = tensors[0].device if tensors else torch.device("cpu")
@@ -43,11 +43,11 @@ def total_grad_norm(
         spec, grad = shard_spec(tensor), plain(tensor.grad)
         bucket = buckets.setdefault(spec.group if spec is not None else None, [])
         if grad is not None and counts(tensor):
-            bucket.append(spec.counted(grad) if spec is not None else grad)
-    total = torch.stack([_over(_power(grads, norm_type, device), norm_type, group) for group, grads in buckets.items()])
+            bucket.append(spec.without_copies(grad) if spec is not None else grad)
+    total = torch.stack([_reduce(_power(grads, norm_type, device), norm_type, group) for group, grads in buckets.items()])
     total = total.max() if math.isinf(norm_type) else total.sum()
     for group in extra_groups:
-        total = _over(total, norm_type, group)
+        total = _reduce(total, norm_type, group)
     return total if math.isinf(norm_type) else total ** (1.0 / norm_type)
 
 
@@ -60,9 +60,9 @@ def clip_grad_norm_(
     extra_groups: Sequence[dist.ProcessGroup] = (),
     counts: Callable[[torch.Tensor], bool] = lambda parameter: True,
 ) -> torch.Tensor:
-    """Scale gradients in place so that their norm over all ranks is at most ``max_norm``; returns the norm before.
+    """Scale gradients in place so that their norm over all ranks is at most ``max_norm``; return the old norm.
 
-    Like ``torch.nn.utils.clip_grad_norm_``, which would count each rank's shards alone. Arguments as ``total_grad_norm``.
+    ``torch.nn.utils.clip_grad_norm_`` would count each rank's shards only. For the arguments see ``total_grad_norm``.
     """
     tensors = list(parameters)
     total = total_grad_norm(tensors, norm_type, extra_groups=extra_groups, counts=counts)
@@ -73,7 +73,7 @@ def clip_grad_norm_(
 
 
 def _power(grads: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    """The sum of ``|x| ** norm_type`` over all elements, or their largest absolute value; fp64."""
+    """Return the sum of ``|x| ** norm_type`` over all elements, or their largest absolute value, in fp64."""
     if not (grads := [grad for grad in grads if grad.numel()]):
         return torch.zeros((), dtype=torch.float64, device=device)
     each = [torch.linalg.vector_norm(grad, norm_type, dtype=torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
@@ -81,7 +81,7 @@ def _power(grads: list[torch.Tensor], norm_type: float, device: torch.device) ->
     return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
 
 
-def _over(value: torch.Tensor, norm_type: float, group: dist.ProcessGroup | None) -> torch.Tensor:
+def _reduce(value: torch.Tensor, norm_type: float, group: dist.ProcessGroup | None) -> torch.Tensor:
     if group is not None:
         dist.all_reduce(value, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group)
     return value

@@ -1,4 +1,4 @@
-"""Actions of all ranks together: in a step, or of those that write or read a checkpoint while other threads train."""
+"""Actions of all ranks together, in a step or in a thread that writes a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ._torch_private import groups_known, job_timeout
 T = TypeVar("T")
 
 
-def on_all(action: Callable[[], T], program: Program) -> T:
-    """Run what one rank can do alone, and go on only if no rank failed. Collective.
+def run_on_all_ranks(action: Callable[[], T], program: Program) -> T:
+    """Run an action that sends no message; return only if no rank failed. Collective.
 
     Returns:
         The result of the action.
 
     Raises:
-        Exception: what the action raised here.
-        BuildError: it raised on another rank.
+        Exception: the action's error on this rank.
+        BuildError: the action failed on another rank.
     """
     result: Any = None
     error = None
@@ -37,7 +37,7 @@ def on_all(action: Callable[[], T], program: Program) -> T:
     return result  # type: ignore[no-any-return]
 
 
-def _itself(error: Exception) -> Exception:
+def _identity(error: Exception) -> Exception:
     return error
 
 
@@ -46,84 +46,84 @@ class Ranks:
     """Ranks of a program.
 
     Args:
-        place: This one's, counted row-major over the mesh.
-        size: How many they are.
-        mesh: Theirs; None where they meet in ``group``.
-        group: Their own, which no step uses.
-        told: What is raised for an error of an action, by which all ranks hear of it.
+        index: Index of this rank, row-major over the mesh.
+        size: Number of ranks.
+        mesh: Mesh of the ranks; None if they communicate in ``group``.
+        group: A process group that no step uses.
+        wrap_error: Converts the error of an action.
     """
 
-    place: int = 0
+    index: int = 0
     size: int = 1
     mesh: DeviceMesh | None = None
     group: dist.ProcessGroup | None = None
-    told: Callable[[Exception], Exception] = _itself
+    wrap_error: Callable[[Exception], Exception] = _identity
 
     @classmethod
     def of(cls, program: Program) -> Ranks:
-        """The ranks of a program, which meet in the groups that its steps use. Collective."""
+        """Return the ranks of a program, which communicate in the groups of its steps. Collective."""
         own = dist.get_rank() if dist.is_initialized() else 0
         everyone = gather_objects(own, program.mesh)
         return cls(everyone.index(own), len(everyone), program.mesh)
 
-    def apart(self) -> Ranks:
-        """The same ranks in a new group, for a thread. Collective.
+    def in_new_group(self) -> Ranks:
+        """Return the same ranks with a new process group, for a thread. Collective.
 
         Raises:
-            BuildError: torch cannot make one of them.
+            BuildError: torch cannot make the group.
         """
         if self.size == 1 or self.mesh is None:
-            return Ranks(self.place, self.size)
-        return Ranks(self.place, self.size, None, new_group([self.mesh.mesh.flatten().tolist()], self.mesh, "gloo"))
+            return Ranks(self.index, self.size)
+        return Ranks(self.index, self.size, None, new_group([self.mesh.mesh.flatten().tolist()], self.mesh, "gloo"))
 
-    def telling(self, told: Callable[[Exception], Exception]) -> Ranks:
-        """The same ranks, with other words for what an action raises."""
-        return replace(self, told=told)
+    def with_error_wrapper(self, wrap_error: Callable[[Exception], Exception]) -> Ranks:
+        """Return the same ranks with another conversion of errors of actions."""
+        return replace(self, wrap_error=wrap_error)
 
     def gather(self, value: Any) -> list[Any]:
-        """One value of every rank, by place. Collective."""
+        """Return the values of all ranks by index. Collective."""
         return gather_objects(value, self.mesh, self.group)
 
-    def on_all(self, action: Callable[[], Any]) -> list[Any]:
-        """Do what one rank can do alone, and go on only if all could. Collective.
+    def run_on_all(self, action: Callable[[], Any]) -> list[Any]:
+        """Run an action that sends no message; return only if no rank failed. Collective.
 
         Returns:
-            What it gave on every rank, by place.
+            Results of all ranks by index.
 
         Raises:
-            Exception: what is told of what the action raised here.
-            BuildError: it raised on another rank.
+            Exception: the action's error on this rank, converted by ``wrap_error``.
+            BuildError: the action failed on another rank.
         """
         value, error = None, None
         try:
             value = action()
         except Exception as err:
-            error = self.told(err)
+            error = self.wrap_error(err)
         found = self.gather((error is None, value))
         if not all(is_done for is_done, _ in found):
             raise_on_all_ranks(error, self.mesh, self.group)
         return [each for _, each in found]
 
-    def first(self, action: Callable[[], Any]) -> Any:
-        """Return the result of an action of the first rank alone. Collective; it raises as ``on_all`` does."""
-        return self.on_all(action if self.place == 0 else lambda: None)[0]
+    def run_on_first(self, action: Callable[[], Any]) -> Any:
+        """Run an action on the first rank only; return its result on all ranks. Raises as ``run_on_all``. Collective."""
+        return self.run_on_all(action if self.index == 0 else lambda: None)[0]
 
 
 def new_group(rows: Sequence[list[int]], mesh: DeviceMesh, backend: str | None = None) -> dist.ProcessGroup:
-    """A process group for each row of a mesh's ranks, with the job's time limit; this rank's. Collective.
+    """Make a process group for each row of a mesh's ranks, with the job's timeout; return this rank's. Collective.
 
     Args:
-        rows: The same on every rank.
-        mesh: Theirs.
-        backend: torch's of the default group where it is None.
+        rows: Global ranks of each group, the same on every rank.
+        mesh: Mesh of the ranks.
+        backend: Backend of the groups; None for that of the default group.
 
     Raises:
-        BuildError: on every rank: torch cannot make them.
+        BuildError: on every rank: torch cannot make the groups.
     """
     if sum(map(len, rows)) == dist.get_world_size():
         found: list[dist.ProcessGroup] = [dist.new_group(row, job_timeout(), backend=backend) for row in rows]
         return found[[dist.get_rank() in row for row in rows].index(True)]
-    # by themselves ranks name a group by how many each knows, which may differ, as where a tie's group leaves some out
+    # ranks name a group by their number of groups, which may differ, e.g. if a tie's group excludes some ranks
     if len(set(gather_objects(groups_known(), mesh))) > 1:
         raise BuildError(
             "the mesh leaves out ranks, and those in it are in different numbers of process groups, so that torch cannot make "
@@ -135,7 +135,7 @@ def new_group(rows: Sequence[list[int]], mesh: DeviceMesh, backend: str | None =
 
 
 def stage_group(program: Program) -> dist.ProcessGroup | None:
-    """Return the group of all replicas and tensor-parallel ranks of this stage; None for one rank. Collective at first."""
+    """Return the group of this stage's replicas and tensor-parallel ranks; None for one rank. The first call is collective."""
     mesh = program.mesh
     axes = [axis for axis in ("dp", "tp") if program.axis_size(axis) > 1]
     if mesh is None or not axes:

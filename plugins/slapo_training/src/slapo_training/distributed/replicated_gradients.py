@@ -1,4 +1,4 @@
-"""Whole parameters have equal gradients on all tensor-parallel ranks; where each rank has only its part, nobody summed them."""
+"""Check that unsharded parameters have equal gradients on all tensor-parallel ranks; partial gradients differ."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from torch import nn
 from slapo_core import is_sharded, shard_spec
 
 _NEAR = 1e-2
-"""Share of a gradient by which ranks may differ."""
+"""Largest relative difference of a gradient between ranks."""
 _NOISE, _LOW_NOISE = 1e-5, 1e-3
-"""Share of the norm of all gradients that may be rounding."""
+"""Rounding error relative to the norm of all gradients."""
 
 
 @torch.no_grad()
 def compare_gradients(
     parameters: Mapping[str, nn.Parameter], whole: Mapping[str, nn.Parameter], low_precision: bool = False
 ) -> tuple[str | None, set[str]]:
-    """Compare gradients over the tensor-parallel group. Collective over it; nothing is sent where nothing is sharded.
+    """Compare gradients over the tensor-parallel group. Collective over it; no message if no parameter is sharded.
 
     Args:
-        parameters: This rank's, by their names.
-        whole: Those out of them to compare, the same on every rank; one without a gradient counts as zero.
-        low_precision: Whether rounding is that of bf16, whatever the type of the parameters.
+        parameters: This rank's parameters by name.
+        whole: The unsharded ones to compare, the same on every rank; a missing gradient counts as zero.
+        low_precision: True for the rounding errors of bf16, whatever the dtype of the parameters.
 
     Returns:
-        What is wrong with the first one that differs, in one sentence, or None; and the names of those whose gradient is not
-        zero. The same on every rank of the group. Gradients that are not finite are left to others to complain about.
+        Message for the first gradient that differs, or None; and the names of nonzero gradients. Both are the same on every
+        rank of the group. Gradients that are not finite are not reported.
     """
     group = next((spec.group for p in parameters.values() if is_sharded(p) and (spec := shard_spec(p))), None)
     if group is None or not whole:
@@ -57,7 +57,7 @@ def _message(name: str, far: float, norm: float) -> str:
 
 
 def _row(parameter: nn.Parameter, group: dist.ProcessGroup) -> torch.Tensor:
-    """How far this rank's gradient is from the mean, and the norm of the mean."""
+    """Return the distance of this rank's gradient from the mean, and the norm of the mean."""
     own = torch.zeros_like(parameter) if parameter.grad is None else _dense(parameter.grad)
     own = own.float() if own.element_size() < 4 else own
     mean = own.clone()

@@ -1,4 +1,4 @@
-"""Random numbers that are the same on all ranks."""
+"""Equal random numbers on all ranks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch.distributed as dist
 
 
 @contextmanager
-def equal_random_numbers(groups: Iterable[dist.ProcessGroup], device: str) -> Iterator[None]:
-    """Let all ranks of some groups draw the random numbers of the first one inside. Collective over each group in turn.
+def synchronized_rng(groups: Iterable[dist.ProcessGroup], device: str) -> Iterator[None]:
+    """Context in which all ranks use the first rank's random numbers. Collective over each group in turn.
 
-    Ranks that were where the first one was stay with it; the others go on behind as if nothing had been drawn.
+    Afterwards, ranks that had the first rank's random state keep its new state; other ranks restore their old state.
 
     Args:
-        groups: One group along each axis of a mesh.
-        device: Type of the ranks' devices.
+        groups: Process group along each axis of a mesh.
+        device: Device type of the ranks.
     """
     own = _state(device)
     first = own.clone()
@@ -25,12 +25,12 @@ def equal_random_numbers(groups: Iterable[dist.ProcessGroup], device: str) -> It
         dist.broadcast(first, group=group, group_src=0)
     is_same = torch.equal(own, first)
     if not is_same:
-        _put(first, device)
+        _set_state(first, device)
     try:
         yield
     finally:
         if not is_same:
-            _put(own, device)
+            _set_state(own, device)
 
 
 def _state(device: str) -> torch.Tensor:
@@ -40,7 +40,7 @@ def _state(device: str) -> torch.Tensor:
     return torch.cat(states).to(device)
 
 
-def _put(state: torch.Tensor, device: str) -> None:
+def _set_state(state: torch.Tensor, device: str) -> None:
     size = torch.get_rng_state().numel()
     state = state.cpu()
     torch.set_rng_state(state[:size])

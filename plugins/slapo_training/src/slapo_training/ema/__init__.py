@@ -1,8 +1,7 @@
 """Exponential moving averages of the weights that an engine trains.
 
-Each rank averages the values that its own optimizer steps, in parts as they lie, so that a step sends nothing. What enters is
-an engine; what leaves is a ``WeightAverage``, which evaluates, exports and gathers. It imports ``slapo_core`` and
-``slapo_training``.
+Each rank averages the values that its own optimizer steps, so that a step sends no message. An engine enters; a
+``WeightAverage`` leaves, which evaluates, exports and gathers. It imports ``slapo_core`` and ``slapo_training``.
 """
 
 from .average_list import AverageList, Taken

@@ -1,4 +1,4 @@
-"""The averages of one engine: updated together, and kept in its checkpoints."""
+"""Averages of one engine: updated together, and saved in its checkpoints."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from .weight_average import WeightAverage
 
 KEY = "averages"
-"""Name in a checkpoint's manifest, and of the folder of its tensors."""
+"""Key in a checkpoint's manifest, and name of the folder of the tensors."""
 
 Taken = list[tuple[int, list[torch.Tensor]] | None]
-"""Number of updates and values of each average; None where the checkpoint has none."""
+"""Number of updates and values of each average; None if the checkpoint has none."""
 
 
 class AverageList:
-    """Averages of one engine's weights, in the order in which they were made.
+    """Averages of one engine's weights, in the order of their construction.
 
     Args:
         engine: The engine.
@@ -42,27 +42,30 @@ class AverageList:
         self.is_applied = False
 
     def update(self) -> None:
-        """Average the weights of the step that has just been taken."""
+        """Update the averages after a step."""
         for each in self.items:
             each.update()
 
     def include(self) -> None:
-        """Average what is trained from now on as well."""
+        """Include parameters that have become trainable."""
         for each in self.items:
             each.include()
 
     def check_idle(self, what: str) -> None:
-        """Refuse what would take averages for the engine's weights.
+        """Refuse a call that would use averages as the engine's weights.
+
+        Args:
+            what: Name of the call.
 
         Raises:
-            BuildError: the averages stand in the places of the weights.
+            BuildError: the model has averaged weights now.
         """
         if self.is_applied:
             raise BuildError(f"{what} inside of applied(), where the model has averaged weights; call it outside")
 
     @contextmanager
     def applying(self) -> Iterator[None]:
-        """Note that averages stand in the places of the weights."""
+        """Context in which the model has averaged weights."""
         self.check_idle("applied()")
         self.is_applied = True
         try:
@@ -71,15 +74,15 @@ class AverageList:
             self.is_applied = False
 
     def about(self) -> dict[str, Any]:
-        """Return the facts that the manifest of a checkpoint has of them, the same on every rank."""
+        """Return the facts for a checkpoint's manifest, the same on every rank."""
         return {KEY: [each.facts() for each in self.items]} if self.items else {}
 
     def prepared(self, ranks: Ranks, is_copied: bool) -> Callable[[Path, Ranks], None]:
-        """Return a writer of the averages as they are now, given the checkpoint's files and the ranks to meet. Collective.
+        """Return a function that writes the current averages, given the folder and the ranks to use. Collective.
 
         Args:
-            ranks: All.
-            is_copied: Whether training goes on while it writes.
+            ranks: All ranks.
+            is_copied: True if training continues during the write.
         """
         if not self.items:
             return lambda folder, meeting: None
@@ -88,7 +91,7 @@ class AverageList:
         files = TensorFiles(self._pieces(), ranks, self._copies if is_copied else None)
 
         def write(folder: Path, meeting: Ranks) -> None:
-            meeting.first(lambda: (folder / KEY).mkdir())
+            meeting.run_on_first(lambda: (folder / KEY).mkdir())
             files.write(folder / KEY, meeting)
 
         return write
@@ -105,15 +108,15 @@ class AverageList:
             BuildError: on every rank: the checkpoint has averages of other tensors.
         """
         saved: list[Mapping[str, Any]] = checkpoint.about.get(KEY, [])
-        if len(saved) > len(self.items) and ranks.place == 0:
+        if len(saved) > len(self.items) and ranks.index == 0:
             told = "moving averages of weights: the checkpoint has %d, and the engine takes %d; call slapo.ema before load"
             get_logger().warning(told, len(saved), len(self.items))
         taken: Taken = [None] * len(self.items)
         for number, (each, facts) in enumerate(zip(self.items, saved, strict=False)):
             values: list[torch.Tensor] = []
-            ranks.on_all(lambda: values.extend(self._values(each, number, checkpoint.data / KEY)))  # noqa: B023  called at once
+            ranks.run_on_all(lambda: values.extend(self._values(each, number, checkpoint.data / KEY)))  # noqa: B023  called at once
             taken[number] = facts["num_updates"], values
-        if len(saved) < len(self.items) and ranks.place == 0:
+        if len(saved) < len(self.items) and ranks.index == 0:
             get_logger().warning("the checkpoint has no moving average of weights; it begins anew with the weights loaded")
         return taken
 
@@ -133,6 +136,6 @@ class AverageList:
         return found
 
     def put(self, taken: Taken) -> None:
-        """Take over what ``read`` gave, after the engine has loaded its weights."""
+        """Restore the result of ``read``, after the engine has loaded its weights."""
         for each, found in zip(self.items, taken, strict=True):
             each.take(found)

@@ -1,4 +1,4 @@
-"""Base of the engines whose weights ``slapo.ema`` averages."""
+"""Base class of the engines whose weights ``slapo.ema`` averages."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .master_values import MasterValue
 
 
 class AveragedEngine(Engine):
-    """An engine that tells its averages of each step, and keeps them in its checkpoints."""
+    """Engine that updates its averages after each step, and saves them in its checkpoints."""
 
     program: Program
     steps: int
 
     @cached_property
     def averages(self) -> AverageList:
-        """Averages of this engine's weights, those that ``slapo.ema`` has made of it."""
+        """Averages of this engine's weights, made by ``slapo.ema``."""
         return AverageList(self)
 
     @abstractmethod
@@ -30,20 +30,20 @@ class AveragedEngine(Engine):
 
     @abstractmethod
     def masters(self) -> Iterator[MasterValue]:
-        """Iterate over the values of this rank that are trained, as its optimizer steps them in place, and over the buffers."""
+        """Iterate over this rank's trained values, which its optimizer steps in place, and over its buffers."""
 
     def use_masters(self) -> None:
-        """Let the model run with values that were written into those of ``masters``. Collective."""
+        """Update the model after a write to the values of ``masters``. Collective."""
 
-    def why_not_averaged(self) -> str:
-        """Return the reason for which this engine's weights cannot be averaged; nothing where they can."""
+    def averaging_problem(self) -> str:
+        """Return the reason why this engine's weights cannot be averaged; empty if they can."""
         return ""
 
     def _end_step(self, is_stepped: bool = True) -> None:
-        """Count a batch that was trained, and average the new weights.
+        """Count a trained batch, and update the averages.
 
         Args:
-            is_stepped: Whether the optimizer has stepped; not where gradients overflowed.
+            is_stepped: True if the optimizer stepped; False after an overflow of gradients.
         """
         self.steps += 1
         if is_stepped:

@@ -1,4 +1,4 @@
-"""Values that a rank's optimizer steps in place, and where they lie in the whole tensors."""
+"""Values that a rank's optimizer steps in place, and their places in whole tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..model.named_tensors import Tensors, unfold
+from ..model.named_tensors import Tensors, make_dense
 from ..model.pieces import Piece, boxes
 
 
@@ -16,10 +16,10 @@ class MasterValue(NamedTuple):
 
     Args:
         name: First name of the tensor in the unmodified model.
-        value: The values: in fp32 where the optimizer keeps them so. One dimension where ``start`` is given.
-        place: This rank's part of the whole tensor; the numbers of its tensor are not read.
-        start: Number of elements of that part before the values; None where the values are all of it.
-        is_buffer: Whether the tensor is a buffer.
+        value: The values, in fp32 if the optimizer keeps fp32 masters; one-dimensional if ``start`` is given.
+        place: This rank's piece of the whole tensor; the values of its tensor are not read.
+        start: Offset of the values in the flattened piece; None if they are the whole piece.
+        is_buffer: True if the tensor is a buffer.
     """
 
     name: str
@@ -32,7 +32,7 @@ class MasterValue(NamedTuple):
         """Iterate over the boxes of the whole tensor that these values, of the shape of ``value``, fill.
 
         Args:
-            values: The values, or memory for them; the pieces are views of it.
+            values: The values, or memory for them; the pieces are views.
         """
         if self.start is None:
             yield self.place._replace(tensor=values.detach())
@@ -57,19 +57,19 @@ def master_values(
 def buffer_values(buffers: Tensors, places: Mapping[str, Piece]) -> Iterator[MasterValue]:
     """Iterate over the buffers of a rank."""
     for name, buffer in buffers.items():
-        unfold(buffer)
+        make_dense(buffer)
         yield MasterValue(name, buffer, places[name], is_buffer=True)
 
 
 def copy_of(value: torch.Tensor) -> torch.Tensor:
-    """Return a copy that can be averaged: in fp32 where half precision would round small changes away."""
+    """Return a copy for averaging; half precision becomes fp32, which keeps small changes."""
     is_half = value.dtype in (torch.float16, torch.bfloat16)
     return value.detach().to(torch.float32 if is_half else value.dtype, copy=True)
 
 
 @torch.no_grad()
 def lerp(averages: list[torch.Tensor], values: list[torch.Tensor], weight: float) -> None:
-    """Move averages towards values by a weight, as ``torch.optim.swa_utils.get_ema_multi_avg_fn`` does."""
+    """Interpolate averages towards values by ``weight``, as ``torch.optim.swa_utils.get_ema_multi_avg_fn`` does."""
     alike: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for average, value in zip(averages, values, strict=True):
         if not (average.is_floating_point() or average.is_complex()):

@@ -1,4 +1,4 @@
-"""``ema``: an exponential moving average of the weights that an engine trains."""
+"""Exponential moving average of the weights that an engine trains."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from slapo_core import BuildError, Engine, parameter_facts
 
 from ..distributed.ranks import Ranks
-from ..model.pieces import whole
+from ..model.pieces import assemble
 from .averaged_engine import AveragedEngine
 from .master_values import MasterValue, copy_of, lerp
 
@@ -19,14 +19,14 @@ from .master_values import MasterValue, copy_of, lerp
 def ema(engine: Engine, decay: float = 0.999, *, use_buffers: bool = False) -> WeightAverage:
     """Keep an exponential moving average of an engine's weights.
 
-    As ``torch.optim.swa_utils.AveragedModel`` does with ``get_ema_multi_avg_fn(decay)``, updated after each optimizer step: the
-    first step's weights are copied, and later ones averaged in. Each rank averages what its own optimizer steps, and sends
-    nothing. The engine's checkpoints have the averages, for any layout. Collective.
+    The average equals that of ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn(decay)``, updated after each
+    optimizer step: the weights of the first step are copied, later ones averaged. Each rank averages the values that its own
+    optimizer steps, with no message. Checkpoints of the engine include the averages, for any layout. Collective.
 
     Args:
-        engine: What ``build`` returned, with an optimizer. Call this before ``load``.
-        decay: How much of the average stays in each step, from 0 to 1.
-        use_buffers: Whether buffers are averaged as well; otherwise they are those of the model.
+        engine: Engine from ``build`` with an optimizer. Call ``ema`` before ``load``.
+        decay: Fraction of the average that remains in each step, from 0 to 1.
+        use_buffers: True to average buffers as well; by default they are the model's.
 
     Raises:
         BuildError: on every rank: the engine takes no steps, or another decay was given on another rank.
@@ -41,29 +41,29 @@ def ema(engine: Engine, decay: float = 0.999, *, use_buffers: bool = False) -> W
     def make() -> tuple[float, bool]:
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay <= 1:
             raise BuildError(f"ema: decay is {decay!r}; give a number from 0 to 1, 0.999 say")
-        if reason := engine.why_not_averaged():
+        if reason := engine.averaging_problem():
             raise BuildError(f"ema: {reason} cannot be averaged; build without it")
         engine.averages.check_idle("ema")
         made.append(WeightAverage(engine, decay, use_buffers))
         return decay, use_buffers
 
-    if len(set(ranks.on_all(make))) > 1:
+    if len(set(ranks.run_on_all(make))) > 1:
         raise BuildError("ema: the ranks were given different arguments; give all of them the same")
     engine.averages.items.append(made[0])
     return made[0]
 
 
 class WeightAverage:
-    """An exponential moving average of an engine's weights, of which each rank has its parts.
+    """Exponential moving average of an engine's weights; each rank has its shards.
 
     Args:
         engine: The engine.
-        decay: How much of the average stays in each step.
-        use_buffers: Whether buffers are averaged as well.
+        decay: Fraction of the average that remains in each step.
+        use_buffers: True to average buffers as well.
 
     Attributes:
-        decay: As given.
-        num_updates: Steps that were averaged, those before the checkpoint that was loaded included.
+        decay: The fraction.
+        num_updates: Number of averaged steps, including those before a loaded checkpoint.
     """
 
     def __init__(self, engine: AveragedEngine, decay: float, use_buffers: bool) -> None:
@@ -74,7 +74,7 @@ class WeightAverage:
         self.include()
 
     def include(self) -> None:
-        """Find the values that are trained now; the average of one that was frozen before begins with its value."""
+        """Include the values that are trainable now; the average of an unfrozen one starts at its value."""
         found = self._engine.masters()
         self._masters = [each for each in found if self._use_buffers or not each.is_buffer]
         self._values = {
@@ -83,7 +83,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Average the weights as they are now; engines call this after each optimizer step."""
+        """Update the average with the current weights; engines call this after each optimizer step."""
         averages, values = [*self._values.values()], [each.value for each in self._masters]
         if self.num_updates:
             lerp(averages, values, 1 - self.decay)
@@ -94,9 +94,9 @@ class WeightAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Let the engine evaluate, and ``export_weights`` write, with the averaged weights inside. Collective.
+        """Context in which the engine evaluates, and ``export_weights`` exports, averaged weights. Collective.
 
-        The engine has its own weights again behind it.
+        The engine's own weights are restored afterwards.
         """
         with self._engine.averages.applying():
             kept = [each.value.detach().clone() for each in self._masters]
@@ -113,41 +113,40 @@ class WeightAverage:
         self._engine.use_masters()
 
     def full_state(self) -> dict[str, torch.Tensor]:
-        """Return the averaged model's whole tensors by the unmodified model's names, on every rank, on the CPU. Collective.
+        """Return the averaged model's full tensors by original name, on every rank, on the CPU. Collective.
 
-        Parameters that are not trained and buffers, which are not averaged by default, have the model's own values. Averages
-        are in fp32 where the model runs in half precision. For models that one process cannot hold, ``export_weights`` inside
-        of ``applied`` writes one tensor after the other.
+        Frozen parameters, and by default buffers, have the model's values. Averages are in fp32 if the model is in half
+        precision. For models that one process cannot hold, ``export_weights`` within ``applied`` writes tensor by tensor.
         """
         engine, ranks = self._engine, Ranks.of(self._engine.program)
         everyone = ranks.gather(([each.name for each in self._masters], _names(engine)))
-        averaged = {name for own, _ in everyone for name in own}  # on a rank that ZeRO gives nothing of it as well
+        averaged = {name for own, _ in everyone for name in own}  # also on ranks to which ZeRO assigns no element of a tensor
         pieces = {name: [piece] for name, piece in engine.pieces().items() if name not in averaged}
         pieces |= {each.name: [*each.pieces(self._values[each.name])] for each in self._masters}
         keys = {name: own for _, found in reversed(everyone) for name, own in found.items()}
         state: dict[str, torch.Tensor] = {}
         for name in dict.fromkeys(name for own in ranks.gather([*pieces]) for name in own):
             parts = ranks.gather([piece._replace(tensor=piece.tensor.cpu()) for piece in pieces.get(name, ())])
-            found = whole(piece for each in parts for piece in each)
+            found = assemble(piece for each in parts for piece in each)
             state |= dict.fromkeys(keys.get(name, (name,)), found)
         return state
 
     def facts(self) -> dict[str, Any]:
-        """Return what a checkpoint says of it."""
+        """Return the facts for a checkpoint's manifest."""
         return {"decay": self.decay, "num_updates": self.num_updates, "use_buffers": self._use_buffers}
 
     def saved(self, number: int) -> Iterator[tuple[str, MasterValue, torch.Tensor]]:
         """Iterate over keys in a checkpoint, places and values.
 
         Args:
-            number: Its number among the engine's averages.
+            number: Index among the engine's averages.
         """
         replica = self._engine.program.axis_rank("dp")
         for each in self._masters:
             yield _key(number, each, replica), each, self._values[each.name]
 
     def wanted(self, number: int) -> Iterator[tuple[list[str], MasterValue, torch.Tensor]]:
-        """Iterate as ``saved`` does; a buffer may be read from the first replica where its own is not there."""
+        """Iterate like ``saved``; if a replica's own buffer is missing, that of the first replica is read."""
         replica = self._engine.program.axis_rank("dp")
         self.include()
         for each in self._masters:
@@ -155,7 +154,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def take(self, found: tuple[int, list[torch.Tensor]] | None) -> None:
-        """Take over values of a checkpoint, of the order of ``wanted``; with None begin anew with the engine's weights."""
+        """Restore values of a checkpoint in the order of ``wanted``; with None, restart from the engine's weights."""
         names = [*self._values]
         if found is None:
             self.num_updates, self._values = 0, {}
@@ -171,7 +170,7 @@ def _key(number: int, master: MasterValue, replica: int) -> str:
 
 
 def _names(engine: AveragedEngine) -> dict[str, tuple[str, ...]]:
-    """Return all names that this rank's tensors have in the unmodified model, by the first of them."""
+    """Return all original names of this rank's tensors, by the first one."""
     modules = engine.module if isinstance(engine.module, torch.nn.Module) else torch.nn.ModuleList(engine.module)
     named = [*modules.named_parameters(), *modules.named_buffers()]
     return {own[0]: own for name, tensor in named for own in [parameter_facts(tensor).names or (name,)]}

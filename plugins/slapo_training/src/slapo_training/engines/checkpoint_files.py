@@ -13,11 +13,11 @@ import torch
 from slapo_core import BuildError, Program
 
 from ..checkpoint import rng_state
-from ..checkpoint.folder import Checkpoint, Writing
+from ..checkpoint.folder import Checkpoint, CheckpointWriter
 from ..checkpoint.plain_data import check_plain, digest
 from ..distributed.ranks import Ranks
 from ..ema.average_list import AverageList
-from ..model.named_tensors import write
+from ..model.named_tensors import copy_into
 
 _POSITION = "position.pt"
 
@@ -76,16 +76,16 @@ def prepared(
         BuildError: on every rank: it failed on one, the ranks have different folders, or it has another target's checkpoint;
             the checkpoint that was there is as it was. What is given raises it, too.
     """
-    said = ranks.on_all(lambda: (Writing.proposed(path, target), position.words()))
-    writing = Writing.agreed([proposed for proposed, _ in said], target)
+    said = ranks.run_on_all(lambda: (CheckpointWriter.proposed(path, target), position.words()))
+    writing = CheckpointWriter.agreed([proposed for proposed, _ in said], target)
     position.check_same(words for _, words in said)
     about = {**about, "layout_of_ranks": layout_of(program), **averages.about()}
     files: dict[str, bytes] = {}
 
     def gather() -> None:
         own = {name: tensor.detach() for name, tensor in buffers.items()}
-        files[_own_file(ranks.place)] = bytes_of({**rng_state.packed(), "buffers": own})
-        if ranks.place == 0:
+        files[_own_file(ranks.index)] = bytes_of({**rng_state.collect(), "buffers": own})
+        if ranks.index == 0:
             files[_POSITION] = bytes_of(position._asdict())
 
     def put() -> None:
@@ -93,16 +93,16 @@ def prepared(
             (writing.data / name).write_bytes(content)
 
     def write(meeting: Ranks) -> None:
-        with writing.by(meeting) as meeting:
+        with writing.cleanup_on_error(meeting) as meeting:
             fill(meeting)
             put_averages(writing.data, meeting)
-            meeting.on_all(put)
-            writing.seal(about, meeting)
+            meeting.run_on_all(put)
+            writing.commit(about, meeting)
 
-    with writing.by(ranks) as ranks:
+    with writing.cleanup_on_error(ranks) as ranks:
         writing.begin(ranks)
         fill = collect(writing.data, ranks)
-        ranks.on_all(gather)
+        ranks.run_on_all(gather)
         put_averages = averages.prepared(ranks, is_copied)
     return write
 
@@ -128,11 +128,11 @@ class Beside(NamedTuple):
     def put(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Put back random states, and this rank's buffers where they were saved on this layout."""
         if isinstance(self.own, int):
-            rng_state.derive(self.own)
+            rng_state.reseed(self.own)
             return
-        rng_state.put(self.own)
+        rng_state.restore(self.own)
         for name, saved in self.own["buffers"].items():
-            write(buffers[name], saved)
+            copy_into(buffers[name], saved)
 
 
 def read_beside(checkpoint: Checkpoint, program: Program, buffers: Mapping[str, torch.Tensor]) -> Beside:
@@ -152,7 +152,7 @@ def read_beside(checkpoint: Checkpoint, program: Program, buffers: Mapping[str, 
 
     def read() -> None:
         position = Position(**torch.load(checkpoint.data / _POSITION, weights_only=True))
-        saved = torch.load(checkpoint.data / _own_file(ranks.place if is_same else 0), map_location="cpu", weights_only=True)
+        saved = torch.load(checkpoint.data / _own_file(ranks.index if is_same else 0), map_location="cpu", weights_only=True)
         if is_same:
             rng_state.check(saved)
             for name, tensor in saved["buffers"].items():
@@ -163,7 +163,7 @@ def read_beside(checkpoint: Checkpoint, program: Program, buffers: Mapping[str, 
                     )
         found.append(Beside(position, saved if is_same else rng_state.digest_of(saved)))
 
-    ranks.on_all(read)
+    ranks.run_on_all(read)
     return found[0]
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from slapo_core import BuildError, Program, is_sharded, raise_on_all_ranks
 
 from ..batches.microbatches import fingerprint
-from ..model.named_tensors import is_wrapper
+from ..model.named_tensors import is_wrapper_subclass
 
 
 def check_same_start(program: Program, named: Mapping[str, nn.Parameter], replicas: bool = True) -> None:
@@ -94,7 +94,7 @@ def _numbers(values: torch.Tensor) -> torch.Tensor:
 
 def _tensors_in(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the tensors that one of a subclass wraps, such as a quantised weight's numbers and scales; any other itself."""
-    if not is_wrapper(tensor):
+    if not is_wrapper_subclass(tensor):
         yield tensor
     else:
         for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]

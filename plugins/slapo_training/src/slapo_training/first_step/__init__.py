@@ -1,9 +1,9 @@
-"""Checks that an engine makes once, before its first optimizer step that cuts a batch.
+"""Checks that an engine makes once, before its first optimizer step that splits a batch.
 
-What enters: the program, the options common to all engines, and the first step's micro-batches of each rank. What leaves: a
-``BuildError`` for a loss that is no mean over rows, a warning that names modules that mix rows, and whether the model injects
-gradients, which decides how an engine scales its backwards. Model, random numbers and gradients are left as they were. It may
-import what ``slapo_core`` and the modules of ``slapo_training`` beside it offer; it knows no engine.
+The program, the common options, and the first step's micro-batches of each rank enter. A ``BuildError`` for a loss that is no
+mean over rows leaves, or a warning that names modules that mix rows, and whether the model injects gradients, which decides the
+scale of backwards. Model, random state and gradients do not change. It may import ``slapo_core``, ``slapo_tracing`` and the
+rooms of ``slapo_training`` beside it; it knows no engine.
 """
 
 from __future__ import annotations

@@ -11,74 +11,74 @@ import torch
 from slapo_core import Program, get_logger
 
 from ..batches.microbatches import Batch
-from ..model.training_mode import Modes
+from ..model.training_mode import TrainingMode
 from ..options.check_switches import CHECKS, disabled_checks, log_disabled_checks
 from ..options.common_options import CommonOptions
-from .diagnostics import Cut, is_first_rank
+from .diagnostics import Partition, is_first_rank
 from .injected_check import InjectedCheck
-from .label_counts import InjectedLabels
-from .row_counts import UnevenMarks
-from .row_subsets import Rows, dissimilar_halves, joined, other_replicas
+from .label_counts import LabelCounts
+from .row_counts import UnevenRowCounts
+from .row_subsets import Rows, dissimilar_halves, join_rows, other_replicas
 from .rows_check import RowsCheck
 from .stage_runs import Around, RunFailedError, StageRuns, has_loss_of_its_own
 
 
-def _nothing_around(has_backward: bool) -> AbstractContextManager[Any]:
+def _no_context(has_backward: bool) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
 class FirstStep:
-    """Checks the micro-batches of the first step that cuts a batch, before they are trained on.
+    """Checks the micro-batches of the first step that splits a batch, before they are trained.
 
-    A later step is checked where labels, masks or padding differ for the first time: a hand-written mean over these shows then.
+    A later step is checked when labels, masks or padding differ for the first time, which shows hand-written means over these.
 
     Args:
         program: The program that runs.
         options: Options of the engine.
 
     Attributes:
-        injects: Whether the model injects gradients into its backward.
-        is_uneven: Whether fingerprints of marks differ in this step; the engine sets it, the same on all ranks.
+        injects: True if the model injects gradients into its backward.
+        is_uneven: True if fingerprints of ``marks`` differ in this step; the engine sets it, the same on all ranks.
     """
 
     def __init__(self, program: Program, options: CommonOptions) -> None:
-        self._program, self._options, self._modes = program, options, Modes(program.module)
+        self._program, self._options, self._modes = program, options, TrainingMode(program.module)
         self._off = [name for name in disabled_checks(options.check) if name in CHECKS]
         options.batch_rows.learn_tokens(program.module)
         self._is_done = False
         self.injects = self.is_uneven = False
-        self._marks = UnevenMarks(program, options.ignored_label)
+        self._marks = UnevenRowCounts(program, options.ignored_label)
         self._warned: set[str] = set()
-        self._labels: InjectedLabels | None = None
+        self._labels: LabelCounts | None = None
 
     def scale(self, num_parts: int) -> float:
-        """Return the factor of the gradients of losses in backwards, by which gradients of parameters are divided.
+        """Return the factor of losses' gradients, by which gradients of parameters are divided later.
 
         Args:
-            num_parts: Micro-batches of a replica.
+            num_parts: Number of micro-batches of a replica.
         """
         return float(num_parts) if self.injects else 1.0
 
     def mean_labels(self, parts: Sequence[Batch], labels: Sequence[Any], device: torch.device) -> float | None:
-        """Return the average number of labels of a micro-batch's loss over all replicas. Collective.
+        """Return the average number of labels of a micro-batch over all replicas. Collective.
 
-        None where the loss is no known mean over labels. Models that inject gradients need it, as their losses are weighted
-        before the batch runs.
+        Returns None if the loss is no known mean over labels. Models that inject gradients need the number, since their losses
+        are weighted before the batch runs.
         """
         rows = [Rows(*each, self._options.batch_rows) for each in zip(parts, labels, strict=True)]
         return None if self._labels is None else self._labels.mean(rows, device)
 
     def marks(self, parts: Sequence[Batch], training: bool = True) -> list[int]:
-        """Return a fingerprint of the marks of each micro-batch; where some differ the engine sets ``is_uneven``.
+        """Return a fingerprint of each micro-batch's row counts, with no message to other ranks.
 
-        It touches no other rank.
+        The engine compares the fingerprints of all ranks and sets ``is_uneven``.
         """
         if not training or "rows" in self._off or not self._is_cut(len(parts)) or has_loss_of_its_own(self._options):
             return [0]
-        return self._marks.fingerprints([self._options.batch_rows.alike(part) for part in parts])
+        return self._marks.fingerprints([self._options.batch_rows.without_variable_sizes(part) for part in parts])
 
     def is_due(self, num_parts: int) -> bool:
-        """Return whether the next step has to be checked; the same on all ranks."""
+        """Return True if this step must be checked; the same on all ranks."""
         if self._is_done:
             return self.is_uneven
         return self._is_cut(num_parts) or self._options.precision == "fp16"
@@ -91,25 +91,25 @@ class FirstStep:
         parts: Sequence[Batch],
         labels: Sequence[Any],
         device: torch.device,
-        around: Around = _nothing_around,
+        around: Around = _no_context,
         labels_differ: bool = False,
         accumulates: bool = False,
         failed: Callable[[Exception], None] | None = None,
     ) -> None:
-        """Make the checks where they are due. Collective over the mesh.
+        """Run the checks if they are due. Collective over the mesh.
 
         Args:
-            parts: The model's arguments for each micro-batch.
-            labels: The labels of each, for the loss function.
+            parts: Arguments of the model for each micro-batch.
+            labels: Labels of each micro-batch, for the loss function.
             device: Device of this rank.
-            around: Makes the context that the engine puts around a forward.
-            labels_differ: Whether the engine refuses losses of unknown reduction, as numbers of labels differ.
-            accumulates: Whether a backward may leave gradients with parameters, which the engine then does not take.
-            failed: Called with an error on the rank that has it, see ``StageRuns``.
+            around: Makes the engine's context of a forward.
+            labels_differ: True if the engine refuses losses of unknown reduction, since numbers of labels differ.
+            accumulates: True if a backward may accumulate gradients in parameters without an effect on the engine.
+            failed: Called with an error on its rank, see ``StageRuns``.
 
         Raises:
-            BuildError: a loss that is no mean over rows; injected gradients with fp16; with ``strict=True`` modules that mix
-                rows. The same on all ranks.
+            BuildError: on all ranks: a loss that is no mean over rows; injected gradients with fp16; or, with ``strict=True``,
+                modules that mix rows.
         """
         if not self.is_due(len(parts)):
             return
@@ -119,31 +119,31 @@ class FirstStep:
         if len(self._off) < len(CHECKS) and rows[0].number:
             self._modes.set(True)
             runs = StageRuns(self._program, self._options, device, around, accumulates, failed)
-            problem = next(filter(None, (self._options.batch_rows.problem(each.given()) for each in rows)), None)
+            problem = next(filter(None, (self._options.batch_rows.division_problem(each.given()) for each in rows)), None)
             try:
-                if runs.anywhere(problem is not None):
+                if runs.any_rank(problem is not None):
                     get_logger().warning("first-step checks were left out: %s", problem or "another rank cannot cut its batch")
                 else:
-                    self._look(rows, runs, labels_differ)
-            except RunFailedError as err:  # the step is going to say more
+                    self._run_checks(rows, runs, labels_differ)
+            except RunFailedError as err:  # the step itself will fail with a better message
                 get_logger().debug("first-step checks were left out: %s", err)
                 return
         if self.is_uneven:
             self._marks.end()
         self._is_done = True
 
-    def _look(self, parts: list[Rows], runs: StageRuns, labels_differ: bool) -> None:
+    def _run_checks(self, parts: list[Rows], runs: StageRuns, labels_differ: bool) -> None:
         ignored = self._options.ignored_label
         others = other_replicas(parts[0], self._program, runs.device, ignored) if self.is_uneven else []
         halves = dissimilar_halves([*parts, *others], ignored)
-        whole, known = runs.planned(joined(halves)), None
-        cut = Cut(len(parts), self._program.axis_size("dp"))
+        whole, known = runs.planned(join_rows(halves)), None
+        cut = Partition(len(parts), self._program.axis_size("dp"))
         looks_at_rows = "rows" not in self._off and self._is_cut(len(parts))
         if "injected" not in self._off and not self._is_done:
-            found = InjectedCheck(self._program, self._options, runs).make(whole, halves, cut if looks_at_rows else None)
+            found = InjectedCheck(self._program, self._options, runs).run(whole, halves, cut if looks_at_rows else None)
             if found is not None:
                 known, self.injects = found
             if known is not None and self.injects:
-                self._labels = InjectedLabels(self._program, ignored, whole.rows, known.whole.counted, runs.device)
+                self._labels = LabelCounts(self._program, ignored, whole.rows, known.whole.counted, runs.device)
         if looks_at_rows:
-            RowsCheck(self._program, self._options, runs, parts, labels_differ, self._warned).make(halves, known)
+            RowsCheck(self._program, self._options, runs, parts, labels_differ, self._warned).run(halves, known)

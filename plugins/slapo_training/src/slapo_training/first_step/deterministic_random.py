@@ -1,4 +1,4 @@
-"""Deterministic runs of a model: dropout is off, and every other draw gives fixed numbers."""
+"""Deterministic runs of a model: dropout is off, and other random functions return fixed values."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-_MOST_DRAWS = 100_000
+_MAX_SAMPLES = 100_000
 _DROPOUT_P = 4
-"""Position of the argument ``dropout_p`` of scaled_dot_product_attention."""
+"""Position of the argument ``dropout_p`` of ``scaled_dot_product_attention``."""
 
 _DROPOUTS = {
     getattr(F, name)
@@ -37,20 +37,20 @@ _IN_PLACE: dict[Any, Callable[..., Any]] = {
 _WITH_DROPOUT = {each: inspect.signature(each) for each in (F.multi_head_attention_forward,)}
 
 
-class TooManyDrawsError(RuntimeError):
-    """A forward draws without end, for example until a number is small enough."""
+class UnboundedSamplingError(RuntimeError):
+    """A forward samples without end, e.g. until a number is small enough."""
 
 
-class FixedDraws(TorchFunctionMode):
-    """Makes dropout return its input, and random draws the centre of their distribution.
+class DeterministicRandom(TorchFunctionMode):
+    """Mode in which dropout returns its input, and random functions return the centre of their distribution.
 
-    A row's numbers are then the same whatever rows are beside it. A random permutation is the reverse, which goes across rows
-    as any other would.
+    So the values of a row do not depend on other rows. ``randperm`` returns the reversed order, which mixes rows as any
+    permutation would.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._draws = 0
+        self._num_samples = 0
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -70,14 +70,14 @@ class FixedDraws(TorchFunctionMode):
         found = _fixed(func, args, given)
         if found is None:
             return func(*args, **given)
-        self._draws += 1
-        if self._draws > _MOST_DRAWS:
-            raise TooManyDrawsError("the forward draws random numbers without end")
+        self._num_samples += 1
+        if self._num_samples > _MAX_SAMPLES:
+            raise UnboundedSamplingError("the forward draws random numbers without end")
         return found
 
 
 def _fixed(func: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any]) -> torch.Tensor | None:
-    """Return the fixed result of a draw, or None for a function that draws nothing."""
+    """Return the fixed result of a random function, or None for other functions."""
     given.pop("generator", None)
     if func in _LIKE:
         return torch.empty_like(*args, **given).fill_(_LIKE[func])
@@ -86,7 +86,7 @@ def _fixed(func: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any
     if func is torch.bernoulli:
         return torch.ones_like(args[0] if args else given["input"])
     if func is F.gumbel_softmax:
-        return _soft(*args, **given)
+        return _gumbel_softmax(*args, **given)
     if func is torch.normal and isinstance(args[0] if args else given.get("mean"), torch.Tensor):
         mean: torch.Tensor = args[0] if args else given["mean"]
         return mean.clone()
@@ -105,6 +105,8 @@ def _fixed(func: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any
     return None
 
 
-def _soft(logits: torch.Tensor, tau: float = 1.0, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> torch.Tensor:
-    """Return Gumbel's softmax without noise."""
+def _gumbel_softmax(
+    logits: torch.Tensor, tau: float = 1.0, hard: bool = False, eps: float = 1e-10, dim: int = -1
+) -> torch.Tensor:
+    """Return the Gumbel softmax without noise."""
     return (logits / tau).softmax(dim)

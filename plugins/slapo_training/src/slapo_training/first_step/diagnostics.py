@@ -1,4 +1,4 @@
-"""Sentences about what the checks found, and how users get them."""
+"""Messages of the first-step checks, as warnings or errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from slapo_core import BuildError, Program, get_logger
 
 Pair = tuple[float, float]
-"""The loss of some rows, and the mean of the losses of their parts."""
+"""Loss of some rows, and mean loss of their parts."""
 _MOST_NAMES = 4
 _PARTS = 2
 _ALMOST = 1e-3
@@ -18,16 +18,16 @@ IN_FP16 = (
     "the model injects gradients into its backward, which the loss scale of precision='fp16' would not scale; use "
     "precision='bf16', or add the auxiliary loss to the loss"
 )
-"""Error where the loss is multiplied by a scale that does not reach the injected gradients."""
+"""Message of the error for injected gradients with a loss scale, which does not scale them."""
 INNER_BACKWARD = (
     "gradients that the model injects are not seen behind torch.utils.checkpoint with use_reentrant=True, and weighted wrong; "
     "use use_reentrant=False"
 )
-"""Note where a backward cannot be run without the engine taking its gradients."""
+"""Message for a backward that cannot run without accumulating gradients that the engine would take."""
 
 
-class Cut(NamedTuple):
-    """Parts that a batch is cut into.
+class Partition(NamedTuple):
+    """Parts that a batch is split into.
 
     Args:
         microbatches: Number of micro-batches of each replica.
@@ -55,12 +55,12 @@ def warn_or_refuse(text: str, program: Program, is_strict: bool) -> None:
 
 
 def is_first_rank(program: Program) -> bool:
-    """Return whether this rank is the first along every axis."""
+    """Return True if this rank is the first along every axis."""
     return not any(program.axis_rank(axis) for axis in ("pp", "dp", "tp"))
 
 
-def loss_is_no_mean(pair: Pair, rows: int, cut: Cut) -> str:
-    """Return the sentence that refuses a loss."""
+def loss_is_no_mean(pair: Pair, rows: int, cut: Partition) -> str:
+    """Return the error message for a loss that is no mean over rows."""
     is_sum = abs(pair[0] - _PARTS * pair[1]) < _ALMOST * abs(pair[0])
     divided = (
         "let a sum be a mean over the rows or labels it is given, not divided by a number for the whole batch, as "
@@ -75,8 +75,8 @@ def loss_is_no_mean(pair: Pair, rows: int, cut: Cut) -> str:
     )
 
 
-def term_is_no_mean(name: str, pair: Pair, cut: Cut) -> str:
-    """Return the sentence that warns of a term that is beside the loss in the model's output, as a router's balance loss."""
+def term_is_no_mean(name: str, pair: Pair, cut: Partition) -> str:
+    """Return the warning for a term beside the loss in the model's output, e.g. a router's balance loss."""
     return (
         f"the model's output {name!r} is no mean over rows: it is {pair[0]:.6g} for some rows, and {pair[1]:.6g} on average "
         f"for their parts; if it is in the loss, training in {cut} gives that term other gradients than the whole batch "
@@ -84,8 +84,8 @@ def term_is_no_mean(name: str, pair: Pair, cut: Cut) -> str:
     )
 
 
-def buffers_are_updated(names: Sequence[str], cut: Cut) -> str:
-    """Return the sentence that warns of buffers that a forward makes of the rows it is given."""
+def buffers_are_updated(names: Sequence[str], cut: Partition) -> str:
+    """Return the warning for buffers that a forward updates from its rows."""
     shown = ", ".join(map(repr, names[:_MOST_NAMES])) + (f" and {len(names) - _MOST_NAMES} more" if names[_MOST_NAMES:] else "")
     whose = " and ".join(
         text
@@ -102,23 +102,23 @@ def buffers_are_updated(names: Sequence[str], cut: Cut) -> str:
     )
 
 
-def injected_is_no_mean(cut: Cut) -> str:
-    """Return the sentence that warns of injected gradients, as of a balance loss of the statistics of a batch."""
+def injected_is_no_mean(cut: Partition) -> str:
+    """Return the warning for injected gradients that are no mean over rows, e.g. of a balance loss of batch statistics."""
     return (
         "the gradients that the model injects into its backward for some rows are not the mean of those for their parts, so "
         f"those of {cut} are others than the whole batch's; with one micro-batch on one replica they are of the whole batch"
     )
 
 
-def rows_are_mixed(root: nn.Module, paths: Sequence[str], pair: Pair | None, cut: Cut, has_batch_norm: bool) -> str:
-    """Return the sentence that warns of modules.
+def rows_are_mixed(root: nn.Module, paths: Sequence[str], pair: Pair | None, cut: Partition, has_batch_norm: bool) -> str:
+    """Return the warning for modules that mix rows.
 
     Args:
         root: The model.
-        paths: Paths of the modules; the empty one is the model's own forward.
+        paths: Paths of the modules; the empty path is the model's own forward.
         pair: The losses that differ, or None.
-        cut: Into what a batch is cut.
-        has_batch_norm: Whether some are BatchNorms.
+        cut: Parts that a batch is split into.
+        has_batch_norm: True if some of the modules are BatchNorms.
     """
     named = dict(root.named_modules())
     shown = [_shown(path, named) for path in paths[:_MOST_NAMES]]

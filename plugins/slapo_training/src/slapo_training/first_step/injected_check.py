@@ -1,4 +1,4 @@
-"""The check ``injected``: finds gradients that a backward from zero gives, and checks that they are means over rows."""
+"""The check ``injected``: finds gradients of a backward from zero, and checks that they are means over rows."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from slapo_core import BuildError, Program, get_logger
 
 from ..distributed._torch_private import has_custom_functions
 from ..options.common_options import CommonOptions
-from .diagnostics import IN_FP16, INNER_BACKWARD, Cut, injected_is_no_mean, warn_or_refuse
-from .injected_gradients import Injected, is_mean_over_rows
+from .diagnostics import IN_FP16, INNER_BACKWARD, Partition, injected_is_no_mean, warn_or_refuse
+from .injected_gradients import InjectionProbe, is_mean_over_rows
 from .row_mixing import tolerance_of
-from .row_subsets import Rows, dissimilar_quarters, joined
-from .stage_runs import Behind, KnownRuns, Planned, Run, RunFailedError, StageRuns, runs_alone
+from .row_subsets import Rows, dissimilar_quarters, join_rows
+from .stage_runs import AfterStage, Planned, Run, RunCache, RunFailedError, StageRuns, runs_alone
 
 
 class Part(NamedTuple):
@@ -23,43 +23,43 @@ class Part(NamedTuple):
 
     Args:
         planned: The rows.
-        parts: Two parts of them, together all; none where there is one row.
-        half: Position of the rows among the halves of a micro-batch; None where they are no half on some rank.
-        injected: The gradients injected for them, from a run with fixed draws where the model draws random numbers.
+        parts: Two parts that together are the rows; empty for one row.
+        half: Index among the halves of the micro-batch; None if the rows are no half on some rank.
+        injected: Probe of the gradients injected for the rows; of a deterministic run if the model samples random numbers.
     """
 
     planned: Planned
     parts: Sequence[Rows]
     half: int | None = None
-    injected: Injected | None = None
+    injected: InjectionProbe | None = None
 
 
 class InjectedCheck:
     """The check of one step. Every method is collective over the mesh.
 
-    All rows of a micro-batch run forward, and half as many run backward: a backward costs twice as much. Where these inject
-    nothing, but the model has functions of its own, the other rows run backward too: what is in rows may decide.
+    All rows of a micro-batch run forward, and half of them run backward, which costs twice as much. If none are found but the
+    model has custom autograd functions, the other half runs backward too: injection may depend on the rows.
 
     Args:
         program: The program that runs.
         options: Options of the engine.
-        runs: Runs the stages.
+        runs: Runs of the stages.
     """
 
     def __init__(self, program: Program, options: CommonOptions, runs: StageRuns) -> None:
         self._program, self._options, self._runs = program, options, runs
-        self._is_unseen = False
+        self._is_hidden = False
 
-    def make(self, whole: Planned, halves: Sequence[Rows], cut: Cut | None) -> tuple[KnownRuns, bool] | None:
-        """Return runs of the rows, and whether gradients are injected; None where the micro-batch does not run.
+    def run(self, whole: Planned, halves: Sequence[Rows], cut: Partition | None) -> tuple[RunCache, bool] | None:
+        """Return runs of the rows, and whether gradients are injected; None if the micro-batch does not run.
 
         Args:
             whole: A micro-batch.
-            halves: Its halves.
-            cut: Parts that the batch is cut into; None where a micro-batch is not to run in parts.
+            halves: Halves of the micro-batch.
+            cut: Parts that the batch is split into; None if the micro-batch must not run in parts.
 
         Raises:
-            BuildError: gradients are injected with fp16, or with ``strict=True`` are no mean over rows.
+            BuildError: gradients are injected with fp16; or, with ``strict=True``, they are no mean over rows.
         """
         in_parts = cut is not None and halves[0].number > 1
         injected = self._injected(whole)
@@ -68,70 +68,70 @@ class InjectedCheck:
         except RunFailedError as err:
             get_logger().debug("whether the model injects gradients was not seen: %s", err)
             return None
-        known = KnownRuns(base, [None] * len(halves), self._runs.anywhere(draws))
+        known = RunCache(base, [None] * len(halves), self._runs.any_rank(draws))
         if in_parts:
-            found = self._part_of(whole, halves, known)
+            found = self._find_part(whole, halves, known)
         else:
-            self._is_unseen = injected.is_unseen
+            self._is_hidden = injected.is_hidden
             found = Part(whole, halves, injected=None if known.draws else injected) if base.found else None
-        if self._runs.anywhere(self._is_unseen):
+        if self._runs.any_rank(self._is_hidden):
             get_logger().info("%s", INNER_BACKWARD)
         if found is not None and self._options.precision == "fp16":
             raise BuildError(IN_FP16)
         if found is not None and cut is not None:
             self._compare(found, whole, cut, known)
-            self._complete(halves, known)
+            self._run_remaining_halves(halves, known)
         return known, found is not None
 
-    def _part_of(self, whole: Planned, halves: Sequence[Rows], known: KnownRuns) -> Part | None:
-        """Return rows of a micro-batch that gradients are injected for, or None."""
+    def _find_part(self, whole: Planned, halves: Sequence[Rows], known: RunCache) -> Part | None:
+        """Return rows of a micro-batch for which gradients are injected, or None."""
         try:
-            found = self._part_of_halves(halves, known)
+            found = self._find_part_of_halves(halves, known)
             return Part(whole, halves) if found is not None and not found.parts else found
         except RunFailedError as err:
             get_logger().debug("the model does not run some rows of a micro-batch: %s", err)
         try:
-            return self._injecting(Part(whole, halves), known)
+            return self._find_injection(Part(whole, halves), known)
         except RunFailedError as err:
             get_logger().debug("whether the model injects gradients was not seen: %s", err)
             return None
 
-    def _part_of_halves(self, halves: Sequence[Rows], known: KnownRuns) -> Part | None:
+    def _find_part_of_halves(self, halves: Sequence[Rows], known: RunCache) -> Part | None:
         quarters, is_half = dissimilar_quarters(halves, self._options.ignored_label)
-        half = None if self._runs.anywhere(not is_half) else 0
-        rows = joined(quarters) if half is None else halves[0]
-        found = self._injecting(Part(self._runs.planned(rows), quarters, half), known)
+        half = None if self._runs.any_rank(not is_half) else 0
+        rows = join_rows(quarters) if half is None else halves[0]
+        found = self._find_injection(Part(self._runs.planned(rows), quarters, half), known)
         if found is not None or not known.whole.found:
             return found
         for index, each in enumerate(halves):
             if index != half:
                 parts = dissimilar_quarters([each], self._options.ignored_label)[0] if each.number > 1 else []
-                found = self._injecting(Part(self._runs.planned(each), parts, index), known, fixed=known.draws)
+                found = self._find_injection(Part(self._runs.planned(each), parts, index), known, fixed=known.draws)
                 if found is not None:
                     return found
         return None
 
-    def _injecting(self, part: Part, known: KnownRuns, fixed: bool = False) -> Part | None:
-        """Run rows backward from zero. Return them where gradients are injected."""
+    def _find_injection(self, part: Part, known: RunCache, fixed: bool = False) -> Part | None:
+        """Run rows backward from zero; return them if gradients are injected."""
         found, injected = self._backward(part, known, fixed)
         return part._replace(injected=injected if fixed == known.draws else None) if found else None
 
-    def _backward(self, part: Part, known: KnownRuns, fixed: bool) -> tuple[bool, Injected]:
-        """Run rows backward from zero. Return whether gradients are injected on any rank, and those of this one."""
+    def _backward(self, part: Part, known: RunCache, fixed: bool) -> tuple[bool, InjectionProbe]:
+        """Run rows backward from zero; return whether gradients are injected on any rank, and this rank's probe."""
         injected = self._injected(part.planned)
         run, _ = self._run(part.planned, injected, fixed)
-        self._is_unseen = self._is_unseen or injected.is_unseen
+        self._is_hidden = self._is_hidden or injected.is_hidden
         if part.half is not None and fixed == known.draws:
             known.parts[part.half] = run
         return run.found, injected
 
-    def _compare(self, found: Part, whole: Planned, cut: Cut, known: KnownRuns) -> None:
-        """Warn where the gradients injected for some rows are not the mean of those for their parts.
+    def _compare(self, found: Part, whole: Planned, cut: Partition, known: RunCache) -> None:
+        """Warn if the gradients injected for some rows are not the mean of those for their parts.
 
         Raises:
-            BuildError: so with ``strict=True``.
+            BuildError: instead of the warning, with ``strict=True``.
         """
-        number, others = found.planned.rows.number, list[Injected]()
+        number, others = found.planned.rows.number, list[InjectionProbe]()
         try:
             one = found.injected or self._backward(found, known, known.draws)[1]
             for index, rows in enumerate(found.parts):
@@ -142,11 +142,11 @@ class InjectedCheck:
             return
         weights = [each.number / number for each in found.parts]
         tolerance = 10 * tolerance_of(self._runs.own_modules(whole), self._options.precision).values
-        if self._runs.anywhere(not is_mean_over_rows(one, others, weights, tolerance)):
+        if self._runs.any_rank(not is_mean_over_rows(one, others, weights, tolerance)):
             warn_or_refuse(injected_is_no_mean(cut), self._program, self._options.strict)
 
-    def _complete(self, halves: Sequence[Rows], known: KnownRuns) -> None:
-        """Run the halves that have not run, also with a graph: it may be what tells the reduction of the loss."""
+    def _run_remaining_halves(self, halves: Sequence[Rows], known: RunCache) -> None:
+        """Run the halves that have not run, with a graph, which may show the reduction of the loss."""
         if known.draws:
             return
         try:
@@ -156,17 +156,17 @@ class InjectedCheck:
         except RunFailedError as err:
             get_logger().debug("the model does not run some rows of a micro-batch: %s", err)
 
-    def _run(self, planned: Planned, behind: Behind, fixed: bool = False) -> tuple[Run, bool]:
-        """Run rows. Return the run, and whether this rank drew random numbers."""
+    def _run(self, planned: Planned, after_stage: AfterStage, fixed: bool = False) -> tuple[Run, bool]:
+        """Run rows; return the run, and whether this rank used random numbers."""
         with runs_alone(self._program, [planned]) as state:
-            run = self._runs(planned, state, behind=behind, fixed=fixed)
-            return run, run.position != state.start
+            run = self._runs(planned, state, after_stage=after_stage, fixed=fixed)
+            return run, run.rng_fingerprint != state.start
 
-    def _injected(self, planned: Planned) -> Injected:
+    def _injected(self, planned: Planned) -> InjectionProbe:
         parameters = [parameter for module in self._runs.own_modules(planned) for parameter in module.parameters()]
-        return Injected([each for each in parameters if each.requires_grad], self._runs.accumulates)
+        return InjectionProbe([each for each in parameters if each.requires_grad], self._runs.accumulates)
 
 
 def _runs_functions(received: tuple[torch.Tensor, ...], given: tuple[torch.Tensor, ...]) -> bool:
-    """Return whether the backward of a stage runs functions that are not torch's own."""
+    """Return True if the backward of a stage has custom autograd functions."""
     return has_custom_functions(given)

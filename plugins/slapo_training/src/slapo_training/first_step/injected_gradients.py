@@ -1,9 +1,8 @@
-"""Gradients that a model injects into its backward beside those of its loss: detection and scaling.
+"""Detection and scaling of gradients that a model injects into its backward beside those of its loss.
 
-A router's balance loss, say, enters by an ``autograd.Function`` that hands on its input and adds a gradient of its own. The
-backward of a micro-batch from ``s`` times its loss then gives ``s * dL + I``. An engine that divides each loss by the number of
-micro-batches would take ``I`` as often as there are micro-batches. Where gradients are injected it runs each backward from the
-loss as the whole batch weighs it, not divided, and divides the gradients of parameters.
+For example, a router's balance loss may be an ``autograd.Function`` that returns its input and adds a gradient of its own. The
+backward of ``s`` times a micro-batch's loss then gives ``s * dL + I``. If an engine divided each loss by the number of
+micro-batches, ``I`` would count once per micro-batch. So the engine does not divide the loss, but the gradients of parameters.
 """
 
 from __future__ import annotations
@@ -18,29 +17,29 @@ from torch import nn
 from ..distributed._torch_private import has_inner_backward, leaves_of, register_first, without_hooks
 
 
-class Injected:
-    """Runs backwards of stages from gradients of zero; any other gradient was injected.
+class InjectionProbe:
+    """Runs backwards of stages from zero gradients; each nonzero gradient was injected.
 
     Args:
-        parameters: The parameters of this rank's stages.
-        accumulates: Whether a backward may leave gradients with parameters, which an engine may wait for.
+        parameters: Parameters of this rank's stages.
+        accumulates: True if a backward may accumulate gradients in parameters; False if the engine waits for these.
 
     Attributes:
-        probes: For each tensor that got a gradient, by id, a number that is linear in it, and its norm.
-        is_unseen: Whether a backward could not be run, and would accumulate gradients.
+        probes: A linear probe and the norm of each injected gradient, by id of its tensor.
+        is_hidden: True if a backward was skipped because it would accumulate gradients.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], accumulates: bool) -> None:
         self._parameters, self._accumulates = list(parameters), accumulates
         self.probes: dict[int, torch.Tensor] = {}
-        self.is_unseen = False
+        self.is_hidden = False
 
     def __call__(self, received: tuple[torch.Tensor, ...], given: tuple[torch.Tensor, ...]) -> bool:
-        """Return whether anything is injected.
+        """Return True if a stage's backward injects gradients.
 
         Args:
-            received: Tensors that a stage received; their gradients count too.
-            given: Tensors that it returned, with their graph.
+            received: Tensors that the stage received; their gradients count too.
+            given: Tensors that the stage returned, with their graph.
         """
         ends = [tensor for tensor in given if tensor.requires_grad]
         inputs = [tensor for tensor in received if tensor.requires_grad]
@@ -51,12 +50,12 @@ class Injected:
             gradients = self._gradients(ends, leaves)
         elif self._accumulates:
             leaves = [*self._parameters, *inputs]
-            gradients = self._accumulated(ends, leaves)
+            gradients = self._accumulated_gradients(ends, leaves)
         else:
-            self.is_unseen = True
+            self.is_hidden = True
             return False
         found = [(leaf, gradient) for leaf, gradient in zip(leaves, gradients, strict=True) if gradient is not None]
-        flags = [_is_something(gradient).to(ends[0].device) for _, gradient in found]
+        flags = [_is_nonzero(gradient).to(ends[0].device) for _, gradient in found]
         if not flags or not bool(torch.stack(flags).any()):
             return False
         self.probes.update({id(leaf): _probe(gradient) for leaf, gradient in found if isinstance(leaf, nn.Parameter)})
@@ -68,7 +67,7 @@ class Injected:
         with without_hooks(leaves):
             return torch.autograd.grad(ends, leaves, [torch.zeros_like(each) for each in ends], allow_unused=True)
 
-    def _accumulated(self, ends: list[torch.Tensor], leaves: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    def _accumulated_gradients(self, ends: list[torch.Tensor], leaves: list[torch.Tensor]) -> list[torch.Tensor | None]:
         for leaf in leaves:
             leaf.grad = None
         with without_hooks(leaves):
@@ -79,14 +78,16 @@ class Injected:
         return found
 
 
-def is_mean_over_rows(whole: Injected, parts: Sequence[Injected], weights: Sequence[float], tolerance: float) -> bool:
-    """Return whether the gradients injected for all rows are the mean of those injected for their parts.
+def is_mean_over_rows(
+    whole: InjectionProbe, parts: Sequence[InjectionProbe], weights: Sequence[float], tolerance: float
+) -> bool:
+    """Return True if the gradients injected for all rows are the mean of those injected for their parts.
 
     Args:
-        whole: Behind a run of all rows.
-        parts: Behind runs of the parts.
-        weights: Share of the rows that each part has.
-        tolerance: Relative difference that is none.
+        whole: Probe of the run of all rows.
+        parts: Probes of the runs of the parts.
+        weights: Fraction of the rows in each part.
+        tolerance: Largest relative difference that counts as equal.
     """
     for key, one in whole.probes.items():
         others = [each.probes.get(key, torch.zeros_like(one)) for each in parts]
@@ -103,18 +104,18 @@ def _probe(gradient: torch.Tensor) -> torch.Tensor:
     return torch.stack([values.sum() + values[::3].sum(), values.norm()]).nan_to_num()
 
 
-def _is_something(gradient: torch.Tensor) -> torch.Tensor:
+def _is_nonzero(gradient: torch.Tensor) -> torch.Tensor:
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    return (values.isfinite() & (values != 0)).any()  # zero times infinity is no gradient of anybody's
+    return (values.isfinite() & (values != 0)).any()  # 0 * inf = nan is no injected gradient
 
 
 class _Scaled(torch.autograd.Function):
-    """Identity of a loss that multiplies its gradient."""
+    """Autograd node that returns a loss and multiplies its gradient."""
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, factor: float) -> torch.Tensor:
         ctx.factor = factor
-        return loss.clone()  # a runtime may detach it in place, which a view refuses
+        return loss.clone()  # the pipeline runtime calls detach_(), which views refuse
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -122,7 +123,7 @@ class _Scaled(torch.autograd.Function):
 
 
 def scaled_gradient(loss: torch.Tensor, factor: float) -> torch.Tensor:
-    """Return the same loss, whose backward starts from ``factor`` times its gradient."""
+    """Return the same loss; its backward multiplies the gradient by ``factor``."""
     if factor == 1.0 or not loss.requires_grad:
         return loss
     scaled: torch.Tensor = _Scaled.apply(loss, factor)  # type: ignore[no-untyped-call]
@@ -130,18 +131,18 @@ def scaled_gradient(loss: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 class GradientScale:
-    """Divides the gradients of parameters as a backward makes them, before an engine takes or reduces them.
+    """Divides gradients of parameters within the backward, before an engine reads or reduces them.
 
     Args:
-        parameters: The parameters of this rank.
+        parameters: Parameters of this rank.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = list(parameters)
 
     @contextmanager
-    def dividing(self, number: float) -> Iterator[None]:
-        """Divide those of the backwards inside by ``number``."""
+    def divided_by(self, number: float) -> Iterator[None]:
+        """Return a context in which backwards divide gradients by ``number``."""
         if number == 1.0:
             yield
             return

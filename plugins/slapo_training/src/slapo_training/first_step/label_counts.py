@@ -1,4 +1,4 @@
-"""Numbers of labels that losses are means over, known before a batch runs."""
+"""Numbers of labels of a batch's losses, computed before the batch runs."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import torch.distributed as dist
 from slapo_core import Program, all_reduce
 
 from ..batches.microbatches import labels_of
-from ..losses.reductions import Counted
+from ..losses.reductions import LabelMean
 from .row_subsets import Rows
 
 _UNKNOWN = -1
 
 
-class InjectedLabels:
-    """Counts the labels of a batch, after one loss has shown which of them count. Collective.
+class LabelCounts:
+    """Counts the labels of batches, after one loss has shown which labels count. Made collectively.
 
     Args:
-        program: Its replicas.
-        ignored: Label value that the loss leaves out.
+        program: The program; its mesh has the replicas.
+        ignored: Label value that the loss excludes.
         rows: A micro-batch.
-        counted: The reduction of its loss, on ranks that know it.
+        counted: Reduction of the micro-batch's loss, on ranks that know it.
         device: Device of this rank.
     """
 
-    def __init__(self, program: Program, ignored: int, rows: Rows, counted: Counted | None, device: torch.device) -> None:
+    def __init__(self, program: Program, ignored: int, rows: Rows, counted: LabelMean | None, device: torch.device) -> None:
         self._program = program
-        counted = counted if isinstance(counted, Counted) else None
+        counted = counted if isinstance(counted, LabelMean) else None
         self._ignored = ignored if counted is None else counted.ignore_index
         own = labels_of([rows.given()], self._ignored)[0]
         labels = _UNKNOWN if counted is None else counted.labels
@@ -41,7 +41,7 @@ class InjectedLabels:
         self._found = float(found)
 
     def mean(self, parts: Sequence[Rows], device: torch.device) -> float | None:
-        """Return the mean number of labels of a micro-batch over all replicas; None where no loss is a known mean."""
+        """Return the mean number of labels of a micro-batch over all replicas; None without a known mean. Collective."""
         if self._found <= 0:
             return None
         if self._kind is None:

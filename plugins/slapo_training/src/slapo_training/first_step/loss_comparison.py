@@ -1,4 +1,4 @@
-"""The losses of some rows and of their parts, compared, and what makes them differ."""
+"""Comparison of the loss of some rows with the losses of their parts, and search for the cause of a difference."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from slapo_core import Program, gather_objects, get_logger
 
 from ..batches.nested_tensors import fields_of
 from ..losses.microbatch_loss import loss_of
-from ..losses.reductions import Counted
+from ..losses.reductions import LabelMean
 from ..model.state_rollback import StateSnapshot
 from ..options.common_options import CommonOptions
 from . import row_mixing
 from .diagnostics import Pair
 from .row_subsets import expected_losses, narrowed
-from .stage_runs import KnownRuns, Planned, Run, StageRuns
+from .stage_runs import Planned, Run, RunCache, StageRuns
 
 T = TypeVar("T")
 _FACTORS_AGREE = 1e-2
 _SMALL_TERM = 0.1
-"""Share of a loss up to which a term with the statistics of a batch is taken for a balance loss; more is what is trained."""
+"""Largest fraction of a loss that a balance loss may have; a larger term is the trained loss itself."""
 
 
 class Compared(NamedTuple):
@@ -44,14 +44,14 @@ class Factor(NamedTuple):
 
     Args:
         value: The factor.
-        error: What rounding may have added to it.
+        error: Bound of its rounding error.
     """
 
     value: float
     error: float
 
     def agrees(self, other: Factor) -> bool:
-        """Return whether two may be of one term with a fixed factor."""
+        """Return True if two factors are equal within their errors."""
         allowed = _FACTORS_AGREE * max(abs(self.value), abs(other.value)) + self.error + other.error
         return abs(self.value - other.value) <= allowed
 
@@ -62,11 +62,11 @@ class LossComparison:
     Args:
         program: The program that runs.
         options: Options of the engine.
-        runs: Runs the stages.
-        state: State that each run starts from.
-        plans: All rows, and then their parts.
-        synced: BatchNorms that take the statistics of all rows of a batch.
-        labels_differ: Whether the engine refuses losses of unknown reduction, as numbers of labels differ.
+        runs: Runs of the stages.
+        state: State at the start of each run.
+        plans: Plan of all rows, followed by plans of their parts.
+        synced: BatchNorms with statistics of all rows of a batch.
+        labels_differ: True if the engine refuses losses of unknown reduction, since numbers of labels differ.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class LossComparison:
         self._fixed = False
         self._written: list[dict[str, torch.Tensor]] = []
         self._outputs: list[Any] = []
-        self._counted: list[Counted | None] = []
+        self._counted: list[LabelMean | None] = []
         self._pair: Pair | None = None
 
     @property
@@ -95,22 +95,22 @@ class LossComparison:
 
     def compare(
         self,
-        known: KnownRuns | None,
+        known: RunCache | None,
         norms: Iterable[nn.Module] = (),
         doubted: bool = False,
     ) -> Compared:
         """Compare the loss of all rows with the mean of the losses of their parts.
 
         Args:
-            known: Runs of these rows, where there were any.
-            norms: BatchNorms that are to use their running statistics.
-            doubted: Whether other rows have differed already: a root, say, differs less where parts have similar losses.
+            known: Earlier runs of these rows, or None.
+            norms: BatchNorms that use running statistics in these runs.
+            doubted: True if other rows have differed; the tolerance is then smaller, as parts with similar losses differ less.
         """
         allowed = self._tolerance.repeated if doubted else self._tolerance.loss
         done: list[Run | None] = [None] * len(self._plans)
         if known is None or known.draws:
             self._fixed = True
-        if known is not None and not self._synced:  # else as no run before
+        if known is not None and not self._synced:  # earlier runs used batch statistics
             done = [None if known.draws else known.whole, *known.parts]
         with row_mixing.by_running_statistics([*self._synced, *norms]):
             whole, *parts = [self._run(index) if run is None else run for index, run in enumerate(done)]
@@ -118,18 +118,18 @@ class LossComparison:
         self._outputs = [each.output for each in (whole, *parts)]
         self._counted = [each.counted for each in parts]
         pair = None
-        # a model that draws other numbers for other rows gives no losses to compare
-        is_known = all(each.position == whole.position for each in parts)
-        is_known = is_known and not (self._labels_differ and any(not isinstance(each.counted, Counted) for each in parts))
+        # losses are not comparable if random numbers depend on the rows
+        is_known = all(each.rng_fingerprint == whole.rng_fingerprint for each in parts)
+        is_known = is_known and not (self._labels_differ and any(not isinstance(each.counted, LabelMean) for each in parts))
         losses = [each.loss for each in parts if each.loss is not None]
         if is_known and whole.loss is not None and len(losses) == len(parts):
-            allowed = max(allowed, whole.rounding)  # a model may return a loss of fewer bits than its own
+            allowed = max(allowed, whole.rounding)  # a loss may have a lower precision than its model
             pair = self._differing(whole.loss, losses, [each.counted for each in parts], allowed)
         self._pair = pair
         return Compared(whole, self.first(pair))
 
     def mixing(self, norms: Iterable[nn.Module]) -> str | None:
-        """Return the path of the first module that mixes rows, beside BatchNorms that use their running statistics."""
+        """Return the path of the first module that mixes rows, with BatchNorms on running statistics."""
         events = []
         with row_mixing.by_running_statistics([*self._synced, *norms]):
             for index, planned in enumerate(self._plans):
@@ -141,11 +141,11 @@ class LossComparison:
         return self.first(row_mixing.first_mixing(events[0], events[1:], rows, self._tolerance.values, with_loss))
 
     def terms(self) -> dict[str, Pair]:
-        """Return losses beside the loss in the model's output that are no means of those of the parts."""
+        """Return the losses beside the loss in the model's output that are no means of the parts' losses."""
         return {name: pair for each in gather_objects(self._own_terms(), self._program.mesh) for name, pair in each.items()}
 
     def factors(self) -> dict[str, Factor]:
-        """Return the factor that each of these losses would have in the loss, were it a small term and all that is no mean."""
+        """Return the factor of each such loss, assumed to be a small term that alone explains the difference of the loss."""
         if self._pair is None:
             return self.first(None) or {}
         loss, mean = self._pair
@@ -170,7 +170,7 @@ class LossComparison:
         return found
 
     def updated(self) -> list[str]:
-        """Return the names of buffers that the parts' forwards have given other numbers, beside those of norms."""
+        """Return the names of buffers, except of norms, that got different values from different parts."""
         found = []
         for name in self._written[0] if self._written else ():
             one, other = self._written[0][name], self._written[-1].get(name)
@@ -181,7 +181,7 @@ class LossComparison:
         return sorted({name for names in gather_objects(found, self._program.mesh) for name in names})
 
     def loss_function(self, whole: Run) -> Pair | None:
-        """Compare the loss function on all outputs with its mean over those of some rows, where outputs can be cut."""
+        """Compare the loss function of all outputs with its mean over parts of the outputs, if outputs can be split."""
         loss_fn, pair, losses, start = self._options.loss_fn, None, [], 0
         rows = [planned.rows for planned in self._plans]
         if loss_fn is not None and whole.loss is not None:
@@ -192,7 +192,7 @@ class LossComparison:
                         losses.append(loss_of(output, loss_fn, part.labels).item())
                     start += part.number
                 pair = self._differing(whole.loss, losses, [None] * len(losses), self._tolerance.repeated)
-            except Exception as err:  # of what cannot be cut
+            except Exception as err:  # outputs cannot be split
                 get_logger().debug("the loss function was not run on some rows of the outputs: %s", err)
         return self.first(pair)
 
@@ -204,15 +204,15 @@ class LossComparison:
         return self._runs(self._plans[index], self._state, fixed=self._fixed)
 
     def _differing(
-        self, loss: float, losses: Sequence[float], counted: Sequence[Counted | None], tolerance: float
+        self, loss: float, losses: Sequence[float], counted: Sequence[LabelMean | None], tolerance: float
     ) -> Pair | None:
-        """Return a loss and the nearest mean of its parts, where these differ by more than rounding."""
+        """Return a loss and the nearest mean of its parts if they differ by more than rounding, or None."""
         rows = [planned.rows for planned in self._plans[1:]]
         expected = expected_losses(rows, losses, counted, self._options.ignored_label)
         if not expected or not math.isfinite(loss):
             return None
         means = [mean for mean in expected if math.isfinite(mean)]
-        if not means:  # a part with nothing that counts, which a mean by hand divides by zero
+        if not means:  # a hand-written mean over a part without labels is NaN
             return loss, expected[0]
         nearest = min(means, key=lambda mean: abs(mean - loss))
         allowed = tolerance * max(abs(loss), abs(nearest)) + 1e-7

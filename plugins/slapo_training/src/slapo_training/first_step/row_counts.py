@@ -1,6 +1,6 @@
-"""Counts of the marks in the rows of a batch: labels, masks, weights, lengths, and padding.
+"""Counts in the rows of a batch: labels, masks, weights, lengths, and padding.
 
-Hand-written losses are often means over these. Where all micro-batches have equal counts, such a mean looks like a mean over
+Hand-written losses are often means over such counts. With equal counts in all micro-batches, such a mean equals a mean over
 rows; the first batch with different counts shows the difference.
 """
 
@@ -18,18 +18,18 @@ from slapo_core import Program, gather_objects
 from ..batches.rows import BatchRows
 
 Marks = dict[str, float]
-"""Average count per row, by a name for each argument and kind of count."""
+"""Average counts per row, by argument and kind of count."""
 
 
-def marks_of(given: Any, ignored: int, without: Collection[str] = ()) -> Marks:
+def row_counts(given: Any, ignored: int, without: Collection[str] = ()) -> Marks:
     """Return the counts of some rows.
 
     Args:
-        given: Arguments of the model, with the labels of a loss function.
-        ignored: Label value that the loss leaves out.
-        without: Names that are left out.
+        given: Arguments of the model, and labels of a loss function.
+        ignored: Label value that the loss excludes.
+        without: Names of counts to omit.
     """
-    rows, names, numbers = BatchRows().number(given) or 0, [], []
+    rows, names, numbers = BatchRows().count(given) or 0, [], []
     for index, leaf in enumerate(tree_leaves(given)):
         if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != rows or not _is_plain(leaf):
             continue
@@ -44,7 +44,7 @@ def marks_of(given: Any, ignored: int, without: Collection[str] = ()) -> Marks:
 
 
 def distance(one: Marks, other: Marks) -> float:
-    """Return the sum of the relative differences of two."""
+    """Return the sum of the relative differences of two rows' counts."""
     found = 0.0
     for name in one.keys() & other.keys():
         size = abs(one[name]) + abs(other[name])
@@ -52,12 +52,12 @@ def distance(one: Marks, other: Marks) -> float:
     return found
 
 
-class UnevenMarks:
-    """Finds the steps in which counts of marks first differ between micro-batches, or between replicas.
+class UnevenRowCounts:
+    """Finds the first steps in which counts differ between micro-batches or replicas.
 
     Args:
-        program: Its mesh has the ranks.
-        ignored: Label value that the loss leaves out.
+        program: The program; its mesh has the ranks.
+        ignored: Label value that the loss excludes.
     """
 
     def __init__(self, program: Program, ignored: int) -> None:
@@ -66,18 +66,18 @@ class UnevenMarks:
         self._own: list[Marks] = []
 
     def fingerprints(self, parts: Sequence[Any]) -> list[int]:
-        """Return a fingerprint of each micro-batch's counts, without those that have differed before; touches no other rank."""
-        self._own = [marks_of(part, self._ignored, self._seen) for part in parts]
+        """Return a fingerprint of each micro-batch's counts without those that differed before; sends no message."""
+        self._own = [row_counts(part, self._ignored, self._seen) for part in parts]
         return [zlib.crc32(repr(sorted(each.items())).encode()) for each in self._own]
 
     def end(self) -> None:
-        """Leave out the counts that differ in this batch from now on. Collective over the mesh."""
+        """Exclude the counts that differ in this batch from later steps. Collective over the mesh."""
         everyone = [each for own in gather_objects(self._own, self._program.mesh) for each in own]
         self._seen |= {name for name, number in everyone[0].items() if any(each.get(name) != number for each in everyone)}
 
 
 def _numbers_of(leaf: torch.Tensor, ignored: int) -> list[tuple[str, Any]]:
-    """Return kinds of counts, each with the function that computes it."""
+    """Return the kinds of counts of a tensor, each with the function that computes it."""
     if leaf.is_floating_point():
         return [("sum", lambda: torch.where((leaf >= 0).all(), leaf.sum(dtype=torch.float64), 0.0))]
     if leaf.dtype is torch.bool:

@@ -21,9 +21,9 @@ class Tolerance(NamedTuple):
     """Relative differences that rounding may cause.
 
     Args:
-        loss: For a loss.
-        repeated: For a loss, where another one has differed already.
-        values: For a tensor's values, relative to its largest.
+        loss: Tolerance of a loss.
+        repeated: Tolerance of a loss after another one has differed.
+        values: Tolerance of a tensor's values, relative to its largest.
     """
 
     loss: float
@@ -45,13 +45,13 @@ def tolerance_of(modules: Sequence[nn.Module], precision: str) -> Tolerance:
 
 
 def batch_norms(root: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that normalise by statistics of the rows they get in training, by path."""
+    """Return the modules that normalise by statistics of their rows in training, by path."""
     found = {path: module for path, module in root.named_modules() if isinstance(module, _BatchNorm)}
     return {path: module for path, module in found.items() if module.training or module.running_mean is None}
 
 
 def written_buffers(root: nn.Module, state: StateSnapshot) -> dict[str, torch.Tensor]:
-    """Return copies of the floating-point buffers that a run has written, but for the running statistics of norms."""
+    """Return copies of the floating-point buffers that a run modified, without running statistics of norms."""
     norms = {path for path, module in root.named_modules() if isinstance(module, _NormBase)}
     found = {name: each for name, each in root.named_buffers() if each.is_floating_point() and not each.is_meta}
     found = {name: each for name, each in found.items() if name.rpartition(".")[0] not in norms}
@@ -59,14 +59,14 @@ def written_buffers(root: nn.Module, state: StateSnapshot) -> dict[str, torch.Te
 
 
 def over_replicas(module: nn.Module) -> bool:
-    """Return whether a BatchNorm takes its statistics over all replicas: torch's own, or by a wrapper that says so."""
+    """Return True if a BatchNorm's statistics are over all replicas: ``SyncBatchNorm``, or a wrapper with ``over_replicas``."""
     wrappers = forward_wrappers(module)
     return isinstance(module, nn.SyncBatchNorm) or any(getattr(each, "over_replicas", False) for each in wrappers)
 
 
 @contextmanager
 def by_running_statistics(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Have these BatchNorms normalise by their running statistics, where they keep any."""
+    """Context in which these BatchNorms use their running statistics, if they have any."""
     modes = [(module, module.training) for module in modules if getattr(module, "running_mean", None) is not None]
     try:
         for module, _ in modes:
@@ -81,10 +81,10 @@ class Event(NamedTuple):
     """Input or output tensors of a module.
 
     Args:
-        path: Its path.
+        path: Path of the module.
         inside: Path of the module whose forward called it.
-        is_output: Whether these are its outputs.
-        tensors: In order.
+        is_output: True for outputs, False for inputs.
+        tensors: The tensors in order.
     """
 
     path: str
@@ -95,25 +95,25 @@ class Event(NamedTuple):
 
 @contextmanager
 def events_of(modules: Sequence[nn.Module]) -> Iterator[list[Event]]:
-    """Record what goes into modules and comes out of them, in the order of execution.
+    """Record inputs and outputs of modules in the order of execution.
 
-    The hooks are torch's for all modules: some modules compute otherwise where something is hooked to them.
+    The hooks are torch's global module hooks, since some modules compute differently with hooks of their own.
     """
     paths = {module: path for root in modules for path, module in root.named_modules()}
     events: list[Event] = []
     stack: list[str] = []
 
-    def before(module: nn.Module, args: Any) -> None:
+    def pre_forward(module: nn.Module, args: Any) -> None:
         if module in paths:
             events.append(Event(paths[module], stack[-1] if stack else "", False, _tensors(args)))
             stack.append(paths[module])
 
-    def behind(module: nn.Module, args: Any, output: Any) -> None:
+    def post_forward(module: nn.Module, args: Any, output: Any) -> None:
         if module in paths:
             stack.pop()
             events.append(Event(paths[module], stack[-1] if stack else "", True, _tensors(output)))
 
-    handles = [register_module_forward_pre_hook(before), register_module_forward_hook(behind)]
+    handles = [register_module_forward_pre_hook(pre_forward), register_module_forward_hook(post_forward)]
     try:
         yield events
     finally:
@@ -122,7 +122,7 @@ def events_of(modules: Sequence[nn.Module]) -> Iterator[list[Event]]:
 
 
 def models_within(roots: Sequence[nn.Module]) -> set[str]:
-    """Return the paths of modules that have all parameters of their root: it and what it only wraps."""
+    """Return the paths of modules with all parameters of their root: the root, and a model that it only wraps."""
     sizes = {root: len(list(root.parameters())) for root in roots}
     return {path for root in roots for path, module in root.named_modules() if len(list(module.parameters())) == sizes[root]}
 
@@ -134,17 +134,17 @@ def first_mixing(
     tolerance: float,
     with_loss: Collection[str] = (),
 ) -> str | None:
-    """Return the path of the first module that gives a row something else in a part than in the whole.
+    """Return the path of the first module whose output for a row differs between a part and the whole.
 
-    A difference in what a module gets was made between modules, by the forward of the module around it. A module that gives
-    rows and a number, a router's balance loss say, mixes rows as well if that number is not the mean of those of the parts.
+    A difference in a module's input comes from the forward of the module around it. A module that returns rows and a number,
+    e.g. a router's balance loss, also mixes rows if the number is not the mean of the parts' numbers.
 
     Args:
-        whole: Events of all rows.
-        parts: Events of each part alone.
+        whole: Events of the run of all rows.
+        parts: Events of the run of each part.
         rows: Number of rows of the whole and of each part.
-        tolerance: Relative difference that is none.
-        with_loss: Paths of modules that may give the loss beside rows: it says nothing of the rows.
+        tolerance: Largest relative difference that counts as equal.
+        with_loss: Paths of modules that may return the loss beside rows; their numbers are not compared.
     """
     calls, known = _by_call(whole), [_by_call(part) for part in parts]
     for key, one in calls.items():
@@ -158,7 +158,7 @@ def first_mixing(
         has_rows = any(_rows_dim(a.shape, b.shape, (rows[0], rows[1])) is not None for a, b in pairs)
         if one.is_output and has_rows and one.path not in with_loss and not _numbers_are_means(one, others, rows, tolerance):
             return one.path
-    # what runs for some rows runs for all of them, unless the forward looks at their number, or at one of them
+    # a module runs for a part only if the forward depends on the number of rows, or on a single row
     return next((event.inside for part in known for key, event in part.items() if key not in calls), None)
 
 
@@ -175,7 +175,7 @@ def _numbers_are_means(whole: Event, parts: Sequence[Event | None], rows: Sequen
 
 
 def _by_call(events: Sequence[Event]) -> dict[tuple[str, bool, int], Event]:
-    """Events by path, and number of the call."""
+    """Return events by path, kind, and number of the call."""
     found: dict[tuple[str, bool, int], Event] = {}
     calls: Counter[tuple[str, bool]] = Counter()
     for event in events:
@@ -198,11 +198,11 @@ def _differ(whole: torch.Tensor, part: torch.Tensor, rows: tuple[int, int], tole
 
 
 def _rows_dim(whole: Sequence[int], part: Sequence[int], rows: tuple[int, int]) -> int | None:
-    """Return the dimension along which two tensors have so many rows, or as many groups of elements."""
+    """Return the dimension whose sizes have the ratio of the numbers of rows, or None."""
     if len(whole) != len(part):
         return None
     differing = [dim for dim, (one, other) in enumerate(zip(whole, part, strict=True)) if one != other]
-    if len(differing) != 1:  # none has rows, and of a square of all rows by all rows no part is another batch's
+    if len(differing) != 1:  # without rows; or rows x rows, where a part is no subset along one dimension
         return None
     dim = differing[0]
     return dim if part[dim] and whole[dim] * rows[1] == part[dim] * rows[0] else None

@@ -1,4 +1,4 @@
-"""Rows of a batch, cut and joined, and losses of parts put together."""
+"""Subsets of a batch's rows, and losses of subsets combined."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from slapo_core import Program
 
 from ..batches.microbatches import Batch, labels_of
 from ..batches.rows import BatchRows
-from ..losses.reductions import Counted
-from .row_counts import Marks, distance, marks_of
+from ..losses.reductions import LabelMean
+from .row_counts import Marks, distance, row_counts
 
 
 class Rows(NamedTuple):
     """Some rows of a batch.
 
     Args:
-        batch: The model's arguments.
-        labels: For the loss function; None where the model makes the loss itself.
-        places: Where the rows are.
+        batch: Arguments of the model.
+        labels: Labels for the loss function; None if the model computes the loss.
+        places: Locates the rows.
     """
 
     batch: Batch
@@ -32,37 +32,37 @@ class Rows(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Number of rows; 0 where no tensor has any."""
-        return self.places.number(self.given()) or 0
+        """Number of rows; 0 if no tensor has rows."""
+        return self.places.count(self.given()) or 0
 
     def cut(self, sizes: Sequence[int]) -> list[Rows]:
-        """Cut the rows into parts of these sizes, in order."""
+        """Split the rows into parts of these sizes, in order."""
         return [self.of(part) for part in self.places.cut(self.given(), sizes)]
 
     def of(self, given: Batch) -> Rows:
-        """Return other rows of the same kind, from arguments and labels together."""
+        """Return other rows of the same kind, from arguments and labels in one dict."""
         labels = given.pop("labels") if self.labels is not None else None
         return Rows(given, labels, self.places)
 
     def given(self) -> Batch:
-        """Return the arguments together with the labels of a loss function, as they were given."""
+        """Return arguments and labels in one dict."""
         return self.batch if self.labels is None else {**self.batch, "labels": self.labels}
 
 
-def joined(parts: Sequence[Rows]) -> Rows:
-    """Put the rows of several parts into one."""
+def join_rows(parts: Sequence[Rows]) -> Rows:
+    """Join the rows of several parts."""
     return parts[0].of(parts[0].places.join([part.given() for part in parts]))
 
 
 def narrowed(value: Any, total: int, start: int, size: int) -> Any:
-    """Return some rows of every tensor in ``value`` that has ``total`` of them."""
+    """Return some rows of every tensor in ``value`` with ``total`` rows."""
     return tree_map(lambda leaf: leaf.narrow(0, start, size) if _has(leaf, total) else leaf, value)
 
 
 def dissimilar_halves(parts: Sequence[Rows], ignored: int) -> list[Rows]:
-    """Return two halves of micro-batches, together as many rows as one, that differ most in labels and masks.
+    """Return two halves of micro-batches that differ most in labels and masks.
 
-    Where micro-batches have one row, return two micro-batches, or the same row twice.
+    Together they have as many rows as one micro-batch. For micro-batches of one row, return two, or the same row twice.
 
     Args:
         parts: All micro-batches of this rank.
@@ -81,10 +81,10 @@ def dissimilar_halves(parts: Sequence[Rows], ignored: int) -> list[Rows]:
 def dissimilar_quarters(halves: Sequence[Rows], ignored: int) -> tuple[list[Rows], bool]:
     """Return two quarters of a micro-batch that differ most in labels and masks, and whether they are the first half.
 
-    Together they have as many rows as the first half, two at least; one of them starts it.
+    Together they have as many rows as the first half, at least two. One of them is the start of the first half.
 
     Args:
-        halves: The micro-batch, or a half of it alone.
+        halves: Halves of the micro-batch, or one half alone.
         ignored: Label value that the loss leaves out.
     """
     half, *others = halves
@@ -97,24 +97,24 @@ def dissimilar_quarters(halves: Sequence[Rows], ignored: int) -> tuple[list[Rows
 
 
 def _second_half(number: int) -> int:
-    """Return how many of some rows are in their second half, in pairs where they can be: rows may go in pairs."""
+    """Return the number of rows in the second half; even if possible, since rows may come in pairs."""
     half = number // 2
     return half + 1 if number % 2 == 0 and half % 2 == 1 and number > 2 else half
 
 
 def dissimilar_pair(own: Rows, others: Sequence[Rows], ignored: int) -> list[Rows]:
-    """Return some rows, and those of the others that are least like them in labels and masks."""
-    marks = marks_of(own.given(), ignored)
-    return [own, max(others, key=lambda other: distance(marks, marks_of(other.given(), ignored)))]
+    """Return ``own``, and the rows of ``others`` that differ most from it in labels and masks."""
+    marks = row_counts(own.given(), ignored)
+    return [own, max(others, key=lambda other: distance(marks, row_counts(other.given(), ignored)))]
 
 
 def other_replicas(own: Rows, program: Program, device: torch.device, ignored: int) -> list[Rows]:
-    """Return these rows of the first replica and of the one least like it, without this rank's. Collective over replicas."""
+    """Return the rows of the first replica and of the most different one, without this rank's. Collective over replicas."""
     if program.mesh is None or program.axis_size("dp") == 1:
         return []
     group, found = program.mesh.get_group("dp"), list[Rows]()
     marks: list[Marks] = [{}] * group.size()
-    dist.all_gather_object(marks, marks_of(own.given(), ignored), group=group)
+    dist.all_gather_object(marks, row_counts(own.given(), ignored), group=group)
     for source in (0, max(range(1, len(marks)), key=lambda index: distance(marks[0], marks[index]))):
         sent = [_on("cpu", (own.batch, own.labels)) if source == group.rank() else None]
         dist.broadcast_object_list(sent, group=group, group_src=source)
@@ -124,21 +124,21 @@ def other_replicas(own: Rows, program: Program, device: torch.device, ignored: i
 
 
 def expected_losses(
-    parts: Sequence[Rows], losses: Sequence[float], counted: Sequence[Counted | None], ignored: int
+    parts: Sequence[Rows], losses: Sequence[float], counted: Sequence[LabelMean | None], ignored: int
 ) -> list[float]:
     """Return the possible losses of all parts together, for a mean over rows or over labels.
 
     Args:
-        parts: The rows of each part.
-        losses: The loss of each part.
-        counted: The reduction of each loss; where it is known the engine weighs by it.
+        parts: Rows of each part.
+        losses: Loss of each part.
+        counted: Reduction of each loss; if all are known, the engine weights by them.
         ignored: Label value that the loss leaves out.
     """
-    known = [each.labels for each in counted if isinstance(each, Counted)]
+    known = [each.labels for each in counted if isinstance(each, LabelMean)]
     if len(known) == len(counted):
         return [_weighted(losses, known)]
     whole, rest = zip(*labels_of([part.given() for part in parts], ignored), strict=True)
-    # an engine refuses other numbers of labels of which it does not know what they are to the loss
+    # with a known reduction the engine weights by labels; with an unknown one it refuses uneven labels
     weights = ([part.number for part in parts], whole, rest)
     return [_weighted(losses, each) for each in weights if sum(each)]
 

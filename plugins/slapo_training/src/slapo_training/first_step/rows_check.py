@@ -9,10 +9,10 @@ from slapo_core import BuildError, Program, get_logger
 from ..model.state_rollback import StateSnapshot
 from ..options.common_options import CommonOptions
 from . import row_mixing
-from .diagnostics import Cut, Pair, buffers_are_updated, loss_is_no_mean, rows_are_mixed, term_is_no_mean, warn_or_refuse
+from .diagnostics import Pair, Partition, buffers_are_updated, loss_is_no_mean, rows_are_mixed, term_is_no_mean, warn_or_refuse
 from .loss_comparison import Factor, LossComparison
-from .row_subsets import Rows, dissimilar_pair, joined, other_replicas
-from .stage_runs import KnownRuns, Planned, RunFailedError, StageRuns, has_loss_of_its_own, runs_alone
+from .row_subsets import Rows, dissimilar_pair, join_rows, other_replicas
+from .stage_runs import Planned, RunCache, RunFailedError, StageRuns, has_loss_of_its_own, runs_alone
 
 
 class RowsCheck:
@@ -21,10 +21,10 @@ class RowsCheck:
     Args:
         program: The program that runs.
         options: Options of the engine.
-        runs: Runs the stages.
+        runs: Runs of the stages.
         parts: All micro-batches of this rank.
         labels_differ: See ``LossComparison``.
-        told: Paths of modules that were told of before; filled.
+        reported: Names in earlier warnings; updated.
     """
 
     def __init__(
@@ -34,22 +34,22 @@ class RowsCheck:
         runs: StageRuns,
         parts: Sequence[Rows],
         labels_differ: bool,
-        told: set[str],
+        reported: set[str],
     ) -> None:
         self._program, self._options, self._runs, self._parts = program, options, runs, parts
-        self._told = told
+        self._reported = reported
         self._labels_differ = labels_differ
         norms = row_mixing.batch_norms(program.module)
-        # with one micro-batch these take statistics of the whole batch
-        self._synced = [each for each in norms.values() if len(parts) == 1 and row_mixing.over_replicas(each)]
-        self._norms = {path: each for path, each in norms.items() if each not in self._synced}
+        # with one micro-batch, these use statistics of the whole batch
+        self._synchronized = [each for each in norms.values() if len(parts) == 1 and row_mixing.over_replicas(each)]
+        self._norms = {path: each for path, each in norms.items() if each not in self._synchronized}
 
-    def make(self, halves: Sequence[Rows], known: KnownRuns | None) -> None:
-        """Make the check.
+    def run(self, halves: Sequence[Rows], known: RunCache | None) -> None:
+        """Run the check.
 
         Args:
-            halves: Two, that are a micro-batch together.
-            known: Runs of both together and of each, where there were any.
+            halves: Two halves of a micro-batch.
+            known: Earlier runs of the micro-batch and its halves, or None.
 
         Raises:
             BuildError: the loss is no mean over rows; or, with ``strict=True``, modules mix rows.
@@ -60,32 +60,32 @@ class RowsCheck:
                 plans = self._planned(halves)
                 with runs_alone(self._program, plans) as state:
                     comparison = self._comparison(plans, state)
-                    pair, is_suspect = self._look(comparison, known)
+                    pair, is_suspect = self._compare_losses(comparison, known)
                     factors = comparison.factors() if is_suspect else {}
-                    self._say_beside(comparison.updated(), comparison.terms() if pair is None else {})
+                    self._report_buffers_and_terms(comparison.updated(), comparison.terms() if pair is None else {})
             except RunFailedError as err:
                 get_logger().debug("the model does not run some rows of a micro-batch: %s", err)
-            found = self._confirmed(factors) if is_suspect else None
+            found = self._confirm(factors) if is_suspect else None
             mixing += [found[0]] if found is not None and found[0] not in self._norms else []
             pair = pair or (found[1] if found is not None else None)
         if mixing:
-            self._say(mixing, pair)
+            self._report_mixing(mixing, pair)
 
-    def _look(self, comparison: LossComparison, known: KnownRuns | None) -> tuple[Pair | None, bool]:
-        """Return the losses that differ with BatchNorms as they are, and whether they also differ without their statistics."""
+    def _compare_losses(self, comparison: LossComparison, known: RunCache | None) -> tuple[Pair | None, bool]:
+        """Return the losses that differ, and whether losses also differ if BatchNorms use running statistics."""
         pair = comparison.compare(known).pair
         if not self._norms:
             return pair, pair is not None
         return pair, comparison.compare(None, self._norms.values()).pair is not None
 
-    def _confirmed(self, factors: Mapping[str, Factor]) -> tuple[str, Pair] | None:
-        """Compare the parts that the engine averages, micro-batches or those of two replicas: rows may go in groups.
+    def _confirm(self, factors: Mapping[str, Factor]) -> tuple[str, Pair] | None:
+        """Compare the parts that the engine averages, micro-batches or those of two replicas: halves may break groups of rows.
 
         Args:
-            factors: Terms that may be what made halves differ, and by which factor.
+            factors: Terms that may explain the difference of halves, with their factors.
 
         Returns:
-            The path of a module that mixes rows, and the losses that differ; None where none do.
+            Path of a module that mixes rows, and the losses that differ; None if none differ.
 
         Raises:
             BuildError: the loss is no mean over rows.
@@ -104,7 +104,7 @@ class RowsCheck:
                 terms = {name: pair for name, pair in comparison.terms().items() if name in again and name in factors}
                 terms = {name: pair for name, pair in terms.items() if again[name].agrees(factors[name])}
                 if terms:
-                    self._say_beside([], terms)
+                    self._report_buffers_and_terms([], terms)
                     return None
                 mixing, wrong = comparison.mixing(self._norms.values()), comparison.loss_function(compared.whole)
                 if wrong is None and mixing is not None:
@@ -115,30 +115,30 @@ class RowsCheck:
             return None
 
     def _planned(self, parts: Sequence[Rows]) -> list[Planned]:
-        return [self._runs.planned(each, has_backward=False) for each in (joined(parts), *parts)]
+        return [self._runs.planned(each, has_backward=False) for each in (join_rows(parts), *parts)]
 
     def _comparison(self, plans: Sequence[Planned], state: StateSnapshot) -> LossComparison:
-        return LossComparison(self._program, self._options, self._runs, state, plans, self._synced, self._labels_differ)
+        return LossComparison(self._program, self._options, self._runs, state, plans, self._synchronized, self._labels_differ)
 
-    def _say(self, paths: Sequence[str], pair: Pair | None) -> None:
-        """Warn of modules that mix rows, or refuse them where that is asked for."""
-        if self._told.issuperset(paths):
+    def _report_mixing(self, paths: Sequence[str], pair: Pair | None) -> None:
+        """Warn of modules that mix rows; raise with ``strict=True``."""
+        if self._reported.issuperset(paths):
             return
-        self._told.update(paths)
-        self._tell(rows_are_mixed(self._program.module, paths, pair, self._cut, bool(self._norms)))
+        self._reported.update(paths)
+        self._report(rows_are_mixed(self._program.module, paths, pair, self._cut, bool(self._norms)))
 
-    def _tell(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         warn_or_refuse(text, self._program, self._options.strict)
 
-    def _say_beside(self, buffers: Sequence[str], terms: Mapping[str, Pair]) -> None:
-        """Warn of buffers that each micro-batch updates and of terms of the loss, or refuse them where that is asked for."""
-        if not self._told.issuperset(buffers):
-            self._told.update(buffers)
-            self._tell(buffers_are_updated(buffers, self._cut))
-        for name in terms.keys() - self._told:
-            self._told.add(name)
-            self._tell(term_is_no_mean(name, terms[name], self._cut))
+    def _report_buffers_and_terms(self, buffers: Sequence[str], terms: Mapping[str, Pair]) -> None:
+        """Warn of buffers that micro-batches update and of terms of the loss; raise with ``strict=True``."""
+        if not self._reported.issuperset(buffers):
+            self._reported.update(buffers)
+            self._report(buffers_are_updated(buffers, self._cut))
+        for name in terms.keys() - self._reported:
+            self._reported.add(name)
+            self._report(term_is_no_mean(name, terms[name], self._cut))
 
     @property
-    def _cut(self) -> Cut:
-        return Cut(len(self._parts), self._program.axis_size("dp"))
+    def _cut(self) -> Partition:
+        return Partition(len(self._parts), self._program.axis_size("dp"))

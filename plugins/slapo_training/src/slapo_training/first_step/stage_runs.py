@@ -1,4 +1,4 @@
-"""Runs of a program's stages one after the other, without an engine."""
+"""Runs of a program's stages in sequence, without an engine."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from slapo_tracing.nodes import asks_for_gradients
 
 from ..batches.nested_tensors import with_tensors
 from ..losses.microbatch_loss import CountedLoss
-from ..losses.reductions import Counted
+from ..losses.reductions import LabelMean
 from ..model.state_rollback import StateSnapshot, state_rollback
 from ..options.common_options import CommonOptions
-from .deterministic_random import FixedDraws
+from .deterministic_random import DeterministicRandom
 from .row_mixing import written_buffers
 from .row_subsets import Rows
 
 Around = Callable[[bool], AbstractContextManager[Any]]
-"""Makes the context that an engine puts around a run, such as autocast; gets whether the run has a backward."""
+"""Function that makes the engine's context of a run, e.g. autocast; its argument is True if the run has a backward."""
 Tensors = tuple[torch.Tensor, ...]
-Behind = Callable[[Tensors, Tensors], bool]
-"""Called behind a stage with the tensors it received and returned, or its loss; the flags of all stages are combined."""
+AfterStage = Callable[[Tensors, Tensors], bool]
+"""Function called after each stage with its received and returned tensors, or its loss; flags of all stages are combined."""
 
 
 class RunFailedError(Exception):
-    """A run failed, on this rank or on another one."""
+    """Error of a run that failed on this rank or on another one."""
 
 
 class Planned(NamedTuple):
-    """Some rows, and the program in stages for as many.
+    """Some rows, and the program planned for their shape.
 
     Args:
-        program: For that shape.
-        rows: The rows that run through it.
+        program: Program for this shape.
+        rows: Rows that run through the program.
     """
 
     program: Program
@@ -51,31 +51,31 @@ class Run(NamedTuple):
     """Results of a run.
 
     Args:
-        loss: On ranks with the last stage; None on others.
-        counted: Its reduction, where it is a known mean over labels.
-        output: The model's output there, without its graph.
-        position: Where this rank's random numbers are behind the run.
-        found: Whether ``behind`` said so on any rank.
-        written: Floating-point buffers that the run has written, see ``written_buffers``.
-        rounding: Relative spacing of numbers of the loss's type; 0 on ranks without one.
+        loss: Loss on ranks with the last stage; None on others.
+        counted: Reduction of the loss if it is a known mean over labels, or None.
+        output: Output of the model on ranks with the last stage, detached.
+        rng_fingerprint: Fingerprint of this rank's random state after the run.
+        found: True if ``after_stage`` returned True on any rank.
+        written: Floating-point buffers that the run modified, see ``written_buffers``.
+        rounding: Machine epsilon of the loss's dtype; 0 on ranks without a loss.
     """
 
     loss: float | None
-    counted: Counted | None
+    counted: LabelMean | None
     output: Any
-    position: int
+    rng_fingerprint: int
     found: bool
     written: dict[str, torch.Tensor]
     rounding: float
 
 
-class KnownRuns(NamedTuple):
-    """Runs of a micro-batch and of its parts that need not be repeated.
+class RunCache(NamedTuple):
+    """Cached runs of a micro-batch and of its parts.
 
     Args:
-        whole: The run of all rows.
-        parts: A run of each part, with fixed draws where the model draws random numbers; None for a part that has not run.
-        draws: Whether the model draws random numbers on any rank.
+        whole: Run of all rows.
+        parts: Run of each part, deterministic if the model samples random numbers; None for a part that has not run.
+        draws: True if the model samples random numbers on any rank.
     """
 
     whole: Run
@@ -84,16 +84,16 @@ class KnownRuns(NamedTuple):
 
 
 class StageRuns:
-    """Runs stages in training mode, each on the rank that has it. Every call is collective over the mesh.
+    """Runs stages in training mode, each on its rank. Every call is collective over the mesh.
 
     Args:
-        program: In stages, or one.
-        options: Options of the engine; with ``loss_over`` or ``loss_weights`` backwards start at the outputs, without a loss.
-        device: Device of the messages between ranks.
-        around: Makes the context that an engine puts around a run.
-        accumulates: Whether a run may leave gradients with parameters until it is put back, without an engine that takes them.
-        failed: Called with an error on the rank that has it, before ranks meet: comes back where the tensor-parallel ranks have
-            one as well, which else wait for this rank in a collective. None raises the error of the first run there.
+        program: The program.
+        options: Options of the engine; with ``loss_over`` or ``loss_weights`` backwards start at the outputs.
+        device: Device of messages between ranks.
+        around: Makes the engine's context of a run.
+        accumulates: True if a run may accumulate gradients in parameters until its rollback.
+        failed: Called with an error on its rank, before any reduction. It returns if the tensor-parallel ranks failed too;
+            otherwise they would wait for this rank in a collective. With None, the first run raises its error at once.
     """
 
     def __init__(
@@ -112,68 +112,70 @@ class StageRuns:
         """Plan the stages for rows of this shape.
 
         Args:
-            rows: That are to run.
-            has_backward: Whether runs of these have gradients, which a forward may ask for.
+            rows: Rows to run.
+            has_backward: True if their runs have gradients, which a forward may test.
 
         Raises:
-            RunFailedError: on a rank that failed; raised on all.
+            RunFailedError: on all ranks, if one failed.
         """
         program, replan = self._program, self._program.replan
         if replan is None or len(program.stages) == 1:
             return Planned(program, rows)
-        with self.failing_together(), torch.enable_grad(), self._around(True):
+        with self.failing_on_all_ranks(), torch.enable_grad(), self._around(True):
             program = replan(True, rows.batch)
         if not has_backward and any(asks_for_gradients(stage.module) for stage in program.stages):
-            with self.failing_together(), torch.no_grad(), self._around(False):
+            with self.failing_on_all_ranks(), torch.no_grad(), self._around(False):
                 program = replan(True, rows.batch)
         return Planned(program, rows)
 
-    def __call__(self, planned: Planned, state: StateSnapshot, behind: Behind | None = None, fixed: bool = False) -> Run:
-        """Run rows through all stages, with gradients where ``behind`` wants them.
+    def __call__(
+        self, planned: Planned, state: StateSnapshot, after_stage: AfterStage | None = None, fixed: bool = False
+    ) -> Run:
+        """Run rows through all stages, with gradients if there is an ``after_stage``.
 
         Args:
             planned: The rows.
-            state: State that the run starts from.
-            behind: Called behind each stage.
-            fixed: Whether dropout is off, and other draws give fixed numbers.
+            state: State at the start of the run.
+            after_stage: Called after each stage.
+            fixed: True to run with ``DeterministicRandom``.
 
         Raises:
-            RunFailedError: the run broke off on a rank; raised on all.
+            RunFailedError: on all ranks, if the run failed on one.
         """
-        state.put_back()
+        state.restore()
         loss_of = None if has_loss_of_its_own(self._options) else CountedLoss(self._options.loss_fn, self._options.output_loss)
-        one = _OneRun(planned, loss_of, behind)
+        one = _StageRun(planned, loss_of, after_stage)
         own = self._program.axis_rank("pp")
         values: Tensors = ()
-        stages, has_backward = planned.program.stages, behind is not None
+        stages, has_backward = planned.program.stages, after_stage is not None
         for stage in stages:
-            draws = FixedDraws() if fixed else nullcontext()
-            with self.failing_together(), torch.set_grad_enabled(has_backward), self._around(has_backward), draws:
+            draws = DeterministicRandom() if fixed else nullcontext()
+            with self.failing_on_all_ranks(), torch.set_grad_enabled(has_backward), self._around(has_backward), draws:
                 if self._program.rank_of(stage.index) == own:
                     values = one.stage(stage, values)
             if stage.index + 1 < len(stages):
-                values = self._sent(values, stages[stage.index + 1].inputs, stage.index)
-        found = self.anywhere(one.found) if has_backward else False
+                values = self._send(values, stages[stage.index + 1].inputs, stage.index)
+        found = self.any_rank(one.found) if has_backward else False
         self._has_run = True
         output, written = _detached(one.output), written_buffers(self._program.module, state)
-        return Run(one.loss, one.counted, output, state.position(), found, written, one.rounding)
+        return Run(one.loss, one.counted, output, state.rng_fingerprint(), found, written, one.rounding)
 
     def own_modules(self, planned: Planned) -> list[nn.Module]:
         """Return the modules of this rank's stages."""
         own = self._program.axis_rank("pp")
         return [stage.module for stage in planned.program.stages if self._program.rank_of(stage.index) == own]
 
-    def anywhere(self, flag: bool) -> bool:
-        """Return whether a flag is set on any rank."""
+    def any_rank(self, flag: bool) -> bool:
+        """Return True if a flag is set on any rank."""
         found = torch.tensor([int(flag)], device=self.device)
         return bool(all_reduce(found, self._program.mesh, dist.ReduceOp.MAX).item())
 
     @contextmanager
-    def failing_together(self) -> Iterator[None]:
-        """Raise ``RunFailedError`` on all ranks where one of them raises an error inside.
+    def failing_on_all_ranks(self) -> Iterator[None]:
+        """Context that raises ``RunFailedError`` on all ranks if one of them raises an error in it.
 
         Raises:
-            SlapoError: the first run was refused, as the step would be.
+            SlapoError: the first run was refused; the step would be refused too.
         """
         error = None
         try:
@@ -184,14 +186,14 @@ class StageRuns:
                 self._failed(err)
             elif not self._has_run and self._program.axis_size("tp") > 1:
                 raise
-        if self.anywhere(error is not None):
-            if not self._has_run and self.anywhere(isinstance(error, SlapoError)):
+        if self.any_rank(error is not None):
+            if not self._has_run and self.any_rank(isinstance(error, SlapoError)):
                 raise_on_all_ranks(error if isinstance(error, SlapoError) else None, self._program.mesh)
             self._has_run = True
             raise RunFailedError(str(error) if error is not None else "it failed on another rank") from error
 
-    def _sent(self, values: Tensors, boundaries: tuple[Boundary, ...], source: int) -> Tensors:
-        """Bring what one stage gave to the rank of the next."""
+    def _send(self, values: Tensors, boundaries: tuple[Boundary, ...], source: int) -> Tensors:
+        """Send a stage's outputs to the rank of the next stage; return them there."""
         ranks, own = [self._program.rank_of(source), self._program.rank_of(source + 1)], self._program.axis_rank("pp")
         if ranks[0] == ranks[1] or own not in ranks:
             return values
@@ -208,19 +210,19 @@ class StageRuns:
         return tuple(received)
 
 
-class _OneRun:
+class _StageRun:
     """One run of some rows through the stages of this rank."""
 
-    def __init__(self, planned: Planned, loss_of: CountedLoss | None, behind: Behind | None) -> None:
-        self._stages, self._rows, self._loss_of, self._behind = planned.program.stages, planned.rows, loss_of, behind
+    def __init__(self, planned: Planned, loss_of: CountedLoss | None, after_stage: AfterStage | None) -> None:
+        self._stages, self._rows, self._loss_of, self._behind = planned.program.stages, planned.rows, loss_of, after_stage
         self.loss: float | None = None
         self.rounding = 0.0
-        self.counted: Counted | None = None
+        self.counted: LabelMean | None = None
         self.output: Any = None
         self.found = False
 
     def stage(self, stage: Stage, values: Tensors) -> Tensors:
-        """Run one stage; what it gives for the next."""
+        """Run one stage and return its outputs."""
         training = torch.is_grad_enabled()
         values = tuple(
             value.detach().requires_grad_(boundary.requires_grad and training)
@@ -249,13 +251,13 @@ class _OneRun:
             leaves = torch.utils._pytree.tree_leaves(self.output)
             return tuple(each for each in leaves if isinstance(each, torch.Tensor))
         loss, told = self._loss_of(run, self._rows.labels)
-        self.counted = told if isinstance(told, Counted) else None
+        self.counted = told if isinstance(told, LabelMean) else None
         self.loss, self.rounding = float(loss.detach()), torch.finfo(loss.dtype).eps
         return (loss,)
 
 
 class StageCall(nn.Module):
-    """A stage and what is made of its output, in one module, as an engine calls them: others look at the outermost call."""
+    """A stage and the function of its output in one module, as engines call them: first-run checks watch the outermost call."""
 
     def __init__(self, module: nn.Module, call: Callable[[nn.Module, Any, Any], Tensors]) -> None:
         super().__init__()
@@ -272,27 +274,27 @@ def _call(module: nn.Module, args: Any, kwargs: Any) -> Tensors:
 
 
 def has_loss_of_its_own(options: CommonOptions) -> bool:
-    """Return whether options say what the loss is a mean over, so that the engine does not take it for one over rows."""
+    """Return True if an option sets what the loss is a mean over, so that it is not assumed to be a mean over rows."""
     return any(getattr(options, name, None) is not None for name in ("loss_over", "loss_weights"))
 
 
 @contextmanager
 def runs_alone(program: Program, plans: Sequence[Planned]) -> Iterator[StateSnapshot]:
-    """Put back what runs of these rows change in the model and in the process; see ``state_rollback``."""
+    """Context that rolls back all changes of runs of these rows to model and process; see ``state_rollback``."""
     trees = [program.module, *(stage.module for each in plans for stage in each.program.stages)]
     with state_rollback(module for tree in trees for module in tree.modules()) as state:
         yield state
 
 
 def _check(given: Tensors, boundaries: tuple[Boundary, ...]) -> None:
-    """Raise where a stage gives something else than the next one is going to receive."""
+    """Raise ``RunFailedError`` if a stage returns other shapes or dtypes than planned."""
     for value, boundary in zip(given, boundaries, strict=True):
         if (tuple(value.shape), value.dtype) != (tuple(boundary.shape), boundary.dtype):
             raise RunFailedError(f"a stage gives {boundary.name!r} with another shape or type than planned")
 
 
 def _detached(output: Any) -> Any:
-    """Return the output without its graph, which else would stay in memory beside that of the next run."""
+    """Return the output without its graph, to free the graph before the next run."""
 
     def detach(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):

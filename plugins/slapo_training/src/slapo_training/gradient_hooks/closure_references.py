@@ -1,4 +1,4 @@
-"""Parameters and modules that a hook may read beside the gradient, as it closed over them."""
+"""Search for parameters and modules that a hook may read beside the gradient."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ import torch
 from torch import nn
 
 _MOST = 2000
-"""Number of objects that are searched."""
+"""Largest number of searched objects."""
 
 
 def reads_weights(hook: Any) -> bool:
-    """Return whether a hook can reach a module or a parameter, and so may need the whole weights.
+    """Return True if a hook can reach a module or parameter, and so may need whole weights.
 
-    The search covers closures, bound objects, defaults, and the globals that the hook names. It gives up, and returns True,
-    after a number of objects.
+    The search covers closures, bound objects, defaults, and globals that the hook names. After ``_MOST`` objects it gives True.
     """
     waiting, seen = [hook], dict[int, Any]()
     while waiting:
@@ -30,11 +29,11 @@ def reads_weights(hook: Any) -> bool:
         seen[id(found)] = found
         if isinstance(found, (nn.Module, nn.Parameter, torch.optim.Optimizer)) or len(seen) > _MOST:
             return True
-        waiting += _inside(found)
+        waiting += _referenced_values(found)
     return False
 
 
-def _inside(found: Any) -> Iterable[Any]:
+def _referenced_values(found: Any) -> Iterable[Any]:
     if isinstance(found, (str, bytes, int, float, complex, type(None), torch.Tensor, type, types.ModuleType, torch.device)):
         return ()
     if isinstance(found, types.FunctionType):
@@ -49,7 +48,7 @@ def _inside(found: Any) -> Iterable[Any]:
         return found
     if isinstance(found, weakref.ref):
         return (found(),)
-    call = getattr(type(found), "__call__", None)  # noqa: B004  of the class, as an instance is called by it
+    call = getattr(type(found), "__call__", None)  # noqa: B004  calls of an instance use its class
     slots = (getattr(found, name, None) for kind in type(found).__mro__ for name in getattr(kind, "__slots__", ()))
     return (*getattr(found, "__dict__", {}).values(), *slots, *([call] if isinstance(call, types.FunctionType) else []))
 
@@ -61,7 +60,7 @@ def _of_function(function: types.FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # it has nothing yet
+        except ValueError:  # an empty cell
             continue
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()

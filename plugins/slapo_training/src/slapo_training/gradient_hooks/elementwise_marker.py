@@ -1,4 +1,4 @@
-"""Marks by which users declare a hook elementwise."""
+"""Marker by which users declare a hook elementwise."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ KINDS = ("elementwise", "whole")
 
 
 def gradient_hook(hook: Callable[[Any], Any], kind: str = "whole") -> Callable[[Any], Any]:
-    """Say how a hook of a parameter looks at the gradient, and give it back for ``Tensor.register_hook``.
+    """Declare how a hook reads the gradient; return the hook for ``Tensor.register_hook``.
 
-    Without this a hook is taken to look at the whole gradient, which is right for each. An elementwise one costs no message:
+    Without a declaration a hook gets the whole gradient, which is right for each hook. An elementwise hook costs no message:
 
         weight.register_hook(slapo.gradient_hook(lambda gradient: gradient.clamp(-1, 1), kind="elementwise"))
 
     Args:
-        hook: For ``Tensor.register_hook`` or ``Tensor.register_post_accumulate_grad_hook``.
-        kind: ``"elementwise"`` where each element is computed from the same element alone, alike at all places; such a hook
-            gets the part of the reduced gradient that its rank has. ``"whole"`` for all others: masks, norms, slices.
+        hook: Hook for ``Tensor.register_hook`` or ``Tensor.register_post_accumulate_grad_hook``.
+        kind: ``"elementwise"`` if each element depends on the same element only, and equally at all positions; the hook then
+            gets its rank's shard of the reduced gradient. ``"whole"`` for all other hooks: masks, norms, slices.
 
     Raises:
         UnknownNameError: no such kind.
@@ -38,5 +38,5 @@ def gradient_hook(hook: Callable[[Any], Any], kind: str = "whole") -> Callable[[
 
 
 def is_elementwise(hook: object) -> bool:
-    """Return whether a hook was said to be elementwise."""
+    """Return True if a hook was declared elementwise."""
     return getattr(hook, _KIND, None) == "elementwise"

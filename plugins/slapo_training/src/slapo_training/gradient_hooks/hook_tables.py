@@ -1,4 +1,4 @@
-"""The tables in which torch keeps a parameter's hooks."""
+"""Torch's tables of a parameter's hooks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Table = dict[int, Hook]
 
 
 class HookRef(NamedTuple):
-    """A hook in the table that the user's handle removes it from.
+    """Reference to a hook in the table that the user's handle removes it from.
 
     Args:
-        table: The table of the parameter that it was put on.
-        key: Its key in there.
+        table: Table of the parameter on which the user registered the hook.
+        key: Key of the hook in the table.
     """
 
     table: Table
@@ -28,20 +28,20 @@ class HookRef(NamedTuple):
 
     @property
     def hook(self) -> Hook | None:
-        """The hook, or None where the user has removed it."""
+        """The hook, or None if the user removed it."""
         return self.table.get(self.key)
 
 
 def table_of(parameter: torch.Tensor, name: str) -> Table:
-    """Return one of a parameter's tables, an empty one where torch has none."""
+    """Return one of a parameter's tables, or an empty one."""
     return getattr(parameter, name, None) or {}
 
 
 def put_table(parameter: torch.Tensor, name: str, hooks: Table) -> None:
-    """Give a parameter a table of its own; handles of the one before go on removing hooks from that."""
+    """Replace a parameter's table; handles of the old table still remove hooks from the old one."""
     setattr(parameter, name, hooks if isinstance(hooks, OrderedDict) else OrderedDict(hooks))
 
 
-def is_users(hook: Hook) -> bool:
-    """Return whether a hook is the user's: those of a schedule, which sum gradients, say so of themselves."""
+def is_user_hook(hook: Hook) -> bool:
+    """Return True for a user's hook; hooks of the schedule, which sum gradients, have ``of_schedule``."""
     return not getattr(hook, "of_schedule", False)

@@ -1,4 +1,4 @@
-"""Tensors that users keep as attributes of a parameter, such as a mask, cut as the parameter is."""
+"""Tensor attributes of parameters, e.g. a mask, sharded like the parameter."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ from collections.abc import Callable, Sequence
 import torch
 
 CUT = "_slapo_cut_attributes"
-"""Attribute of a part: the names of those of its attributes that were cut with it."""
+"""Attribute of a shard with the names of its attributes that were sharded with it."""
 
 
-def cut_attributes(
+def shard_attributes(
     part: torch.Tensor, shape: Sequence[int], dim: int, cut: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Let a part of a parameter have the matching part of each tensor that was an attribute of the parameter.
+    """Shard the tensor attributes of a parameter's shard in place.
 
     Args:
-        part: The part, which has the attributes of the parameter.
-        shape: Shape of the parameter. A tensor matches that has as many dimensions, each of the same size or of size 1.
-        dim: Dimension along which the parameter was cut; what has size 1 there stays as it is.
-        cut: Makes the part of a tensor.
+        part: The shard, with the attributes of the whole parameter.
+        shape: Shape of the whole parameter. A tensor matches if each of its sizes is the same or 1.
+        dim: Sharded dimension; tensors of size 1 along it do not change.
+        cut: Returns the shard of a tensor.
 
     Returns:
-        The tensors as they were, by name.
+        The whole tensors by name.
     """
-    found = {name: value for name, value in vars(part).items() if matches(value, shape) and value.shape[dim] == shape[dim]}
+    found = {
+        name: value for name, value in vars(part).items() if is_shaped_like(value, shape) and value.shape[dim] == shape[dim]
+    }
     vars(part).update({name: cut(value.detach()) for name, value in found.items()})
     if found:
         vars(part)[CUT] = {*vars(part).get(CUT, ()), *found}
@@ -32,14 +34,14 @@ def cut_attributes(
 
 
 def attributes_cut_with(part: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the tensors that were cut with a part, by name, each expanded to the shape of the part."""
+    """Return the tensor attributes that were sharded with a shard, by name, each expanded to the shard's shape."""
     own = vars(part)
-    tensors = {name: own.get(name) for name in sorted(own.get(CUT, ()))}  # users may have put something else there
+    tensors = {name: own.get(name) for name in sorted(own.get(CUT, ()))}  # users may have replaced an attribute
     return {name: value.expand(part.shape) for name, value in tensors.items() if isinstance(value, torch.Tensor)}
 
 
-def matches(value: object, shape: Sequence[int]) -> bool:
-    """Return whether a value is a tensor of a parameter's shape, or of size 1 along some dimensions."""
+def is_shaped_like(value: object, shape: Sequence[int]) -> bool:
+    """Return True for a tensor of a parameter's shape, or with size 1 along some dimensions."""
     if type(value) is not torch.Tensor or value.dim() != len(shape) or not shape:
         return False
     return all(own in (1, size) for own, size in zip(value.shape, shape, strict=True))

@@ -1,4 +1,4 @@
-"""Hooks of a whole parameter on the part that took its place, for a backward without an engine."""
+"""Hooks of a whole parameter on its shard, for backwards without an engine."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from slapo_core import ShardSpec
 
 from ..distributed.full_tensors import gather_parts
 from .elementwise_marker import is_elementwise
-from .hook_tables import TABLES, Hook, HookRef, is_users, put_table, table_of
+from .hook_tables import TABLES, Hook, HookRef, is_user_hook, put_table, table_of
 from .whole_parameter import Place, whole_parameter
 
 
-class CarriedHook:
-    """A user's hook on a part: it sees the whole gradient of each backward. Collective over the ranks of the parts.
+class ShardedHook:
+    """User's hook on a shard, called with the whole gradient of each backward. Collective over the ranks of the shards.
 
-    A copy of the parameter has none, as torch copies no hooks.
+    Copies of the parameter have no hooks, as torch does not copy them.
 
     Args:
-        ref: The hook.
-        whole: The parameter it was put on.
-        part: The part that took its place.
-        spec: How that was cut.
-        places: Where the model has the part.
+        ref: Reference to the hook.
+        whole: The parameter on which the hook was registered.
+        part: The shard.
+        spec: Spec of the shard.
+        places: Modules and names under which the model holds the shard.
     """
 
     def __init__(self, ref: HookRef, whole: torch.Tensor, part: torch.Tensor, spec: ShardSpec, places: list[Place]) -> None:
@@ -46,14 +46,14 @@ class CarriedHook:
         if is_elementwise(hook):
             return _changed(hook, gradient)
         whole = gather_parts(gradient, self._spec)
-        if part is None:  # another one took its place
+        if part is None:  # another tensor replaced the shard
             return self._spec.local(_changed(hook, whole))
         with self._whole(part):
             return self._spec.local(_changed(hook, whole))
 
 
-class CarriedPostHook(CarriedHook):
-    """A user's hook that waits for the gradient to be accumulated."""
+class ShardedPostAccumulateHook(ShardedHook):
+    """User's post-accumulate hook on a shard."""
 
     def __call__(self, part: torch.Tensor | None) -> None:
         """Run as a hook of ``register_post_accumulate_grad_hook``."""
@@ -74,20 +74,20 @@ class CarriedPostHook(CarriedHook):
             part.grad.copy_(self._spec.local(gradient))
 
 
-def carry_hooks(part: torch.Tensor, whole: torch.Tensor, spec: ShardSpec, places: list[Place]) -> None:
-    """Give the part tables of its own, in which the user's hooks of the whole parameter see that.
+def move_hooks(part: torch.Tensor, whole: torch.Tensor, spec: ShardSpec, places: list[Place]) -> None:
+    """Wrap the user's hooks of a whole parameter for its shard, in new tables of the shard.
 
     Args:
-        part: Takes the place of ``whole``, and has its hooks.
-        whole: The parameter, which keeps its hooks as they are.
-        spec: How the part was cut.
-        places: Where the model has the part.
+        part: The shard that replaces ``whole``, with its hooks.
+        whole: The whole parameter, whose hooks do not change.
+        spec: Spec of the shard.
+        places: Modules and names under which the model holds the shard.
     """
-    for name, kind in zip(TABLES, (CarriedHook, CarriedPostHook), strict=True):
+    for name, kind in zip(TABLES, (ShardedHook, ShardedPostAccumulateHook), strict=True):
         table = table_of(whole, name)
         if table:
             carried = {
-                key: kind(HookRef(table, key), whole, part, spec, places) if is_users(hook) else hook
+                key: kind(HookRef(table, key), whole, part, spec, places) if is_user_hook(hook) else hook
                 for key, hook in table.items()
             }
             put_table(part, name, OrderedDict(carried))

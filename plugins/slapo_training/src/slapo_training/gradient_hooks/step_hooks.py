@@ -1,4 +1,4 @@
-"""The user's hooks of parameters, run once in a step."""
+"""Runs of the user's parameter hooks, once per step."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from torch.utils.hooks import RemovableHandle
 from slapo_core import BuildError, Program, ShardSpec, gather_objects, is_sharded, mesh_groups, parameter_facts, shard_spec
 
 from ..distributed.full_tensors import over_group
-from ..distributed.synchronized_rng import equal_random_numbers
+from ..distributed.synchronized_rng import synchronized_rng
 from .closure_references import reads_weights
 from .elementwise_marker import is_elementwise
-from .hook_tables import TABLES, TENSOR_HOOKS, Hook, HookRef, Table, is_users, put_table, table_of
-from .sharded_hooks import CarriedHook
+from .hook_tables import TABLES, TENSOR_HOOKS, Hook, HookRef, Table, is_user_hook, put_table, table_of
+from .sharded_hooks import ShardedHook
 from .whole_parameter import Origin, Place, whole_parameter
 
 
 class GradientAccess:
-    """Reads and writes the reduced gradients of this rank's parameters: those that torch keeps at the parameters.
+    """Reads and writes the reduced gradients of this rank's parameters, here ``Parameter.grad``.
 
     Attributes:
-        keeps_weights: Where else an engine keeps the weights, so that a hook cannot change them; empty where it does not.
-        counts_unused: Whether the engine takes zeros for the gradient of a parameter that a step does not use.
-        steps_all: Whether the engine steps a parameter whose gradient a hook took away, with zeros.
+        keeps_weights: Place where the engine keeps weights, so that hooks cannot change them; empty for ``Parameter.data``.
+        counts_unused: True if the engine has zero gradients for parameters that a step does not use.
+        steps_all: True if the engine steps parameters without a gradient, with zeros.
     """
 
     keeps_weights = ""
@@ -36,14 +36,14 @@ class GradientAccess:
     steps_all = False
 
     def begin(self, hooked: Sequence[nn.Parameter]) -> None:
-        """Get ready for reading the gradients of these. Collective where an engine shares gradients out."""
+        """Prepare reads of these parameters' gradients. Collective if the engine shards gradients."""
 
     def get(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the gradient; None where there is none. Collective where an engine shares gradients out."""
+        """Return the gradient, or None. Collective if the engine shards gradients."""
         return parameter.grad
 
     def put(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
-        """Let this be the gradient."""
+        """Set the gradient."""
         own = parameter.grad
         if own is None or gradient is None or own.layout is not torch.strided or gradient.layout is not torch.strided:
             parameter.grad = gradient
@@ -51,25 +51,25 @@ class GradientAccess:
             own.copy_(gradient)
 
     def values(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[object]:
-        """Let parameters have their values inside. Collective where an engine shares them out."""
+        """Return a context in which parameters have their values. Collective if the engine shards them."""
         return nullcontext()
 
 
 @dataclass
-class _Hooked:
-    """A parameter with hooks, on this rank or on others that have it too.
+class _HookedParameter:
+    """A parameter with hooks, on this rank or on other ranks that have it.
 
     Args:
-        name: In this rank's stages.
-        names: In the unmodified model.
-        origin: The parameter that it was there.
+        name: Name in this rank's stages.
+        names: Names in the unmodified model.
+        origin: Returns the parameter of the unmodified model.
         hooks: Hooks of ``register_hook``.
         post_hooks: Hooks of ``register_post_accumulate_grad_hook``.
-        reads: Whether a hook of some rank may need the whole weights.
-        is_local: Whether the part of each rank is enough.
-        differs: Whether other ranks have more or fewer hooks.
-        parameter: The parameter that the model has now.
-        places: Where in the model.
+        reads: True if a hook of some rank may need the whole weights.
+        is_local: True if the hooks need only each rank's shard.
+        differs: True if ranks have different numbers of hooks.
+        parameter: The parameter that the engine trains.
+        places: Modules and names under which the model holds the parameter.
     """
 
     name: str
@@ -84,7 +84,7 @@ class _Hooked:
     places: list[Place] = field(default_factory=list)
 
     def facts(self) -> tuple[int, bool, bool]:
-        """Return facts that ranks compare: the number of hooks, whether one reads weights, and whether one needs the whole."""
+        """Return facts for other ranks: number of hooks, whether one reads weights, and whether one is not elementwise."""
         hooks = [ref.hook for ref in (*self.hooks, *self.post_hooks)]
         reads = bool(self.post_hooks) or any(map(reads_weights, hooks))
         return len(hooks), reads, not all(map(is_elementwise, hooks))
@@ -93,9 +93,9 @@ class _Hooked:
 class StepHooks:
     """Takes the user's hooks off this rank's parameters, and runs them once in each step.
 
-    A hook sees the whole gradient of the whole batch, as in one process: reduced over micro-batches, replicas and ties, put
-    together from the parts of all ranks, and not yet clipped. What it makes of it goes back to the parts. Hooks that were put
-    on a part, or on any parameter after this, are torch's, and so are those of the schedule.
+    A hook gets the whole gradient of the whole batch, as in one process: reduced over micro-batches, replicas and ties,
+    gathered from all shards, and not yet clipped. Its result is scattered to the shards. Hooks that were registered on a shard,
+    or after this, stay with torch, and so do hooks of the schedule.
 
     Args:
         program: The program that is built.
@@ -106,26 +106,26 @@ class StepHooks:
     def __init__(self, program: Program, module: nn.Module, is_on: bool) -> None:
         self._program = program
         self._taken: list[tuple[nn.Parameter, str, Table]] = []
-        self._hooked: dict[str, _Hooked] = {}
-        self._order: list[_Hooked] = []
+        self._hooked: dict[str, _HookedParameter] = {}
+        self._order: list[_HookedParameter] = []
         self._access = GradientAccess()
         self._handles: list[RemovableHandle] = []
         self._used = set[str]()
         self.is_active = False
         for name, parameter in module.named_parameters() if is_on else ():
-            self._hooked[name] = _Hooked(name, parameter_facts(parameter).names or (name,), weakref.ref(parameter))
+            self._hooked[name] = _HookedParameter(name, parameter_facts(parameter).names or (name,), weakref.ref(parameter))
             for table in TABLES:
                 self._take(self._hooked[name], parameter, table)
 
-    def _take(self, hooked: _Hooked, parameter: nn.Parameter, name: str) -> None:
+    def _take(self, hooked: _HookedParameter, parameter: nn.Parameter, name: str) -> None:
         table = table_of(parameter, name)
         found = hooked.hooks if name == TENSOR_HOOKS else hooked.post_hooks
         left: Table = {}
         for key, hook in table.items():
-            if isinstance(hook, CarriedHook):
+            if isinstance(hook, ShardedHook):
                 found.append(hook.ref)
                 hooked.origin = hook.origin
-            elif is_users(hook) and not is_sharded(parameter):
+            elif is_user_hook(hook) and not is_sharded(parameter):
                 found.append(HookRef(table, key))
             else:
                 left[key] = hook
@@ -134,7 +134,7 @@ class StepHooks:
             put_table(parameter, name, left)
 
     def give_back(self) -> None:
-        """Put the hooks back on the parameters, and run them no more."""
+        """Return the hooks to the parameters; they run no longer here."""
         for parameter, name, table in self._taken:
             table.update({key: hook for key, hook in table_of(parameter, name).items() if key not in table})
             put_table(parameter, name, table)
@@ -145,11 +145,11 @@ class StepHooks:
         self._order, self.is_active, self._access = [], False, GradientAccess()
 
     def bind(self, module: nn.Module, access: GradientAccess) -> None:
-        """Find the parameters as the engine has them, and agree with the other ranks on what is sent. Collective over the mesh.
+        """Find the engine's parameters, and exchange facts of hooks with all ranks. Collective over the mesh.
 
         Args:
             module: This rank's stages.
-            access: The engine's gradients.
+            access: Access to the engine's gradients.
         """
         own = {name: each.facts() for name, each in self._hooked.items() if each.hooks or each.post_hooks}
         everyone = gather_objects((own, self._place), self._program.mesh)
@@ -166,23 +166,23 @@ class StepHooks:
             each.differs = len({number for number, _, _ in known}) > 1
             each.parameter = named[name]
             each.places = places.get(id(each.parameter), [])
-        self._order = self._sorted()
+        self._order = self._in_backward_order()
         self._access = access
         if access.counts_unused:
-            self._note_use()
+            self._record_use()
 
     @property
     def _place(self) -> int:
         return self._program.axis_rank("pp")
 
-    def _sorted(self) -> list[_Hooked]:
-        """In the order of a backward; those of several stages before the others, so that each stage is at the same number."""
+    def _in_backward_order(self) -> list[_HookedParameter]:
+        """Return the parameters in backward order; tied ones of several stages first, so that their stages meet at them."""
         named = dict(self._program.module.named_parameters(remove_duplicate=False))
         tied = {id(named[tie.names[0]]) for tie in self._program.ties}
         shared = sorted((each for each in self._hooked.values() if id(each.parameter) in tied), key=lambda each: each.names)
         return [*shared, *(each for each in reversed(self._hooked.values()) if id(each.parameter) not in tied)]
 
-    def _note_use(self) -> None:
+    def _record_use(self) -> None:
         for each in self._order:
             parameter, names = each.parameter, each.names
 
@@ -194,11 +194,11 @@ class StepHooks:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Run all hooks. Collective over the mesh, where some rank has hooks, and also after an error in one.
+        """Run all hooks. Collective over the mesh if some rank has hooks, also after an error in a hook.
 
         Raises:
-            Exception: the first one that a hook of this rank raised.
-            BuildError: a hook did what the engine cannot do.
+            Exception: the first error of a hook of this rank.
+            BuildError: a hook changed something that the engine cannot use.
         """
         if not self.is_active:
             return
@@ -209,15 +209,15 @@ class StepHooks:
         failure: Exception | None = None
         self._access.begin([each.parameter for each in self._order if each.parameter is not None])
         mesh = self._program.mesh
-        with equal_random_numbers(mesh_groups(mesh), mesh.device_type if mesh is not None else "cpu"):
+        with synchronized_rng(mesh_groups(mesh), mesh.device_type if mesh is not None else "cpu"):
             for each in self._order:
                 if used is None or not used.isdisjoint(each.names):
-                    failure = self._run_one(each, is_silent=failure is not None) or failure
+                    failure = self._run_hooks_of(each, is_silent=failure is not None) or failure
         if failure is not None:
             raise failure
 
-    def _run_one(self, each: _Hooked, is_silent: bool) -> Exception | None:
-        """Run the hooks of one parameter; after an error of another this rank still sends what the others wait for."""
+    def _run_hooks_of(self, each: _HookedParameter, is_silent: bool) -> Exception | None:
+        """Run the hooks of one parameter; after an earlier error, only send the messages that other ranks wait for."""
         parameter = each.parameter
         assert parameter is not None
         spec = shard_spec(parameter) if is_sharded(parameter) and not each.is_local else None
@@ -232,7 +232,7 @@ class StepHooks:
                 if each.reads and spec is not None:
                     given = parameter, spec, each.origin, each.places
                     whole = stack.enter_context(whole_parameter(*given, in_place=True))
-                result = gradient if is_silent else self._applied(each, gradient, whole)
+                result = gradient if is_silent else self._apply_hooks(each, gradient, whole)
             if not is_silent:
                 self._access.put(parameter, spec.local(result) if spec is not None and result is not None else result)
         except Exception as err:
@@ -240,16 +240,16 @@ class StepHooks:
         return None
 
     def _gradient(self, parameter: nn.Parameter, spec: ShardSpec | None) -> torch.Tensor | None:
-        """Return a gradient that hooks may keep."""
+        """Return a copy of the gradient, which hooks may keep."""
         if spec is None:
             own = self._access.get(parameter)
             return None if own is None else own.clone()
         return over_group(parameter, lambda tensor: self._access.get(tensor))  # type: ignore[arg-type]
 
-    def _applied(self, each: _Hooked, gradient: torch.Tensor, whole: nn.Parameter) -> torch.Tensor | None:
+    def _apply_hooks(self, each: _HookedParameter, gradient: torch.Tensor, whole: nn.Parameter) -> torch.Tensor | None:
         before = gradient.clone() if each.differs else gradient
         kept = whole.detach().clone() if self._access.keeps_weights and each.post_hooks else None
-        own, whole.grad = whole.grad, None  # as in a backward, before the gradient is accumulated
+        own, whole.grad = whole.grad, None  # hooks run before accumulation, as in a backward
         try:
             found = _after_accumulation(each, _after_hooks(each, gradient), whole)
         finally:
@@ -261,8 +261,10 @@ class StepHooks:
             )
         return found
 
-    def _check(self, each: _Hooked, gradient: torch.Tensor | None, whole: nn.Parameter, kept: torch.Tensor | None) -> None:
-        """Refuse what an engine would not see."""
+    def _check(
+        self, each: _HookedParameter, gradient: torch.Tensor | None, whole: nn.Parameter, kept: torch.Tensor | None
+    ) -> None:
+        """Refuse changes that the engine would ignore."""
         if kept is not None and not torch.equal(kept, whole.detach()):
             whole.copy_(kept)
             raise BuildError(
@@ -276,8 +278,8 @@ class StepHooks:
             )
 
 
-def _after_hooks(each: _Hooked, gradient: torch.Tensor) -> torch.Tensor:
-    """Return what the hooks of ``register_hook`` make of a gradient."""
+def _after_hooks(each: _HookedParameter, gradient: torch.Tensor) -> torch.Tensor:
+    """Return the gradient after the hooks of ``register_hook``."""
     for hook in _present(each.hooks):
         result = hook(gradient)
         if result is None:
@@ -292,8 +294,8 @@ def _after_hooks(each: _Hooked, gradient: torch.Tensor) -> torch.Tensor:
     return gradient
 
 
-def _after_accumulation(each: _Hooked, gradient: torch.Tensor, whole: nn.Parameter) -> torch.Tensor | None:
-    """Return what the hooks that wait for an accumulated gradient make of it, which they find at the parameter."""
+def _after_accumulation(each: _HookedParameter, gradient: torch.Tensor, whole: nn.Parameter) -> torch.Tensor | None:
+    """Return the gradient after the post-accumulate hooks, which read it from the parameter."""
     if not each.post_hooks:
         return gradient
     kind, whole.grad_dtype = whole.grad_dtype, gradient.dtype

@@ -1,4 +1,4 @@
-"""A whole parameter in the place of its part while a hook runs."""
+"""Whole parameter in the place of its shard while a hook runs."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from .sharded_attributes import CUT, attributes_cut_with
 
 Place = tuple[nn.Module, str]
 Origin = Callable[[], torch.Tensor | None]
-"""Gives the parameter that a part was cut from, as long as somebody has it."""
+"""Function that returns the whole parameter of a shard while it is alive, or None."""
 
 
 @contextmanager
 def whole_parameter(
     part: torch.Tensor, spec: ShardSpec, origin: Origin, places: Sequence[Place], *, in_place: bool
 ) -> Iterator[nn.Parameter]:
-    """Give the places of a part the whole parameter, with the values of now. Collective over the ranks of the parts.
+    """Context in which the model has a whole parameter instead of a shard. Collective over the ranks of the shards.
 
-    It is the parameter of the unmodified model where the user still has that, as a hook may have closed over it. Values that
-    are changed inside go to the part.
+    The whole parameter is that of the unmodified model while it is alive, since a hook may have closed over it. Changed values
+    are copied to the shard.
 
     Args:
-        part: This rank's part.
-        spec: How it was cut.
-        origin: Origin of the part.
-        places: Where the model has the part.
-        in_place: Whether the values stay in the parameter of the unmodified model; else it has those of before again.
+        part: This rank's shard.
+        spec: Spec of the shard.
+        origin: Returns the parameter of the unmodified model.
+        places: Modules and names under which the model holds the shard.
+        in_place: True to leave the gathered values in the parameter of the unmodified model; False to restore its old values.
     """
     local = plain(part)
     assert local is not None
@@ -41,7 +41,7 @@ def whole_parameter(
     if isinstance(found, nn.Parameter) and found.shape == values.shape and not found.is_meta:
         whole, before = found, found.data
         if in_place and (before.dtype, before.device) == (values.dtype, values.device):
-            values = before.copy_(values)  # views of it are up to date as well
+            values = before.copy_(values)  # updates views of the parameter as well
     else:
         whole = _stand_in(part, values, spec)
         before = values
@@ -61,7 +61,7 @@ def whole_parameter(
 
 
 def _stand_in(part: torch.Tensor, values: torch.Tensor, spec: ShardSpec) -> nn.Parameter:
-    """Make a parameter of these values with the attributes of the whole one."""
+    """Return a parameter with these values and the attributes of the whole parameter."""
     whole = nn.Parameter(values, requires_grad=part.requires_grad)
     vars(whole).update(vars(part))
     vars(whole).update({name: gather_parts(value, spec) for name, value in attributes_cut_with(part).items()})

@@ -14,12 +14,12 @@ pass runs backward from the gradients of the outputs.
 """
 
 from .microbatch_loss import NO_GRADIENT, CountedLoss, MicroBatchLoss, check_has_gradient, note_failure, run_stage
-from .reductions import EQUAL_PARTS, UNKNOWN_REDUCTION, CombinedMeans, Counted, LossReduction, is_label_mean
+from .reductions import EQUAL_PARTS, UNKNOWN_REDUCTION, CombinedMeans, LabelMean, LossReduction, is_label_mean
 from .replica_loss import ReplicaFailedError
 
 __all__ = [
     "CombinedMeans",
-    "Counted",
+    "LabelMean",
     "CountedLoss",
     "EQUAL_PARTS",
     "LossReduction",

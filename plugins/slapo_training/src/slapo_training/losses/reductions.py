@@ -1,6 +1,6 @@
-"""Losses that are means over labels: how many labels each of them has.
+"""Reductions of losses over labels: the number of labels of each mean.
 
-Such a mean is the loss if the loss is made of it by operations that keep one number as it is. Equal values do not count: a
+A loss is a mean over labels if operations that keep its value produced it from one such mean. Equal values prove nothing: a
 cross entropy may be computed for a log alone.
 """
 
@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from slapo_core import BuildError
 from slapo_tracing.nodes import in_function_transform
 
-from ..distributed._torch_private import nll_mean_of, nll_means_behind
+from ..distributed._torch_private import nll_mean_of, nll_means_in_graph
 
 _LOSSES: tuple[Callable[..., Any], ...] = (F.cross_entropy, F.nll_loss)
 EQUAL_PARTS = (
@@ -29,17 +29,17 @@ UNKNOWN_REDUCTION = (
     "micro-batches or ranks have different numbers of labels, and what the loss is a mean over cannot be told, as it is no "
     f"plain cross_entropy; {EQUAL_PARTS}"
 )
-"""Error of a loss that is no plain mean where labels are uneven."""
+"""Message of the error for a loss that is no plain mean, with uneven labels."""
 
 _SIGNATURES = {loss: inspect.signature(loss) for loss in _LOSSES}
 
 
-class Counted(NamedTuple):
+class LabelMean(NamedTuple):
     """A loss that is a mean over labels.
 
     Args:
-        labels: Number of labels that entered it.
-        ignore_index: Label value that it leaves out.
+        labels: Number of labels of the mean.
+        ignore_index: Label value that the mean excludes.
     """
 
     labels: int
@@ -47,43 +47,43 @@ class Counted(NamedTuple):
 
 
 class CombinedMeans(NamedTuple):
-    """A loss made of means over labels, and of more than one of them or of something else too.
+    """A loss made of several means over labels, or of one and other values.
 
     Args:
         terms: The means, sorted.
     """
 
-    terms: tuple[Counted, ...]
+    terms: tuple[LabelMean, ...]
 
     @property
-    def number(self) -> int:
-        """Number that differs where the terms do, but for one case in a million; its squares can be summed in float64."""
+    def fingerprint(self) -> int:
+        """Fingerprint of the terms, below 2**20; its squares can be summed exactly in float64."""
         return hash(self.terms) % 2**20
 
 
-LossReduction = Counted | CombinedMeans | None
-"""The reduction of a loss over labels: a mean, a combination of means, or None where it is unknown."""
+LossReduction = LabelMean | CombinedMeans | None
+"""Reduction of a loss over labels: a mean, a combination of means, or None if unknown."""
 
 
-def terms_of(reduction: LossReduction) -> tuple[Counted, ...]:
-    """Return the means that a loss is made of, as far as they are known."""
+def terms_of(reduction: LossReduction) -> tuple[LabelMean, ...]:
+    """Return the known means that a loss is made of."""
     if isinstance(reduction, CombinedMeans):
         return reduction.terms
     return () if reduction is None else (reduction,)
 
 
 def is_label_mean(mean: LossReduction) -> bool:
-    """Return whether a loss is a plain mean over labels."""
-    return isinstance(mean, Counted)
+    """Return True if a loss is a plain mean over labels."""
+    return isinstance(mean, LabelMean)
 
 
-class CountedMeans(TorchFunctionMode):
-    """Records losses over labels, ``cross_entropy`` and ``nll_loss``, and tracks what is computed from them."""
+class ReductionTracker(TorchFunctionMode):
+    """Mode that records ``cross_entropy`` and ``nll_loss``, and tracks tensors computed from them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._noted: list[tuple[Counted, bool]] = []
-        self._found: dict[int, _Trace] = {}
+        self._losses: list[tuple[LabelMean, bool]] = []
+        self._tracked: dict[int, _TrackedTensor] = {}
         self._zeros: dict[int, tuple[torch.Tensor, int]] = {}
 
     def __torch_function__(
@@ -91,33 +91,33 @@ class CountedMeans(TorchFunctionMode):
     ) -> Any:
         """Run the function."""
         kwargs = kwargs or {}
-        if in_function_transform():  # values under vmap cannot be asked for
+        if in_function_transform():  # values under vmap cannot be read
             return func(*args, **kwargs)
         if func in _LOSSES:
             result = func(*args, **kwargs)
-            self._note(result, _given(func, args, kwargs))
+            self._record(result, _bound_arguments(func, args, kwargs))
             return result
-        sources = [found for value in _flat(args, kwargs) if (found := self._trace(value)) is not None] if self._noted else []
+        sources = [found for value in _flat(args, kwargs) if (found := self._trace(value)) is not None] if self._losses else []
         factor = self._factor(func, args, kwargs, sources) if sources else None
         result = func(*args, **kwargs)
         if sources:
-            self._follow(result, sources, factor)
+            self._track(result, sources, factor)
         elif func in _FACTORIES:
-            self._note_zero(result)
+            self._record_zero(result)
         return result
 
-    def behind(self, loss: torch.Tensor) -> LossReduction:
-        """Return the reduction of a loss that was computed inside.
+    def reduction_of(self, loss: torch.Tensor) -> LossReduction:
+        """Return the reduction of a loss that was computed within the mode.
 
         Raises:
-            BuildError: the loss is a sum over labels, or a mean with weights for classes.
+            BuildError: the loss is a sum over labels, or a mean with class weights.
         """
         if (trace := self._trace(loss) or self._alias_of(loss)) is None:
             return None
-        noted = [self._noted[index] for index in sorted(trace.noted)]
+        losses = [self._losses[index] for index in sorted(trace.losses)]
         if trace.factor != 1.0:
-            return CombinedMeans(tuple(sorted(counted for counted, _ in noted)))
-        ((counted, is_mean),) = noted
+            return CombinedMeans(tuple(sorted(counted for counted, _ in losses)))
+        ((counted, is_mean),) = losses
         if not is_mean:
             raise BuildError(
                 "the loss sums over its labels, or weights their classes, so the mean of several parts is another number; take "
@@ -126,46 +126,46 @@ class CountedMeans(TorchFunctionMode):
         return counted
 
     def labels_of(self, term: torch.Tensor) -> int | None:
-        """Return over how many labels a term of a loss is a mean, times some number; None where that is not known."""
+        """Return the number of labels of a term that is a multiple of a mean over labels; None if unknown."""
         trace = self._trace(term) or self._alias_of(term)
         if trace is None or trace.factor is None:
             return None
-        ((counted, is_mean),) = (self._noted[index] for index in trace.noted)
+        ((counted, is_mean),) = (self._losses[index] for index in trace.losses)
         return counted.labels if is_mean else None
 
-    def _note(self, result: torch.Tensor, given: dict[str, Any]) -> None:
+    def _record(self, result: torch.Tensor, given: dict[str, Any]) -> None:
         if given["target"].is_floating_point():
             return
         legacy = given["size_average"] is not None or given["reduce"] is not None
         if legacy and given["weight"] is None and given["reduction"] == "mean":
             return
-        counted = Counted(int((given["target"] != given["ignore_index"]).sum()), given["ignore_index"])
-        self._noted.append((counted, given["reduction"] == "mean" and given["weight"] is None))
+        counted = LabelMean(int((given["target"] != given["ignore_index"]).sum()), given["ignore_index"])
+        self._losses.append((counted, given["reduction"] == "mean" and given["weight"] is None))
         factor = 1.0 if result.numel() == 1 and given["reduction"] != "none" else None
-        self._found[id(result)] = _Trace(result, result._version, frozenset([len(self._noted) - 1]), factor)
+        self._tracked[id(result)] = _TrackedTensor(result, result._version, frozenset([len(self._losses) - 1]), factor)
 
-    def _note_zero(self, result: Any) -> None:
-        """Remember a number that is 0 by itself, to which losses may be added."""
+    def _record_zero(self, result: Any) -> None:
+        """Record a new tensor with one element that is 0; losses may be added to it."""
         if isinstance(result, torch.Tensor) and result.numel() == 1 and not result.requires_grad and not result.is_meta:
             self._zeros[id(result)] = (result, result._version) if not result.any() else (result, -1)
 
-    def _trace(self, value: Any) -> _Trace | None:
-        """Return the record of a tensor, or None if the tensor was written since."""
-        found = self._found.get(id(value))
+    def _trace(self, value: Any) -> _TrackedTensor | None:
+        """Return the record of a tensor, or None if the tensor was modified since."""
+        found = self._tracked.get(id(value))
         return found if found is not None and found.version == value._version else None
 
-    def _alias_of(self, value: torch.Tensor) -> _Trace | None:
-        """Return the record of a tensor in the same memory: an ``autograd.Function`` may return its input."""
-        for found in self._found.values():
+    def _alias_of(self, value: torch.Tensor) -> _TrackedTensor | None:
+        """Return the record of a tensor on the same memory; an ``autograd.Function`` may return its input."""
+        for found in self._tracked.values():
             tensor = found.tensor
             if tensor.numel() == 1 == value.numel() and (tensor.data_ptr(), tensor.dtype) == (value.data_ptr(), value.dtype):
                 return found if found.version == tensor._version == value._version else None
         return None
 
     def _factor(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], sources: list[_Trace]
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], sources: list[_TrackedTensor]
     ) -> float | None:
-        """Return the factor of the loss in a function's result; None where the result is no multiple of one loss."""
+        """Return the factor of the loss in a function's result; None if the result is no multiple of one loss."""
         source, before = sources[0], sources[0].factor
         if any(each.tensor is not source.tensor for each in sources) or before is None or source.tensor.numel() != 1:
             return None
@@ -178,11 +178,11 @@ class CountedMeans(TorchFunctionMode):
             return None
         first, second = args
         if first is not source.tensor:
-            return before * self._changed(_ARITHMETIC[func], first) if _ARITHMETIC[func] in "+*" else None
-        return before * self._changed(_ARITHMETIC[func], second)
+            return before * self._scale_of_operation(_ARITHMETIC[func], first) if _ARITHMETIC[func] in "+*" else None
+        return before * self._scale_of_operation(_ARITHMETIC[func], second)
 
-    def _changed(self, sign: str, other: Any) -> float:
-        """Return the factor by which an operation with another number scales its operand; NaN where it is no scaling."""
+    def _scale_of_operation(self, sign: str, other: Any) -> float:
+        """Return the factor by which an operation with another number scales its operand; NaN if it is no scaling."""
         if isinstance(other, torch.Tensor):
             zero = self._zeros.get(id(other))
             other = 0 if sign in "+-" and zero is not None and zero[1] == other._version else None
@@ -190,37 +190,37 @@ class CountedMeans(TorchFunctionMode):
             return float("nan")
         return {"*": float(other), "/": 1 / other if other else 0.0}.get(sign, 1.0)
 
-    def _follow(self, result: Any, sources: list[_Trace], factor: float | None) -> None:
-        noted = frozenset().union(*(source.noted for source in sources))
+    def _track(self, result: Any, sources: list[_TrackedTensor], factor: float | None) -> None:
+        losses = frozenset().union(*(source.losses for source in sources))
         for each in _flat((result,), {}):
-            if isinstance(each, torch.Tensor) and each.numel() <= _FOLLOWED:
-                self._found[id(each)] = _Trace(
-                    each, each._version, noted, factor if each.numel() == 1 and factor == factor else None
+            if isinstance(each, torch.Tensor) and each.numel() <= _MAX_TRACKED_NUMEL:
+                self._tracked[id(each)] = _TrackedTensor(
+                    each, each._version, losses, factor if each.numel() == 1 and factor == factor else None
                 )
 
 
-class _Trace(NamedTuple):
-    """A tensor that was made of losses.
+class _TrackedTensor(NamedTuple):
+    """A tensor that was computed from losses.
 
     Args:
-        tensor: The tensor; kept, as its id must not become another's.
-        version: Number of in-place writes that it had seen.
-        noted: Numbers of the losses that it was made of.
-        factor: Factor of the only loss; None where it is no multiple of one.
+        tensor: The tensor; kept alive, so that its id stays unique.
+        version: The tensor's version counter at the record.
+        losses: Indices of the losses it was computed from.
+        factor: Factor of the only loss; None if the tensor is no multiple of one loss.
     """
 
     tensor: torch.Tensor
     version: int
-    noted: frozenset[int]
+    losses: frozenset[int]
     factor: float | None
 
 
-_FOLLOWED = 2**20
-"""Elements of the largest tensor that is followed: losses are few numbers, at most one for each token."""
+_MAX_TRACKED_NUMEL = 2**20
+"""Number of elements of the largest tracked tensor; losses have at most one element per token."""
 
 
 def _functions(names: str) -> frozenset[Callable[..., Any]]:
-    """The functions of these names, of tensors and of ``torch``."""
+    """Return the functions of these names, of ``torch.Tensor`` and of ``torch``."""
     owners = (torch.Tensor, torch)
     return frozenset(getattr(owner, name) for owner in owners for name in names.split() if hasattr(owner, name))
 
@@ -229,7 +229,7 @@ _RESHAPING = _functions(
     "clone contiguous view reshape squeeze unsqueeze flatten expand ravel __getitem__ select movedim atleast_1d view_as "
     "reshape_as mean sum stack cat to type float double half bfloat16 cpu cuda positive squeeze_ unsqueeze_ max min"
 )
-"""Functions that give the one number they are given."""
+"""Functions that keep the value of a tensor with one element."""
 _DETACHING = _functions("detach detach_") | {torch.Tensor.data.__get__}  # type: ignore[attr-defined]
 _ARITHMETIC: dict[Callable[..., Any], str] = {
     **dict.fromkeys(_functions("add add_"), "+"),
@@ -237,24 +237,24 @@ _ARITHMETIC: dict[Callable[..., Any], str] = {
     **dict.fromkeys(_functions("mul mul_ multiply"), "*"),
     **dict.fromkeys(_functions("div div_ true_divide divide"), "/"),
 }
-"""Functions of two numbers."""
+"""Arithmetic functions of two operands."""
 _FACTORIES = _functions("zeros tensor zeros_like new_zeros new_tensor full scalar_tensor new_full as_tensor")
 
 
-def reduction_in_graph(loss: torch.Tensor, looks_behind: bool = False) -> LossReduction:
-    """Return the reduction of a loss in training by its autograd graph; None where it shows none.
+def reduction_in_graph(loss: torch.Tensor, is_searched: bool = False) -> LossReduction:
+    """Return the reduction of a loss from its autograd graph; None if the graph shows none.
 
     Args:
-        loss: Requires a gradient.
-        looks_behind: Whether to find losses that it was computed from, too; else it has to be one itself.
+        loss: A loss that requires a gradient.
+        is_searched: True to search the graph for losses; False to accept only a loss that is a mean itself.
     """
     if (mean := nll_mean_of(loss)) is not None:
-        return Counted(*mean)
-    terms = [Counted(*each) for each in nll_means_behind(loss)] if looks_behind else []
+        return LabelMean(*mean)
+    terms = [LabelMean(*each) for each in nll_means_in_graph(loss)] if is_searched else []
     return CombinedMeans(tuple(sorted(terms))) if terms else None
 
 
-def _given(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _bound_arguments(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a loss by name, defaults included."""
     given = _SIGNATURES[func].bind(*args, **kwargs)
     given.apply_defaults()
@@ -262,7 +262,7 @@ def _given(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """The values of a call, those in lists and tuples one by one."""
+    """Iterate over the arguments of a call, and over elements of lists and tuples."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, list | tuple):
             yield from value

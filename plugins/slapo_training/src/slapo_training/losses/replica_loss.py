@@ -1,8 +1,8 @@
 """One loss of the outputs of all micro-batches and replicas: the option ``loss_over="replicas"``.
 
-Several micro-batches run forward twice each. The first pass keeps no graph: its outputs are gathered, and the loss and its
-gradient for each output are computed once. The second pass draws the same random numbers, and its backward starts from these
-gradients. With one micro-batch a single pass keeps its graph while the outputs are gathered.
+Each of several micro-batches runs forward twice. The first pass keeps no graph. Its outputs are gathered, and the loss and its
+gradients for the outputs are computed once. The second pass uses the same random numbers; its backward starts from these
+gradients. With one micro-batch, a single pass keeps its graph while outputs are gathered.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ OVER_REPLICAS = "replicas"
 """The value of the option."""
 
 Gradients = dict[str, torch.Tensor]
-"""Gradients of the loss with respect to the tensors of one micro-batch's output, by path, times ``ReplicaLoss.scale``."""
+"""Gradients of the loss for the tensors of one micro-batch's output, by path, times ``ReplicaLoss.scale``."""
 
 
 class ReplicaFailedError(BuildError):
-    """Another replica failed, and raises an error of its own."""
+    """Error on this rank because another replica failed with its own error."""
 
 
 class ReplicaLoss:
-    """The loss of a whole batch, computed from its outputs on all replicas.
+    """Loss of a whole batch, computed from its outputs on all replicas.
 
     Args:
-        program: Its mesh has the replicas.
+        program: The program; its mesh has the replicas.
         loss_fn: ``loss_fn(outputs, labels)``.
-        device: Device of the messages between ranks.
-        precision: Makes the context in which the engine runs the model and its loss.
+        device: Device of messages between ranks.
+        precision: Function that makes the engine's precision context.
 
     Attributes:
-        scale: Loss scale of fp16; 1 without.
+        scale: Loss scale of fp16; 1 otherwise.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class ReplicaLoss:
         self.scale = 1.0
 
     def first_passes(self, number: int) -> list[FirstPass]:
-        """Return the losses with which so many micro-batches run forward, before ``second_passes``."""
+        """Return the losses of ``number`` micro-batches for the forward before ``second_passes``."""
         return [FirstPass(self._device) for _ in range(number)]
 
     def evaluate(self, passes: Sequence[FirstPass], labels: Sequence[Any], rows: int | None) -> torch.Tensor:
-        """Return the loss after the first passes, on ranks that have the last stage; 0 elsewhere. Collective over the replicas.
+        """Return the loss after the first passes on ranks with the last stage, 0 elsewhere. Collective over the replicas.
 
         Args:
             passes: The first pass of each micro-batch.
@@ -69,14 +69,14 @@ class ReplicaLoss:
             rows: Number of rows of a micro-batch.
 
         Raises:
-            BuildError: the outputs cannot be gathered; or the loss function gave no loss.
+            BuildError: the outputs cannot be gathered, or the loss function returned no loss.
         """
         if not self._is_last:
             return torch.zeros((), device=self._device)
         return self._loss_and_gradients([each.output for each in passes], labels, rows, training=False)[0]
 
     def on_all_ranks(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the result of ``evaluate`` of the last stages, the same on all ranks. Collective."""
+        """Return the mean of the last stages' ``evaluate`` on all ranks. Collective."""
         if self._program.axis_rank("tp") or not self._is_last:
             loss = torch.zeros_like(loss)
         dtype = torch.float64 if loss.dtype is torch.float64 else torch.float32
@@ -84,7 +84,7 @@ class ReplicaLoss:
         return (number / self._program.axis_size("dp")).to(dtype)
 
     def second_passes(self, passes: Sequence[FirstPass], labels: Sequence[Any], rows: int | None) -> list[MicroBatchLoss]:
-        """Return the losses with which the same micro-batches are trained. Collective over the last stages of all replicas.
+        """Return the losses to train the same micro-batches with. Collective over the last stages of all replicas.
 
         Args:
             passes: The first pass of each micro-batch.
@@ -92,7 +92,7 @@ class ReplicaLoss:
             rows: Number of rows of a micro-batch.
 
         Raises:
-            BuildError: the outputs cannot be gathered; or the loss function gave no loss.
+            BuildError: the outputs cannot be gathered, or the loss function returned no loss.
         """
         if not self._is_last:
             return [SecondPass(each, None, {}, 1) for each in passes]
@@ -101,11 +101,11 @@ class ReplicaLoss:
         return [SecondPass(first, loss, own, factor) for first, own in zip(passes, gradients, strict=True)]
 
     def single_pass(self, labels: Any, rows: int | None) -> SinglePass:
-        """Return the loss with which the only micro-batch of each replica is trained."""
+        """Return the loss to train the only micro-batch of each replica with."""
         return SinglePass(self, labels, rows)
 
     def _num_parts(self, own: int) -> int:
-        """Return the number of micro-batches of all replicas, where each has ``own``."""
+        """Return the number of micro-batches of all replicas, with ``own`` on each."""
         return own * self._program.axis_size("dp")
 
     def _loss_and_gradients(
@@ -115,7 +115,7 @@ class ReplicaLoss:
         own = [{path: each.detach() for path, each in tensors_of(output).items()} for output in outputs]
         has_rows = {path: each.dim() > 0 and each.shape[0] == rows for path, each in own[0].items()}
         self._check_kinds(_mismatch(own), own[0])
-        whole = {path: self._gathered([each[path] for each in own], has_rows[path]) for path in own[0]}
+        whole = {path: self._gather_outputs([each[path] for each in own], has_rows[path]) for path in own[0]}
         self._check_same({path: each for path, each in whole.items() if not has_rows[path]}, own)
         for path, each in whole.items():
             whole[path] = (each if has_rows[path] else own[0][path].clone()).requires_grad_(training and _is_real(each))
@@ -133,12 +133,12 @@ class ReplicaLoss:
         return loss.detach(), [self._gradients_of(index, len(own), gradients, has_rows) for index in range(len(own))]
 
     def _gradients_of(self, index: int, number: int, gradients: Gradients, has_rows: dict[str, bool]) -> Gradients:
-        """Return the gradients for one of this rank's micro-batches; tensors without rows get an equal share in each."""
+        """Return the gradients of one of this rank's micro-batches; gradients of tensors without rows are divided equally."""
         place, parts = self._program.axis_rank("dp") * number + index, self._num_parts(number)
         return {path: each.chunk(parts)[place] if has_rows[path] else each / parts for path, each in gradients.items()}
 
-    def _gathered(self, own: list[torch.Tensor], has_rows: bool) -> torch.Tensor:
-        """Concatenate the tensors of all micro-batches, replica by replica; those without rows are stacked."""
+    def _gather_outputs(self, own: list[torch.Tensor], has_rows: bool) -> torch.Tensor:
+        """Concatenate the tensors of all micro-batches, replica by replica; stack tensors without rows."""
         mine = torch.cat(own) if has_rows else torch.stack(own)
         if self._group is None:
             return mine
@@ -150,11 +150,13 @@ class ReplicaLoss:
         named = [tensors_of(each) for each in labels]
         return with_tensors(
             labels[0],
-            lambda path, each: self._gathered([own[path].to(self._device) for own in named], True) if each.dim() else each,
+            lambda path, each: (
+                self._gather_outputs([own[path].to(self._device) for own in named], True) if each.dim() else each
+            ),
         )
 
     def _check_kinds(self, error: Exception | None, tensors: dict[str, torch.Tensor]) -> None:
-        """Check that no replica has an error, and that all have outputs of the same shapes and types. Collective over them."""
+        """Check that no replica has an error and that all outputs have the same shapes and dtypes. Collective over replicas."""
         kinds = fingerprint([(path, tuple(each.shape), str(each.dtype)) for path, each in tensors.items()])
         row = [error is not None, *((0, 0) if error is not None else (kinds, -kinds))]
         found = torch.tensor(row, dtype=torch.int64, device=self._device)
@@ -167,12 +169,12 @@ class ReplicaLoss:
             raise ReplicaFailedError("another replica failed before its outputs could be gathered")
         if high != -low:
             raise BuildError(
-                f"the outputs of replicas differ in their shapes or types: here {_listed(tensors)}; loss_over='replicas' takes "
-                "the same from each"
+                f"the outputs of replicas differ in their shapes or types: here {_describe(tensors)}; "
+                "loss_over='replicas' takes the same from each"
             )
 
     def _check_same(self, stacked: dict[str, torch.Tensor], own: list[dict[str, torch.Tensor]]) -> None:
-        """Raise ``BuildError`` where a tensor without rows depends on the micro-batch."""
+        """Raise ``BuildError`` if a tensor without rows depends on the micro-batch."""
         for path, each in stacked.items():
             values = each.to(torch.float64) if _is_real(each) else each
             close = (
@@ -182,13 +184,13 @@ class ReplicaLoss:
             )
             if not bool(close.all()):
                 raise BuildError(
-                    f"{_named(path)} has shape {tuple(own[0][path].shape)}, no row for each of the micro-batch's, and differs "
-                    "between micro-batches or replicas; return it row by row, with the batch in dimension 0, or leave it out"
+                    f"{_output_name(path)} has shape {tuple(own[0][path].shape)}, no row for each of the micro-batch's, and "
+                    "differs between micro-batches or replicas; return it row by row, with the batch in dimension 0, or omit it"
                 )
 
 
 class FirstPass(MicroBatchLoss):
-    """Keeps the output of a micro-batch, and the random state that each stage began with."""
+    """First pass of a micro-batch; keeps its output and each stage's random state."""
 
     def __init__(self, device: torch.device) -> None:
         self.output: Any = None
@@ -207,13 +209,13 @@ class FirstPass(MicroBatchLoss):
 
 
 class SecondPass(MicroBatchLoss):
-    """Repeats the first pass of a micro-batch, for a backward from the whole batch's loss.
+    """Second pass of a micro-batch, whose backward starts from gradients of the whole batch's loss.
 
     Args:
         first: The first pass.
         value: The loss; None on ranks without the last stage.
-        gradients: The gradients of the loss with respect to this micro-batch's output.
-        factor: Multiplies the gradients: the engine takes a mean over the micro-batches of all replicas.
+        gradients: Gradients of the loss for this micro-batch's output.
+        factor: Factor of the gradients, since the engine averages over the micro-batches of all replicas.
     """
 
     def __init__(self, first: FirstPass, value: torch.Tensor | None, gradients: Gradients, factor: float) -> None:
@@ -225,18 +227,18 @@ class SecondPass(MicroBatchLoss):
         return stage()
 
     def loss(self, output: Any) -> torch.Tensor:
-        """Return the whole batch's loss, whose backward gives each output its gradient."""
+        """Return the whole batch's loss; its backward passes each output its gradient."""
         assert self._value is not None
         return with_gradients(self._value, tensors_of(output), self._gradients, self._factor)
 
 
 class SinglePass(MicroBatchLoss):
-    """Gathers the outputs of the replicas' only micro-batches, and computes the loss and its gradients.
+    """Only pass of a replica's only micro-batch: gathers outputs, and computes the loss and its gradients.
 
     Args:
-        loss: Computes them.
-        labels: The labels of this rank's micro-batch.
-        rows: Number of its rows.
+        loss: Loss of the whole batch.
+        labels: Labels of this rank's micro-batch.
+        rows: Number of rows of the micro-batch.
     """
 
     def __init__(self, loss: ReplicaLoss, labels: Any, rows: int | None) -> None:
@@ -244,13 +246,13 @@ class SinglePass(MicroBatchLoss):
         self._is_gathered = not loss._is_last
 
     def loss(self, output: Any) -> torch.Tensor:
-        """Return the whole batch's loss, whose backward gives each output its gradient."""
+        """Return the whole batch's loss; its backward passes each output its gradient."""
         self._is_gathered = True
         value, gradients = self._loss._loss_and_gradients([output], [self._labels], self._rows, training=True)
         return with_gradients(value, tensors_of(output), gradients[0], self._loss._num_parts(1) / self._loss.scale)
 
     def fail(self, error: Exception) -> None:
-        """Tell the other replicas, which wait for this one's output."""
+        """Report the failure to the other replicas, which wait for this replica's output."""
         if not self._is_gathered:
             self._is_gathered = True
             with suppress(type(error)):
@@ -258,7 +260,7 @@ class SinglePass(MicroBatchLoss):
 
 
 def with_gradients(value: torch.Tensor, tensors: dict[str, torch.Tensor], gradients: Gradients, factor: float) -> torch.Tensor:
-    """Return a tensor of this value whose backward gives ``tensors`` these gradients, times a factor."""
+    """Return a tensor of this value whose backward passes ``gradients`` times ``factor`` to ``tensors``."""
     paths = [path for path, each in tensors.items() if path in gradients and each.requires_grad]
     loss: torch.Tensor = _WithGradients.apply(  # type: ignore[no-untyped-call]
         value, factor, [gradients[path] for path in paths], *(tensors[path] for path in paths)
@@ -286,7 +288,7 @@ class _WithGradients(torch.autograd.Function):
 
 
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-"""Relative differences by rounding."""
+"""Relative rounding differences by dtype."""
 
 
 def _is_real(tensor: torch.Tensor) -> bool:
@@ -294,21 +296,21 @@ def _is_real(tensor: torch.Tensor) -> bool:
 
 
 def _mismatch(own: list[dict[str, torch.Tensor]]) -> BuildError | None:
-    """Return the error where outputs of micro-batches differ in their shapes or types, or have no tensor; else None."""
+    """Return the error for outputs of micro-batches with different shapes or dtypes or without tensors, or None."""
     for each in own[1:]:
-        if _listed(each) != _listed(own[0]):
+        if _describe(each) != _describe(own[0]):
             return BuildError(
-                f"the outputs of micro-batches differ: {_listed(own[0])} and {_listed(each)}; loss_over='replicas' takes the "
-                "same from each"
+                f"the outputs of micro-batches differ: {_describe(own[0])} and {_describe(each)}; "
+                "loss_over='replicas' takes the same from each"
             )
     return None if own[0] else BuildError("the model returns no tensor, and loss_over='replicas' gathers its outputs")
 
 
-def _listed(tensors: dict[str, torch.Tensor]) -> str:
+def _describe(tensors: dict[str, torch.Tensor]) -> str:
     return ", ".join(
-        f"{_named(path)} {tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}" for path, each in tensors.items()
+        f"{_output_name(path)} {tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}" for path, each in tensors.items()
     )
 
 
-def _named(path: str) -> str:
+def _output_name(path: str) -> str:
     return f"output {path!r}" if path else "the output"

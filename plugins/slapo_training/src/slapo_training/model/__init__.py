@@ -7,14 +7,14 @@ snapshots leave. It may import ``slapo_core`` and ``slapo_tracing`` alone.
 """
 
 from . import named_tensors
-from .named_tensors import Tensors, buffers, is_wrapper, parameters, unfold, write
-from .pieces import Chunk, Piece, Ranges, Span, boxes, chunks_of, piece_of, replaced
+from .named_tensors import Tensors, buffers, copy_into, is_wrapper_subclass, make_dense, parameters
+from .pieces import Chunk, Piece, Ranges, Span, boxes, chunks_of, piece_of, with_dim
 from .state_rollback import StateSnapshot
-from .training_mode import Modes
+from .training_mode import TrainingMode
 
 __all__ = [
     "Chunk",
-    "Modes",
+    "TrainingMode",
     "Piece",
     "Ranges",
     "Span",
@@ -23,11 +23,11 @@ __all__ = [
     "boxes",
     "buffers",
     "chunks_of",
-    "is_wrapper",
+    "is_wrapper_subclass",
     "named_tensors",
     "parameters",
     "piece_of",
-    "replaced",
-    "unfold",
-    "write",
+    "with_dim",
+    "make_dense",
+    "copy_into",
 ]

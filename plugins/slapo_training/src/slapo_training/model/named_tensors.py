@@ -1,4 +1,4 @@
-"""Tensors of a model that checkpoints keep: parameters and persistent buffers, by their first names in the unmodified model."""
+"""Parameters and persistent buffers of a model, by first original name."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Tensors = dict[str, torch.Tensor]
 
 
 def parameters(module: nn.Module) -> Tensors:
-    """Parameters by their first name in the unmodified model, a tied one once."""
+    """Return the parameters by first original name, tied ones once."""
     return _by_first_name(module.named_parameters())
 
 
 def buffers(module: nn.Module) -> Tensors:
-    """Persistent buffers by their first name in the unmodified model, a shared one once."""
+    """Return the persistent buffers by first original name, shared ones once."""
     held: dict[int, tuple[str, torch.Tensor]] = {}
     for path, each in module.named_modules():
         for name, buffer in each._buffers.items():
@@ -27,8 +27,8 @@ def buffers(module: nn.Module) -> Tensors:
     return _by_first_name(held.values())
 
 
-def unfold(tensor: torch.Tensor) -> None:
-    """Give a tensor that was expanded memory for all of its elements, so that they can be written."""
+def make_dense(tensor: torch.Tensor) -> None:
+    """Give an expanded tensor memory for all elements, so that it can be written in place."""
     if tensor.layout is torch.strided and any(
         size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
     ):
@@ -36,9 +36,9 @@ def unfold(tensor: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def write(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Put values into a tensor."""
-    unfold(tensor)
+def copy_into(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy values into a tensor in place."""
+    make_dense(tensor)
     tensor.copy_(values)
 
 
@@ -47,6 +47,6 @@ def _by_first_name(named: Iterable[tuple[str, torch.Tensor]]) -> Tensors:
     return {keys[0]: tensors[name] for name, keys in original_keys(tensors.items()).items()}
 
 
-def is_wrapper(tensor: torch.Tensor | None) -> bool:
-    """Return whether a tensor is of a subclass that wraps others, as a quantised weight does its scales; DTensors apart."""
+def is_wrapper_subclass(tensor: torch.Tensor | None) -> bool:
+    """Return True for a subclass that wraps other tensors, e.g. a quantised weight; False for DTensors."""
     return hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, "placements")

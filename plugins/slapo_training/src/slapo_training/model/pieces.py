@@ -1,4 +1,4 @@
-"""Pieces of the model's tensors that a rank holds, and their places in the whole ones: the same for every engine."""
+"""Pieces of whole tensors on one rank, in a form common to all engines."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 from slapo_core import BuildError, ShardSpec
 
 Ranges = tuple[tuple[int, int], ...]
-"""``(start, stop)`` along one dimension of the whole tensor, in the order in which the local tensor has them."""
+"""Ranges ``(start, stop)`` of one dimension of the whole tensor, in local order."""
 
 
 class Chunk(NamedTuple):
     """One box of a piece.
 
     Args:
-        local: Where it begins in the local tensor, by dimension.
-        offset: Where it begins in the whole tensor.
-        sizes: Its shape.
+        local: Offset of the box in the local tensor.
+        offset: Offset of the box in the whole tensor.
+        sizes: Shape of the box.
     """
 
     local: tuple[int, ...]
@@ -29,16 +29,16 @@ class Chunk(NamedTuple):
     sizes: tuple[int, ...]
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
-        """Its part of the local tensor, a view."""
+        """Return the box as a view of the local tensor."""
         return _box(local, self.local, self.sizes)
 
     def of_whole(self, whole: torch.Tensor) -> torch.Tensor:
-        """Its part of the whole tensor, a view."""
+        """Return the box as a view of the whole tensor."""
         return _box(whole, self.offset, self.sizes)
 
 
 class Span(NamedTuple):
-    """Range of a piece's whole tensor that is a range of another tensor.
+    """Range of a piece's whole tensor that equals a range of another tensor.
 
     Args:
         dim: Dimension of both.
@@ -53,21 +53,21 @@ class Span(NamedTuple):
     size: int
 
     def of(self, chunk: Chunk) -> Chunk | None:
-        """Return the part of a box that is in the range, by its place in the other tensor; None where nothing is."""
+        """Return the intersection of a box with the range, as a box of the other tensor; None if it is empty."""
         low = max(chunk.offset[self.dim], self.at)
         high = min(chunk.offset[self.dim] + chunk.sizes[self.dim], self.at + self.size)
         if low >= high:
             return None
         local = chunk.local[self.dim] + low - chunk.offset[self.dim]
         return Chunk(
-            replaced(chunk.local, self.dim, local),
-            replaced(chunk.offset, self.dim, self.start + low - self.at),
-            replaced(chunk.sizes, self.dim, high - low),
+            with_dim(chunk.local, self.dim, local),
+            with_dim(chunk.offset, self.dim, self.start + low - self.at),
+            with_dim(chunk.sizes, self.dim, high - low),
         )
 
 
 def chunks_of(chunks: Iterable[Chunk], spans: Sequence[Span] | None) -> Iterator[Chunk]:
-    """Iterate over the parts of boxes that are in some ranges, as boxes of the other tensor; None leaves boxes as they are."""
+    """Iterate over the intersections of boxes with ranges, as boxes of the other tensor; without ranges, over the boxes."""
     for chunk in chunks:
         if spans is None:
             yield chunk
@@ -75,7 +75,7 @@ def chunks_of(chunks: Iterable[Chunk], spans: Sequence[Span] | None) -> Iterator
             yield from (part for span in spans if (part := span.of(chunk)) is not None)
 
 
-def replaced(numbers: Sequence[int], dim: int, number: int) -> tuple[int, ...]:
+def with_dim(numbers: Sequence[int], dim: int, number: int) -> tuple[int, ...]:
     """Return a shape or an offset with another number along one dimension."""
     return (*numbers[:dim], number, *numbers[dim + 1 :])
 
@@ -84,9 +84,9 @@ class Piece(NamedTuple):
     """Part of one tensor that one rank holds.
 
     Args:
-        tensor: This rank's local part, detached; it may be empty. Where an engine keeps a master value, that one, in fp32.
-        full_shape: Of the tensor in the unmodified model.
-        ranges: Per dimension what of the whole tensor this rank holds, in the local order. What several ranks hold is equal.
+        tensor: This rank's local tensor, detached; it may be empty. It is the fp32 master value if the engine has one.
+        full_shape: Shape of the tensor in the unmodified model.
+        ranges: Ranges of each dimension that this rank holds, in local order. Ranks that hold the same element agree on it.
     """
 
     tensor: torch.Tensor
@@ -94,7 +94,7 @@ class Piece(NamedTuple):
     ranges: tuple[Ranges, ...]
 
     def chunks(self) -> Iterator[Chunk]:
-        """The boxes it consists of; none where it is empty."""
+        """Iterate over the boxes of the piece; none if it is empty."""
         if self.tensor.numel() == 0:
             return
         lines = []
@@ -106,30 +106,30 @@ class Piece(NamedTuple):
             yield Chunk(tuple(at for at, _, _ in box), tuple(start for _, start, _ in box), tuple(size for *_, size in box))
 
     def rows(self, start: int, stop: int) -> Piece:
-        """The piece that some rows of the local tensor are."""
-        return self._replace(tensor=self.tensor[start:stop], ranges=(_clipped(self.ranges[0], start, stop), *self.ranges[1:]))
+        """Return the piece of some rows of the local tensor."""
+        return self._replace(tensor=self.tensor[start:stop], ranges=(_clip(self.ranges[0], start, stop), *self.ranges[1:]))
 
     def box(self, values: torch.Tensor, offset: Sequence[int]) -> Piece:
-        """Return the piece that values are which lie in the local tensor from an offset on.
+        """Return the piece of a box of the local tensor.
 
         Args:
-            values: In the shape of the box.
-            offset: Where the box begins in the local tensor.
+            values: Values of the box.
+            offset: Offset of the box in the local tensor.
         """
         found = zip(self.ranges, offset, values.shape, strict=True)
-        return self._replace(tensor=values, ranges=tuple(_clipped(each, at, at + size) for each, at, size in found))
+        return self._replace(tensor=values, ranges=tuple(_clip(each, at, at + size) for each, at, size in found))
 
 
 def piece_of(
     local: torch.Tensor, spec: ShardSpec | None, shape: Sequence[int] | None = None, rows: tuple[int, int] | None = None
 ) -> Piece:
-    """The piece that a local tensor is.
+    """Return the piece of a local tensor.
 
     Args:
-        local: A parameter, a buffer, or what an optimizer keeps for each of its elements.
-        spec: How it was cut from the whole tensor; None for a whole one.
-        shape: Of what ``spec`` gave this rank, where ``local`` is only some rows of that.
-        rows: Which ones.
+        local: A parameter, a buffer, or per-element optimizer state.
+        spec: Shard spec of the tensor; None for a whole one.
+        shape: Shape of this rank's shard, if ``local`` has only some rows of it.
+        rows: Range of these rows.
     """
     cut = spec if spec is not None and spec.num_shards > 1 else None
     full_shape = tuple(cut.full_shape if cut is not None else local.shape if shape is None else shape)
@@ -137,15 +137,15 @@ def piece_of(
     if cut is not None:
         ranges[cut.dim] = tuple(cut.ranges())
     if rows is not None:
-        ranges[0] = _clipped(ranges[0], *rows)
+        ranges[0] = _clip(ranges[0], *rows)
     return Piece(local.detach(), full_shape, tuple(ranges))
 
 
-def whole(pieces: Iterable[Piece]) -> torch.Tensor:
-    """The whole tensor from what all ranks hold of it, which lies on one device.
+def assemble(pieces: Iterable[Piece]) -> torch.Tensor:
+    """Return the whole tensor assembled from the pieces of all ranks, which are on one device.
 
     Raises:
-        BuildError: the pieces are of different tensors, or leave some of it out.
+        BuildError: the pieces are of different tensors, or do not cover the tensor.
     """
     found = list(pieces)
     full = found[0].tensor.new_empty(found[0].full_shape)
@@ -162,7 +162,7 @@ def whole(pieces: Iterable[Piece]) -> torch.Tensor:
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Iterate over consecutive elements of a tensor as boxes in the same order: the offset and the sizes of each."""
+    """Iterate over boxes, as offset and sizes, that cover consecutive elements of a tensor in order."""
     row = math.prod(shape[1:])
     while start < stop:
         first, inside = divmod(start, row)
@@ -176,8 +176,8 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[i
         start = end
 
 
-def _clipped(ranges: Ranges, start: int, stop: int) -> Ranges:
-    """Return the parts of ranges, laid out one behind the other, that lie between two places."""
+def _clip(ranges: Ranges, start: int, stop: int) -> Ranges:
+    """Return the parts of concatenated ranges between two positions."""
     found, at = [], 0
     for low, high in ranges:
         first, last = max(start - at, 0), min(stop - at, high - low)

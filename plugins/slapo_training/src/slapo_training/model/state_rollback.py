@@ -1,4 +1,4 @@
-"""Rollback of what extra runs of a model change: its state, and the random numbers of the process."""
+"""Rollback of changes of extra runs: state of the model, and random states of the process."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ import torch
 from torch import fx, nn
 
 from slapo_core import HOOK_TABLES, rng_state, set_rng_state
-from slapo_tracing.recording import SeparateRandomNumbers
+from slapo_tracing.recording import PythonRandomState
 
 _TORCHS_OWN = set(vars(nn.Module()))
-"""Attributes of every module."""
+"""Attributes of every ``nn.Module``."""
 
 
 class _Buffers:
-    """Snapshot of the buffers of modules, each with its own table alone.
+    """Snapshot of the buffers of modules, without those of submodules.
 
     Attributes:
-        values: Each buffer with a copy of its numbers.
+        values: Buffers with copies of their values.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -33,7 +33,7 @@ class _Buffers:
         buffers = {id(each): each for _, table in self._tables for each in table.values() if each is not None}
         self.values = [(each, each.detach().clone()) for each in buffers.values()]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the buffers."""
         with torch.no_grad():
             for table, entries in self._tables:
@@ -45,19 +45,19 @@ class _Buffers:
 
 
 class StateSnapshot:
-    """Snapshot of this process's random numbers, and of the buffers, attributes and gradients of modules.
+    """Snapshot of this process's random states, and of buffers, attributes and gradients of modules.
 
     Args:
-        modules: Each with its own tables alone, not those of modules in it.
+        modules: The modules; submodules are not included.
 
     Attributes:
-        start: The ``position`` of the random numbers.
+        start: ``rng_fingerprint`` at the snapshot.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         found = list({id(module): module for module in modules}.values())
-        self._torch, self._others = rng_state(), SeparateRandomNumbers()
-        self.start = self.position()
+        self._torch, self._others = rng_state(), PythonRandomState()
+        self.start = self.rng_fingerprint()
         self._buffers = _Buffers(found)
         self._attributes = [(module, _attributes(module)) for module in found if not isinstance(module, fx.GraphModule)]
         tables = [vars(module).get(name) for module in found for name in HOOK_TABLES]
@@ -65,8 +65,8 @@ class StateSnapshot:
         parameters = {id(each): each for module in found for each in module._parameters.values() if each is not None}
         self._gradients = [(each, each.grad) for each in parameters.values()]
 
-    def position(self) -> int:
-        """Return a number that is equal where the same random numbers come next."""
+    def rng_fingerprint(self) -> int:
+        """Return a number that is equal for equal random states."""
         now = rng_state()
         states = [*now.devices.items(), *(item for each in now.tracked.values() for item in each.items())]
         numpy = sys.modules.get("numpy.random")
@@ -76,42 +76,42 @@ class StateSnapshot:
         return number
 
     def has_changed(self, buffer: torch.Tensor) -> bool:
-        """Return whether a buffer is another tensor than at first, or other numbers."""
+        """Return True if a buffer is a new tensor or has new values."""
         return next((not torch.equal(each, value) for each, value in self._buffers.values if each is buffer), True)
 
-    def put_back(self) -> None:
-        """Restore the snapshot, without hooks that were put on modules since: what would put them there twice is undone too."""
+    def restore(self) -> None:
+        """Restore the snapshot and remove later hooks; the attribute that records a hook's registration is restored too."""
         for hooks, known in self._hooks:
             for key in hooks.keys() - known:
                 del hooks[key]
         for module, before in self._attributes:
-            _put_back(module, before)
-        self._buffers.put_back()
+            _restore(module, before)
+        self._buffers.restore()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         set_rng_state(self._torch)
-        self._others.put_back()
+        self._others.restore()
 
 
 @contextmanager
 def buffer_rollback(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restore the buffers of modules at the end, so that a second run starts from the same ones."""
+    """Context that restores the buffers of modules, so that a second run starts from the same buffers."""
     buffers = _Buffers(modules)
     try:
         yield
     finally:
-        buffers.put_back()
+        buffers.restore()
 
 
 @contextmanager
 def state_rollback(modules: Iterable[nn.Module]) -> Iterator[StateSnapshot]:
-    """Restore at the end what runs inside have changed; yield the snapshot, from which each run may start.
+    """Context that restores all changes of runs in it; yields the snapshot, which each run may restore first.
 
-    Compiled regions run eagerly, as a new shape would have them compiled anew.
+    Compiled regions run eagerly, since new shapes would be compiled again.
     """
     state = StateSnapshot(modules)
     with ExitStack() as stack:
-        stack.callback(state.put_back)
+        stack.callback(state.restore)
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield state
@@ -127,7 +127,7 @@ def _content(value: Any) -> Any:
     return value.copy() if type(value) in (list, dict, set, deque) else None
 
 
-def _put_back(module: nn.Module, before: dict[str, tuple[Any, Any]]) -> None:
+def _restore(module: nn.Module, before: dict[str, tuple[Any, Any]]) -> None:
     table = vars(module)
     for name in [name for name in table if name not in _TORCHS_OWN and name not in before]:
         del table[name]

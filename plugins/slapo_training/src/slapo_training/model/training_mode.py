@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import nn
 
 
-class Modes:
-    """Switches a model between its modes; what a user froze by ``.eval()`` on a part stays frozen in training.
+class TrainingMode:
+    """Switches a model between its modes; modules that the user set to ``.eval()`` stay in evaluation mode.
 
-    A model given in evaluation mode, as ``from_pretrained`` gives it, trains as a whole.
+    A model that is in evaluation mode as a whole, e.g. from ``from_pretrained``, trains as a whole.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -16,12 +16,12 @@ class Modes:
         self._frozen = [m for m in root.modules() if not m.training] if root.training else []
 
     def set(self, training: bool) -> None:
-        """Switch, where the model is not in that mode already."""
+        """Switch the mode if the model is in the other one."""
         if self._root.training != training:
             self._root.train(training)
-            self.freeze()
+            self.restore_frozen()
 
-    def freeze(self) -> None:
-        """Put what is frozen back, after others have switched the whole model."""
+    def restore_frozen(self) -> None:
+        """Set the frozen modules to evaluation mode again, after a switch of the whole model."""
         for module in self._frozen:
             module.training = False

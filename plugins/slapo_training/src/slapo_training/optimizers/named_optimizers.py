@@ -1,4 +1,4 @@
-"""The optimizers of a rank one by one: a composite's state is that of those that it holds."""
+"""Optimizers of a rank one by one, with names of parameters; a composite has the state of its nested optimizers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class NamedOptimizer(NamedTuple):
     """An optimizer of this rank with the names of its parameters.
 
     Args:
-        optimizer: The optimizer itself; of whole tensors the one that steps these.
-        known: All parameters of the rank by the first of their original names; stand-ins in the places of parts.
+        optimizer: The optimizer; for whole tensors, the inner optimizer that steps them.
+        known: All parameters of the rank by first original name, with stand-ins in the places of shards.
         elsewhere: Names of stand-ins that another rank steps.
-        parts: The rank's parameters for stand-ins that are sharded, by name.
+        parts: The rank's parameters of sharded stand-ins, by name.
     """
 
     optimizer: torch.optim.Optimizer
@@ -28,26 +28,26 @@ class NamedOptimizer(NamedTuple):
     parts: Tensors = {}
 
     def names(self) -> tuple[list[str], list[list[str]]]:
-        """Return the names of its parameters in the order of its state_dict, and by groups."""
+        """Return the names of the parameters in the order of the ``state_dict``, and by groups."""
         names = {id(parameter): name for name, parameter in self.known.items()}
         groups = [[names[id(parameter)] for parameter in group["params"]] for group in self.optimizer.param_groups]
         return [name for group in groups for name in group], groups
 
     def own(self) -> Tensors:
-        """Return the parameters that it steps on this rank, by name."""
+        """Return the parameters that are stepped on this rank, by name."""
         return {name: self.known[name] for name in self.names()[0] if name not in self.elsewhere}
 
     def local(self, name: str) -> torch.Tensor:
-        """Return the tensor that has what this rank has of a parameter: a sharded one's local tensor."""
+        """Return this rank's local tensor of a parameter."""
         return self.parts.get(name, self.known[name])
 
     def taken(self, name: str, elements: Mapping[Any, torch.Tensor], rest: Mapping[Any, Any]) -> dict[Any, Any]:
         """Return the state of a parameter for ``load_state_dict``.
 
         Args:
-            name: The parameter.
-            elements: Tensors with an element for each one of its ``local`` tensor.
-            rest: Other values.
+            name: Name of the parameter.
+            elements: Per-element state of its ``local`` tensor.
+            rest: Other state.
         """
         if name not in self.parts:
             return {**elements, **rest}
@@ -56,7 +56,7 @@ class NamedOptimizer(NamedTuple):
         return loaded(self.known[name], elements, rest)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return its own state and groups; a composite may give all of those that it holds instead."""
+        """Return the optimizer's own state and groups; a composite's ``state_dict`` may be of its nested optimizers."""
         found = self.optimizer.state_dict()
         if not {"state", "param_groups"} <= found.keys():
             found = torch.optim.Optimizer.state_dict(self.optimizer)
@@ -71,11 +71,11 @@ class NamedOptimizer(NamedTuple):
 
 
 def named_optimizers(parameters: Tensors, optimizer: torch.optim.Optimizer | None) -> dict[str, NamedOptimizer]:
-    """Return the rank's optimizer and those inside it that have a state of their own, by their paths in it.
+    """Return the rank's optimizer and its nested optimizers with their own state, by path.
 
     Args:
-        parameters: This rank's, by the first of their original names.
-        optimizer: This rank's, or None.
+        parameters: This rank's parameters by first original name.
+        optimizer: This rank's optimizer, or None.
     """
     if optimizer is None:
         return {}
@@ -90,7 +90,7 @@ def named_optimizers(parameters: Tensors, optimizer: torch.optim.Optimizer | Non
     found: dict[str, NamedOptimizer] = {}
     states: set[int] = set()
     for place, each in named_optimizers_in(optimizer).items():
-        if id(each.state) not in states:  # a wrapper may share the state of what it wraps
+        if id(each.state) not in states:  # a wrapper may share the state of its inner optimizer
             found[place] = NamedOptimizer(each, known, elsewhere, parts)
         states.add(id(each.state))
     return found

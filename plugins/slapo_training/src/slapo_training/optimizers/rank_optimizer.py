@@ -1,4 +1,4 @@
-"""The optimizer of one rank, from a factory or an object of the whole model's."""
+"""Optimizer of one rank, from a factory or from an optimizer of the whole model."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import nn
 
 from slapo_core import BuildError, parameter_facts
 
-from ..options.common_options import is_rate
+from ..options.common_options import is_lr_scheduler
 from .introspection.nested_optimizers import groups_in, optimizers_in
 from .introspection.parameter_tables import has_state, replace_parameters
 
 
-def made(given: Any, trainable: Sequence[nn.Parameter], model: nn.Module, mine: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(given: Any, trainable: Sequence[nn.Parameter], model: nn.Module, mine: nn.Module) -> torch.optim.Optimizer:
     """Make this rank's optimizer.
 
     Args:
@@ -27,16 +27,15 @@ def made(given: Any, trainable: Sequence[nn.Parameter], model: nn.Module, mine: 
         mine: This rank's stages.
 
     Raises:
-        BuildError: it is none, LBFGS, or has parameters that are not this rank's; an optimizer that was given is unchanged
-            then.
+        BuildError: it is no optimizer, it is LBFGS, or it has parameters of other ranks; a given optimizer is then unchanged.
     """
     result = given if isinstance(given, torch.optim.Optimizer) else given(list(trainable))
     if not isinstance(result, torch.optim.Optimizer):
         raise BuildError(f"optimizer= gave a {type(result).__name__}; it must return a torch.optim.Optimizer")
     if result is given:
-        return adopted(result, model, mine)
+        return adopt_optimizer(result, model, mine)
     _check_steps_once(result)
-    _complete(result)
+    _add_hook_tables(result)
     known = {id(each) for each in (*trainable, *mine.parameters())}
     if any(id(each) not in known for group in result.param_groups for each in group["params"]):
         raise BuildError("optimizer= gave an optimizer of other parameters than it was given; make it of these")
@@ -48,8 +47,8 @@ def _check_steps_once(optimizer: torch.optim.Optimizer) -> None:
         raise BuildError("LBFGS computes the loss several times in a step, which no engine does; give another optimizer")
 
 
-def _complete(optimizer: torch.optim.Optimizer) -> None:
-    """Give a wrapper that does not call its base's ``__init__`` the tables of hooks that this would have made."""
+def _add_hook_tables(optimizer: torch.optim.Optimizer) -> None:
+    """Add the hook tables of ``torch.optim.Optimizer`` to wrappers that do not call its ``__init__``."""
     tables = [
         name for name in vars(torch.optim.SGD([torch.zeros(())])) if name.startswith("_optimizer_") and name.endswith("hooks")
     ]
@@ -59,19 +58,19 @@ def _complete(optimizer: torch.optim.Optimizer) -> None:
                 setattr(each, name, OrderedDict())
 
 
-def adopted(optimizer: torch.optim.Optimizer, model: nn.Module, mine: nn.Module) -> torch.optim.Optimizer:
-    """Give an optimizer of the unmodified model's parameters those that took their places on this rank.
+def adopt_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, mine: nn.Module) -> torch.optim.Optimizer:
+    """Replace the unmodified model's parameters in an optimizer by this rank's parameters.
 
     Args:
-        optimizer: It stays the same object, so that what refers to it still does.
+        optimizer: The optimizer; it is changed in place, so that references to it stay valid.
         model: The whole model.
         mine: This rank's stages.
 
     Raises:
-        BuildError: it has stepped already, or has parameters that are not the model's; it is unchanged then.
+        BuildError: the optimizer has stepped, or has parameters of another model; it is then unchanged.
     """
     _check_steps_once(optimizer)
-    _complete(optimizer)
+    _add_hook_tables(optimizer)
     if has_state(optimizer):
         raise BuildError(
             "the optimizer has stepped already, or made its state at once, for parameters as they were; give a factory, "
@@ -96,12 +95,12 @@ def adopted(optimizer: torch.optim.Optimizer, model: nn.Module, mine: nn.Module)
     return optimizer
 
 
-def keep_types(optimizer: torch.optim.Optimizer) -> None:
-    """Let ``load_state_dict`` give back an optimizer's state in the types it had, where torch casts it to the parameters'.
+def keep_state_dtypes(optimizer: torch.optim.Optimizer) -> None:
+    """Make ``load_state_dict`` keep the saved dtypes of an optimizer's state; torch casts it to the parameters' dtypes.
 
-    A momentum in fp32 of weights in bf16, say. ``step`` is left to torch, which keeps it as the optimizer counts.
+    An example is an fp32 momentum of bf16 weights. Torch keeps the dtype of ``step`` itself.
     """
-    _complete(optimizer)
+    _add_hook_tables(optimizer)
     given: list[Mapping[str, Any]] = []
 
     def before(_: torch.optim.Optimizer, packed: dict[str, Any]) -> None:
@@ -132,21 +131,21 @@ def _pairs(optimizer: torch.optim.Optimizer, packed: Mapping[str, Any]) -> Itera
             yield optimizer.state[parameter], packed["state"][number]
 
 
-def rate_kind(schedule: Any) -> str:
-    """Return the name of a schedule's class, with those of the schedules that it is made of."""
+def lr_scheduler_class(schedule: Any) -> str:
+    """Return the class name of a learning-rate schedule, with the class names of its nested schedules."""
     inner = getattr(schedule, "_schedulers", ())
-    return type(schedule).__name__ + (f"({', '.join(map(rate_kind, inner))})" if inner else "")
+    return type(schedule).__name__ + (f"({', '.join(map(lr_scheduler_class, inner))})" if inner else "")
 
 
-def scheduled_rate(given: Any, optimizer: torch.optim.Optimizer) -> Any:
-    """Make the learning rate's schedule, from an object or a factory ``optimizer -> schedule``.
+def make_lr_scheduler(given: Any, optimizer: torch.optim.Optimizer) -> Any:
+    """Return the learning-rate schedule, from an object or a factory ``optimizer -> schedule``.
 
     Raises:
-        BuildError: it is none, or that of another optimizer.
+        BuildError: it is no schedule, or it is a schedule of another optimizer.
     """
-    result = given if is_rate(given) else given(optimizer)
-    if not is_rate(result):
+    result = given if is_lr_scheduler(given) else given(optimizer)
+    if not is_lr_scheduler(result):
         raise BuildError(f"lr_scheduler= gave a {type(result).__name__}; it must return one of torch.optim.lr_scheduler")
     if result.optimizer not in (optimizer, getattr(optimizer, "inner", None)):
-        raise BuildError("lr_scheduler is that of another optimizer; give a factory, lambda optimizer: ...")
+        raise BuildError("lr_scheduler= is a schedule of another optimizer; give a factory, lambda optimizer: ...")
     return result

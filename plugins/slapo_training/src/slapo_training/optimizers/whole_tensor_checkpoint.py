@@ -1,4 +1,4 @@
-"""State of whole tensors beside an engine's own checkpoint: each owner writes what it has, and any layout reads it."""
+"""Checkpoint of whole-tensor optimizer state beside an engine's own files: each owner writes its state, any layout loads it."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ..checkpoint.plain_data import check_plain
 from ..engines.checkpoint_files import bytes_of
 from ..model.named_tensors import Tensors
 from .named_optimizers import NamedOptimizer, named_optimizers
-from .rank_optimizer import rate_kind
+from .rank_optimizer import lr_scheduler_class
 from .whole_tensor_optimizer import WholeTensorOptimizer
 from .whole_tensors.whole_tensor import local_of
 
 
 def check_kind(saved: bool, optimizer: Any) -> None:
-    """Refuse to load what an optimizer kept of parameters as ranks had them into one that steps whole tensors.
+    """Refuse to load a checkpoint without whole-tensor state into an optimizer that steps whole tensors.
 
     Args:
-        saved: Whether the checkpoint has states of whole tensors.
-        optimizer: The rank's.
+        saved: True if the checkpoint has states of whole tensors.
+        optimizer: Optimizer of the rank.
 
     Raises:
-        BuildError: it would go on without its state.
+        BuildError: the optimizer would lose its state.
     """
     if isinstance(optimizer, WholeTensorOptimizer) and not saved:
         raise BuildError(
@@ -41,7 +41,7 @@ def facts_of(optimizer: Any, rate: Any) -> dict[str, Any]:
     return {
         "optimizer": None if optimizer is None else type(WholeTensorOptimizer.unwrap(optimizer)).__name__,
         "whole": isinstance(optimizer, WholeTensorOptimizer),
-        "lr_scheduler": None if rate is None else rate_kind(rate),
+        "lr_scheduler": None if rate is None else lr_scheduler_class(rate),
     }
 
 
@@ -51,14 +51,14 @@ def file_of(place: int) -> str:
 
 
 def packed(optimizer: Any, parameters: Tensors) -> bytes | None:
-    """Return what this rank writes; None where its optimizer steps parameters as they are.
+    """Return the bytes that this rank writes; None if its optimizer does not step whole tensors.
 
     Args:
-        optimizer: The rank's.
-        parameters: What the rank has, by the first of their original names, as the optimizer steps those that are whole.
+        optimizer: Optimizer of the rank.
+        parameters: The rank's parameters by first original name, as the optimizer steps unsharded ones.
 
     Raises:
-        BuildError: a state is more than plain data.
+        BuildError: a state has objects that are no plain data.
     """
     if not isinstance(optimizer, WholeTensorOptimizer):
         return None
@@ -68,15 +68,15 @@ def packed(optimizer: Any, parameters: Tensors) -> bytes | None:
 
 
 def read(folder: Path, places: int) -> list[dict[str, Any]]:
-    """Return what all ranks wrote."""
+    """Read the files of all ranks."""
     return [torch.load(folder / file_of(place), map_location="cpu", weights_only=True) for place in range(places)]
 
 
 def put(optimizer: Any, parameters: Tensors, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Give this rank's optimizers the state of what they step.
+    """Load the state of the parameters that this rank steps.
 
     Raises:
-        BuildError: some of what was stepped is not in the files, or the optimizer is of another class.
+        BuildError: a stepped parameter is not in the files, or the optimizer has another class.
     """
     for path, named in named_optimizers(parameters, optimizer).items():
         everyone = [each[path] for each in saved if path in each]
@@ -115,11 +115,11 @@ def _state_of(named: NamedOptimizer) -> dict[str, Any]:
 
 
 def _shard(named: NamedOptimizer, name: str, state: Mapping[Any, Any]) -> tuple[int, int, list[Any]]:
-    """Return the dimension and the beginning of a shard, and the names of the state that is sharded like it."""
-    from .dtensors.optimizer_state import share  # noqa: PLC0415  torch.distributed.tensor takes a second
+    """Return the dimension and start of a shard, and the keys of the state that is sharded like it."""
+    from .dtensors.optimizer_state import shard_of  # noqa: PLC0415  torch.distributed.tensor takes a second
 
     parameter: Any = named.known[name]
-    dim, start, _ = share(parameter)
+    dim, start, _ = shard_of(parameter)
     return dim, start, [key for key, value in state.items() if getattr(value, "shape", None) == parameter.shape]
 
 
@@ -133,7 +133,7 @@ def _own_state(named: NamedOptimizer, name: str, state: Mapping[Any, Any]) -> Ma
 
 
 def _whole_states(everyone: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state of whole parameters, put together of what all ranks wrote."""
+    """Return the state of whole parameters, assembled from the files of all ranks."""
     state = {name: one for each in reversed(everyone) for name, one in each["state"].items()}
     shards: dict[str, dict[int, tuple[int, dict[Any, torch.Tensor]]]] = {}
     for each in everyone:

@@ -1,4 +1,4 @@
-"""Construction of optimizers that step whole tensors, where ranks hold parts of them."""
+"""Construction of optimizers that step whole tensors, on ranks that hold shards of them."""
 
 from __future__ import annotations
 
@@ -17,45 +17,45 @@ from torch import nn
 from slapo_core import BuildError, Program, all_reduce, is_sharded, parameter_facts, shard_spec
 
 from ..distributed.ranks import stage_group
-from ..distributed.synchronized_rng import equal_random_numbers
+from ..distributed.synchronized_rng import synchronized_rng
 from ..model.named_tensors import parameters
 from ..model.pieces import Piece, piece_of
-from ..options.optimizer_blocks import Blocks, blocks_of
-from .introspection.nested_optimizers import Optimizer, held_in
+from ..options.optimizer_blocks import OptimizerBlocks, blocks_of
+from .introspection.nested_optimizers import Optimizer, referenced_parameters
 from .introspection.parameter_tables import has_state, replace_parameters
-from .probe.update_probe import Finding, probe
+from .probe.update_probe import UpdateDependence, probe
 from .whole_tensor_optimizer import WholeTensorOptimizer
-from .whole_tensors.owner_exchange import Holding
+from .whole_tensors.owner_exchange import LocalBox
 from .whole_tensors.stand_ins import StandIns
-from .whole_tensors.whole_tensor import Whole, is_fused, wholes_of
+from .whole_tensors.whole_tensor import WholeTensor, is_fused, whole_tensors_of
 
 if TYPE_CHECKING:
-    from .dtensors.stand_ins import PartStandIns
+    from .dtensors.stand_ins import DTensorStandIns
 
 Group = dist.ProcessGroup | None
 Make = Callable[[list[nn.Parameter]], Any]
 
-LEAST = 2**18
-"""Elements of the smallest parameter of which an optimizer steps shards.
+MIN_SHARDED_NUMEL = 2**18
+"""Number of elements of the smallest parameter that is stepped as a DTensor.
 
-Over two gloo ranks a step in place took of the time of owners: LAMB 1.52 at 147,456 elements, 1.01 at 262,144, 0.67 at 589,824,
-LARS 0.96, 0.69 and 0.49: DTensor's own work for each operation outweighs the messages of smaller parameters.
+Time of a step in place over the time of owners, on two gloo ranks: LAMB 1.52 at 147,456 elements, 1.01 at 262,144, 0.67 at
+589,824; LARS 0.96, 0.69 and 0.49. For smaller parameters DTensor's overhead per operation outweighs the messages.
 """
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParameterLayout:
     """Layout of the trained parameters on a rank.
 
     Args:
         program: The program.
-        named: This rank's parameters by their first names in the unmodified model, in the model's order.
-        piece: Gives what of the whole tensor a parameter is.
-        group: Gives the ranks that together hold the whole tensor; None where this rank alone does.
-        dtype: Type of the values that the optimizer steps; None for the parameters' own.
-        is_flat: Whether the engine deals ranges of flattened parameters out to the replicas.
-        blocks: By the names of fused parameters the blocks that are stepped one by one.
-        refusal: The reason why the engine cannot step whole tensors, and what can; empty where it can.
+        named: This rank's parameters by first original name, in the model's order.
+        piece: Returns the piece of the whole tensor that a parameter is.
+        group: Returns the group of ranks that together hold the whole tensor; None if this rank holds it alone.
+        dtype: Dtype of the values that the optimizer steps; None for the parameters' dtypes.
+        is_flat: True if the engine shards flattened parameters over replicas.
+        blocks: Blocks of fused parameters that are stepped one by one, by name.
+        refusal: The reason why the engine cannot step whole tensors, and a remedy; empty if it can.
     """
 
     program: Program
@@ -64,21 +64,21 @@ class Layout:
     group: Callable[[nn.Parameter], Group]
     dtype: torch.dtype | None = None
     is_flat: bool = False
-    blocks: Mapping[str, Blocks] = field(default_factory=dict)
+    blocks: Mapping[str, OptimizerBlocks] = field(default_factory=dict)
     refusal: str = ""
 
     @classmethod
     def of_engine(
         cls, program: Program, module: nn.Module, dtype: torch.dtype | None, is_flat: bool, refusal: str = ""
-    ) -> Layout:
-        """Return that of an engine which leaves tensor-parallel parts as they are, or flattens them for its optimizer.
+    ) -> ParameterLayout:
+        """Return the layout of an engine that keeps tensor-parallel shards, or flattens them for its optimizer.
 
         Args:
             program: The program.
             module: This rank's stages.
-            dtype: Type of the values that the optimizer steps.
-            is_flat: Whether the engine deals ranges of flattened parameters out to the replicas.
-            refusal: The reason why the engine cannot step whole tensors, and what can.
+            dtype: Dtype of the values that the optimizer steps.
+            is_flat: True if the engine shards flattened parameters over replicas.
+            refusal: The reason why the engine cannot step whole tensors, and a remedy.
         """
         named = {name: each for name, each in parameters(module).items() if isinstance(each, nn.Parameter)}
 
@@ -91,15 +91,15 @@ class Layout:
         return cls(program, named, lambda each: piece_of(each, shard_spec(each)), group, dtype, is_flat, refusal=refusal)
 
     def is_part(self, name: str, parameter: nn.Parameter) -> bool:
-        """Return whether what this rank has is anything but the whole tensor of the unmodified model."""
-        # by how it is cut, which all ranks see alike: one of them may hold all rows, where others hold none
+        """Return True if this rank's parameter differs from the whole tensor of the unmodified model."""
+        # decided by the spec, which is equal on all ranks; by sizes, a rank that holds all rows would decide differently
         return self.is_flat or name in self.blocks or is_fused(parameter) or is_sharded(parameter)
 
-    def with_blocks(self, given: Mapping[str, tuple[int, int | Sequence[int]]] | None) -> Layout:
-        """Return the same layout with what the user wants to have stepped block by block.
+    def with_blocks(self, given: Mapping[str, tuple[int, int | Sequence[int]]] | None) -> ParameterLayout:
+        """Return the same layout with the option ``optimizer_blocks``.
 
         Raises:
-            BuildError: a parameter cannot be cut like this.
+            BuildError: a parameter cannot be split into these blocks.
         """
         if not given:
             return self
@@ -114,42 +114,42 @@ class Layout:
         return replace(self, blocks=blocks_of(given, shapes))
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """Return those that are trained now."""
+        """Return the trainable parameters by name."""
         return {name: parameter for name, parameter in self.named.items() if parameter.requires_grad}
 
     @property
     def has_parts(self) -> bool:
-        """Return whether some trained parameter is one that the rank has not as the unmodified model has it."""
+        """True if some trainable parameter differs from the whole tensor of the unmodified model."""
         return any(self.is_part(name, parameter) for name, parameter in self.trained().items())
 
 
-def examined(optimizer: Optimizer, layout: Layout) -> Finding | None:
-    """Probe the updates of an optimizer; None where the rank has all that an update could depend on."""
+def probe_optimizer(optimizer: Optimizer, layout: ParameterLayout) -> UpdateDependence | None:
+    """Probe the updates of an optimizer; return None if the rank has all parameters whole."""
     if not layout.has_parts and layout.program.axis_size("pp") == 1:
         return None
     return probe(optimizer)
 
 
-class WholeSteps:
-    """Makes an optimizer of whole tensors out of one of the rank's parameters. Collective.
+class WholeTensorConstruction:
+    """Makes an optimizer of whole tensors from an optimizer of the rank's parameters. Collective.
 
     Args:
-        optimizer: An optimizer of the rank's parameters; None where it has none.
-        finding: The result of its probe.
-        layout: The parameters that the rank holds.
+        optimizer: Optimizer of the rank's parameters, or None.
+        finding: Result of the optimizer's probe.
+        layout: Layout of the rank's parameters.
 
     Attributes:
-        is_needed: Whether some rank's optimizer needs whole tensors where it has parts.
+        is_needed: True if some rank's optimizer needs whole tensors.
 
     Raises:
-        BuildError: on every rank: there is no layout of this kind on which it is right.
+        BuildError: on every rank: the optimizer cannot be right on this layout.
     """
 
-    def __init__(self, optimizer: Optimizer | None, finding: Finding | None, layout: Layout) -> None:
+    def __init__(self, optimizer: Optimizer | None, finding: UpdateDependence | None, layout: ParameterLayout) -> None:
         self._layout = layout
-        own = finding or Finding()
+        own = finding or UpdateDependence()
         depends = own.flat if layout.is_flat else own.shape
-        is_alone = layout.is_flat or layout.program.axis_size("pp") > 1  # there it is refused where a step is of all
+        is_alone = layout.is_flat or layout.program.axis_size("pp") > 1  # a coupled step is refused there
         joins = own.coupled or (bool(own.why_unknown) and not is_alone)
         flags = [depends and layout.has_parts, joins and layout.has_parts, own.coupled, own.draws, own.communicates]
         device = layout.program.mesh.device_type if layout.program.mesh is not None else "cpu"
@@ -161,7 +161,7 @@ class WholeSteps:
         self._check(optimizer, coupled and not self._draws, communicates)
         self._everywhere = joins
         self._optimizer, self._steps_shards = optimizer, dict[tuple[int, ...], bool]()
-        self._stand_ins: list[StandIns | PartStandIns] = []
+        self._stand_ins: list[StandIns | DTensorStandIns] = []
         self._is_made = False
         self._by_source: dict[int, list[nn.Parameter]] = {}
         self._sources: dict[int, nn.Parameter] = {}
@@ -180,36 +180,38 @@ class WholeSteps:
             )
 
     def _make(self, named: Mapping[str, nn.Parameter]) -> None:
-        groups: dict[tuple[int, ...], tuple[Group, list[Whole]]] = {}
+        groups: dict[tuple[int, ...], tuple[Group, list[WholeTensor]]] = {}
         for name, parameter in named.items():
             if self._layout.is_part(name, parameter):
                 group = self._layout.group(parameter)
                 ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
                 piece, blocks = self._layout.piece(parameter), self._layout.blocks.get(name)
                 dtype = self._layout.dtype or parameter.dtype
-                groups.setdefault(ranks, (group, []))[1].extend(wholes_of(name, parameter, piece.full_shape, dtype, blocks))
+                groups.setdefault(ranks, (group, []))[1].extend(
+                    whole_tensors_of(name, parameter, piece.full_shape, dtype, blocks)
+                )
         for group, wholes in groups.values():
             for made in self._stand_ins_of(wholes, group):
                 self._add(made)
 
-    def _stand_ins_of(self, wholes: Sequence[Whole], group: Group) -> Iterator[StandIns | PartStandIns]:
-        """Make stand-ins for parameters of a group of ranks, sharded ones where the optimizer steps these right. Collective."""
+    def _stand_ins_of(self, wholes: Sequence[WholeTensor], group: Group) -> Iterator[StandIns | DTensorStandIns]:
+        """Make stand-ins of a process group's parameters, DTensors if the optimizer steps these right. Collective."""
         dims = self._even_dims(wholes, group)
         parts = [whole for whole, dim in zip(wholes, dims, strict=True) if dim is not None]
         if parts:
-            from .dtensors.stand_ins import PartStandIns  # noqa: PLC0415  torch.distributed.tensor takes a second
+            from .dtensors.stand_ins import DTensorStandIns  # noqa: PLC0415  torch.distributed.tensor takes a second
 
             assert group is not None
-            yield PartStandIns(parts, [dim for dim in dims if dim is not None], group)
+            yield DTensorStandIns(parts, [dim for dim in dims if dim is not None], group)
         if others := [whole for whole, dim in zip(wholes, dims, strict=True) if dim is None]:
             yield StandIns(others, group, self._everywhere)
 
-    def _even_dims(self, wholes: Sequence[Whole], group: Group) -> list[int | None]:
-        """Return for each parameter the dimension of its shards where it is stepped as a sharded one. Collective."""
+    def _even_dims(self, wholes: Sequence[WholeTensor], group: Group) -> list[int | None]:
+        """Return the sharded dimension of each parameter that is stepped as a DTensor, None for others. Collective."""
         none: list[int | None] = [None] * len(wholes)
         if group is None or group.size() == 1 or self._everywhere or self._draws or self._layout.is_flat:
             return none
-        large = [math.prod(whole.shape) >= LEAST for whole in wholes]
+        large = [math.prod(whole.shape) >= MIN_SHARDED_NUMEL for whole in wholes]
         if not any(large):
             return none
         from .dtensors.shard_probe import steps_shards  # noqa: PLC0415  torch.distributed.tensor takes a second
@@ -223,12 +225,12 @@ class WholeSteps:
         ranks = tuple(dist.get_process_group_ranks(group))
         if flags.any() and ranks not in self._steps_shards:
             assert self._optimizer is not None
-            is_new = not self._is_made  # one that has stepped cannot be tried
+            is_new = not self._is_made  # an optimizer that has stepped cannot be probed
             self._steps_shards[ranks] = is_new and steps_shards(self._optimizer, mesh_over(group, device))
         return [dim if flag and self._steps_shards[ranks] else None for dim, flag in zip(found, flags.tolist(), strict=True)]
 
-    def _add(self, made: StandIns | PartStandIns) -> None:
-        made.bind(*local_places(made.wholes, self._layout))
+    def _add(self, made: StandIns | DTensorStandIns) -> None:
+        made.bind(*local_boxes(made.wholes, self._layout))
         made.make()
         self._stand_ins.append(made)
         for whole, parameter in zip(made.wholes, made.parameters, strict=True):
@@ -240,11 +242,11 @@ class WholeSteps:
         return list(chain.from_iterable(self._by_source.get(id(each), [each]) for each in parameters))
 
     def optimizer(self, optimizer: Optimizer, make: Make | None, trainable: Sequence[nn.Parameter]) -> WholeTensorOptimizer:
-        """Return the optimizer of whole tensors; touches no other rank.
+        """Return the optimizer of whole tensors, with no message to other ranks.
 
         Args:
-            optimizer: An optimizer of the rank's parameters.
-            make: The factory that made it; None for an object that was given.
+            optimizer: Optimizer of the rank's parameters.
+            make: Factory of the optimizer; None for a given optimizer.
             trainable: Parameters for the factory.
         """
         try:
@@ -253,9 +255,9 @@ class WholeSteps:
                 raise BuildError(
                     "the optimizer has made a state for parts of parameters; give a factory, lambda parameters: ..."
                 )
-            # what was given, and what a factory takes from elsewhere, has the rank's own parameters
+            # a given optimizer, and a factory that reads parameters elsewhere, have the rank's own parameters
             replace_parameters(inner, lambda parameter: self._by_source.get(id(parameter), [parameter]))
-            randomness = (lambda: equal_draws(self._layout.program)) if self._draws else nullcontext
+            randomness = (lambda: synchronized_rng_of_stage(self._layout.program)) if self._draws else nullcontext
             return WholeTensorOptimizer(inner, self._stand_ins, self._sources, self._extended, randomness)
         finally:
             for each in self._stand_ins:
@@ -263,16 +265,16 @@ class WholeSteps:
 
     def discard_unstepped(self, optimizer: WholeTensorOptimizer) -> None:
         """Discard whole tensors that the optimizer does not step. Collective."""
-        known = {id(parameter) for parameter in held_in(optimizer.inner)}
+        known = {id(parameter) for parameter in referenced_parameters(optimizer.inner)}
         for each in self._stand_ins:
-            if each.keep(known) and each.wholes:
-                each.bind(*local_places(each.wholes, self._layout))
+            if each.drop_unused(known) and each.wholes:
+                each.bind(*local_boxes(each.wholes, self._layout))
         self._is_made = True
         self._stand_ins[:] = [each for each in self._stand_ins if each.wholes]
         optimizer.stand_ins[:] = self._stand_ins
 
-    def _extended(self, added: Sequence[nn.Parameter]) -> tuple[list[nn.Parameter], Sequence[StandIns | PartStandIns]]:
-        """Make stand-ins for parameters that are added later. Collective."""
+    def _extended(self, added: Sequence[nn.Parameter]) -> tuple[list[nn.Parameter], Sequence[StandIns | DTensorStandIns]]:
+        """Make stand-ins of parameters that are added later. Collective."""
         known = {id(parameter) for parameter in added}
         named = {name: each for name, each in self._layout.named.items() if id(each) in known}
         before = len(self._stand_ins)
@@ -281,20 +283,22 @@ class WholeSteps:
         return self.stepped(added), made
 
 
-def local_places(wholes: Sequence[Whole], layout: Layout) -> tuple[Callable[[], list[nn.Parameter]], list[Holding]]:
-    """Return this rank's parameters that have something of whole tensors, and the boxes in them."""
+def local_boxes(
+    wholes: Sequence[WholeTensor], layout: ParameterLayout
+) -> tuple[Callable[[], list[nn.Parameter]], list[LocalBox]]:
+    """Return this rank's parameters that have elements of whole tensors, and the boxes of these elements."""
     sources = list({id(whole.source): whole.source for whole in wholes}.values())
     places = {id(source): place for place, source in enumerate(sources)}
     holdings = []
     for number, whole in enumerate(wholes):
         for chunk in whole.chunks(layout.piece(whole.source).chunks()):
-            holdings.append(Holding(number, places[id(whole.source)], chunk))
+            holdings.append(LocalBox(number, places[id(whole.source)], chunk))
     return lambda: sources, holdings
 
 
-def equal_draws(program: Program) -> AbstractContextManager[None]:
-    """Let the ranks of a stage draw the same random numbers inside. Collective over them."""
+def synchronized_rng_of_stage(program: Program) -> AbstractContextManager[None]:
+    """Return a context in which the ranks of a stage use the same random numbers. Collective over them."""
     if (mesh := program.mesh) is None:
         return nullcontext()
     groups = [mesh.get_group(axis) for axis in ("dp", "tp") if program.axis_size(axis) > 1]
-    return equal_random_numbers(groups, mesh.device_type)
+    return synchronized_rng(groups, mesh.device_type)

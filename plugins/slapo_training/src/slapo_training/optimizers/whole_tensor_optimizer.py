@@ -1,4 +1,4 @@
-"""Optimizer of a rank's parameters for an engine, around the optimizer that steps the whole tensors."""
+"""Optimizer of a rank's parameters, around an inner optimizer that steps whole tensors."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from .introspection.nested_optimizers import Optimizer, groups_in, optimizers_in
 from .whole_tensors.stand_ins import StandIns
 
 if TYPE_CHECKING:
-    from .dtensors.stand_ins import PartStandIns
+    from .dtensors.stand_ins import DTensorStandIns
 
-Extension = Callable[[Sequence[nn.Parameter]], tuple[list[nn.Parameter], Sequence["StandIns | PartStandIns"]]]
+Extension = Callable[[Sequence[nn.Parameter]], tuple[list[nn.Parameter], Sequence["StandIns | DTensorStandIns"]]]
 
 
 class WholeTensorOptimizer(torch.optim.Optimizer):
-    """Steps an optimizer of whole tensors, owned by one rank each or sharded. Collective where it steps.
+    """Optimizer whose inner optimizer steps whole tensors, each owned by one rank or sharded. Steps are collective.
 
-    Its groups have the rank's parameters, and the options of the groups of ``inner``: what is set on one side is taken over by
-    the other when it steps. All other attributes are those of ``inner``.
+    Its groups have the rank's parameters and the options of ``inner``'s groups. Options set on one side are copied to the other
+    at a step. All other attributes are those of ``inner``.
 
     Args:
-        inner: Has stand-ins for the parameters that the rank holds a part of, and the others as they are.
-        stand_ins: Stand-ins of each group of ranks.
-        sources: The rank's parameter for each stand-in, by its id.
+        inner: Optimizer of stand-ins for sharded parameters, and of the other parameters themselves.
+        stand_ins: Stand-ins of each process group.
+        sources: The rank's parameter of each stand-in, by the stand-in's id.
         extend: Makes stand-ins of parameters that are added later.
-        randomness: Makes the context of the step of an optimizer that draws random numbers.
+        randomness: Makes the context of a step that uses random numbers.
 
     Attributes:
-        inner: As given.
-        stand_ins: Stand-ins of each group of ranks, those of parameters that were added later included.
-        flats: Flat tensors that an engine has put in the places of the parameters, by the numbers of their stand-ins.
+        inner: The inner optimizer.
+        stand_ins: Stand-ins of each process group, including those of parameters that were added later.
+        flats: Flat tensors by which an engine replaced the parameters; their indices are the labels of stand-ins.
     """
 
     def __init__(
         self,
         inner: Optimizer,
-        stand_ins: Sequence[StandIns | PartStandIns],
+        stand_ins: Sequence[StandIns | DTensorStandIns],
         sources: Mapping[int, nn.Parameter],
         extend: Extension,
         randomness: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.inner = inner
-        self.stand_ins: list[StandIns | PartStandIns] = list(stand_ins)
+        self.stand_ins: list[StandIns | DTensorStandIns] = list(stand_ins)
         self._sources, self._extend, self._randomness = dict(sources), extend, randomness
         self._is_built, self._is_hidden, self.flats = False, False, list[torch.Tensor]()
         super().__init__(self._local_groups() or [{"params": []}], dict(inner.defaults))
@@ -74,56 +74,56 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         }
 
     def sources(self) -> set[int]:
-        """Return the ids of the rank's parameters that stand-ins are stepped for."""
+        """Return the ids of the rank's parameters that have stand-ins."""
         return {id(whole.source) for each in self.stand_ins for whole in each.wholes}
 
     def parts(self) -> dict[str, nn.Parameter]:
-        """Return this rank's parameters that are stepped in place as shards, by the names of the whole tensors."""
+        """Return this rank's parameters that are stepped in place as DTensors, by the names of the whole tensors."""
         return {whole.name: whole.source for each in self.stand_ins if each.is_in_place for whole in each.wholes}
 
     def owned(self, labels: Container[int] | None = None) -> set[int]:
-        """Return the ids of the stand-ins of some groups that this rank steps; of all where none are given."""
+        """Return the ids of the stand-ins with these labels that this rank steps; None for all labels."""
         return {id(parameter) for each in self.stand_ins for parameter in each.owned(labels)}
 
     @property
     def steps_together(self) -> bool:
-        """Return whether each rank steps all, as the step of one tensor depends on the others."""
-        return any(each.is_everywhere for each in self.stand_ins)
+        """True if each rank steps all tensors, since the update of one depends on the others."""
+        return any(each.is_on_all_ranks for each in self.stand_ins)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the whole tensors, and give each rank its parts. Collective."""
+        """Step the whole tensors and scatter the new values. Collective."""
         self._options.exchange()
-        labels = self._present()
+        labels = self._present_labels()
         try:
             for each in self.stand_ins:
                 each.fetch_all(labels)
             with self._owned_only(labels), self._randomness(), torch.enable_grad():
                 found = self.inner.step() if closure is None else self.inner.step(closure)
             for each in self.stand_ins:
-                each.put(labels)
-            self._settle()
+                each.scatter(labels)
+            self._normalize_state()
         finally:
             for each in self.stand_ins:
                 each.release()
             self._options.exchange()
         return found
 
-    def _settle(self) -> None:
+    def _normalize_state(self) -> None:
         if any(each.is_in_place for each in self.stand_ins):
-            from .dtensors.optimizer_state import settle  # noqa: PLC0415  torch.distributed.tensor takes a second
+            from .dtensors.optimizer_state import normalize_state  # noqa: PLC0415  torch.distributed.tensor takes a second
 
-            settle(self.inner)
+            normalize_state(self.inner)
 
-    def _present(self) -> set[int] | None:
-        """Return the numbers of the flat tensors that are stepped now; None for all. An engine may step some after others."""
+    def _present_labels(self) -> set[int] | None:
+        """Return the indices of the flat tensors of this step, or None for all; an engine may step them in turns."""
         if not self.flats:
             return None
         present = {id(each) for group in self.param_groups for each in group["params"]}
         return {number for number, flat in enumerate(self.flats) if id(flat) in present}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters of the rank. Collective where it holds parts of them."""
+        """Add parameters of the rank. Collective if they are sharded."""
         if not self._is_built:
             super().add_param_group(param_group)
             return
@@ -140,16 +140,16 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         self._options.add(self.param_groups[-1])
 
     def hide_state(self) -> None:
-        """Let an engine that writes what it finds see no state: that of whole tensors is saved beside."""
+        """Hide the state from an engine that saves all state it finds; the state of whole tensors is saved in other files."""
         self._is_hidden = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return that of ``inner``, whose state is of the tensors that this rank owns; the groups alone where it is hidden."""
+        """Return the ``state_dict`` of ``inner``, with state of the tensors this rank owns; groups alone if state is hidden."""
         self._options.exchange()
         return super().state_dict() if self._is_hidden else self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what ``state_dict`` gave."""
+        """Load the result of ``state_dict``."""
         if self._is_hidden:
             numbers = [id(group) for group in self._options.outer]
             kept = [numbers.index(id(group)) for group in self.param_groups]
@@ -162,11 +162,11 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         self._options.take_inner()
 
     def take_options(self) -> None:
-        """Let the groups have the options of those of ``inner``."""
+        """Copy the options of ``inner``'s groups to the groups."""
         self._options.take_inner()
 
     def _local_groups(self) -> list[dict[str, Any]]:
-        """Return the groups of ``inner`` with the rank's parameters, each in one group."""
+        """Return the groups of ``inner`` with the rank's parameters, each parameter in one group."""
         found, seen = [], set[int]()
         for group in self.inner.param_groups:
             local = {id(each): each for each in (self._sources.get(id(old), old) for old in group["params"])}
@@ -177,7 +177,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def _owned_only(self, labels: Container[int] | None = None) -> Iterator[None]:
-        """Hide stand-ins that other ranks own: not every optimizer leaves alone what has no gradient."""
+        """Hide the stand-ins that other ranks own; some optimizers also step parameters without a gradient."""
         owned = self.owned(labels)
         others = {id(each) for own in self.stand_ins for each in own.parameters} - owned
         if not others:
@@ -188,7 +188,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             kept.append((group, "params", group["params"]))
             group["params"] = [each for each in group["params"] if id(each) not in others]
         emptied = {id(group) for group, _, before in kept if before and not group["params"]}
-        for each in optimizers_in(self.inner):  # some ask for the first parameter of a group
+        for each in optimizers_in(self.inner):  # some optimizers read the first parameter of a group
             kept.append((each.param_groups, slice(None), list(each.param_groups)))
             each.param_groups[:] = [group for group in each.param_groups if id(group) not in emptied]
             for value in vars(each).values():
@@ -198,5 +198,5 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         try:
             yield
         finally:
-            for holder, key, value in reversed(kept):  # wrappers share lists with what they wrap
+            for holder, key, value in reversed(kept):  # wrappers share lists with their inner optimizers
                 holder[key] = value

@@ -6,7 +6,7 @@ have a module each. It may import ``slapo_core``, ``batches`` and ``losses``, wh
 """
 
 from .check_switches import disabled_checks, log_disabled_checks, register_checks
-from .common_options import CommonOptions, is_rate
+from .common_options import CommonOptions, is_lr_scheduler
 from .engine_options import DTYPES, EngineOptions
 
 __all__ = [
@@ -14,7 +14,7 @@ __all__ = [
     "CommonOptions",
     "EngineOptions",
     "disabled_checks",
-    "is_rate",
+    "is_lr_scheduler",
     "log_disabled_checks",
     "register_checks",
 ]

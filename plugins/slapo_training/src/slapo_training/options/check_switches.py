@@ -9,13 +9,13 @@ from typing import Any
 from slapo_core import BuildError, get_logger
 
 VARIABLE = "SLAPO_DISABLE_CHECKS"
-"""Environment variable with the names of checks that are off, or ``all``."""
+"""Environment variable with names of disabled checks, or ``all``."""
 
 CHECKS = {
     "rows": "losses that are no mean over rows, and modules that mix the rows of a micro-batch, are then not seen",
     "injected": "gradients that the model injects in its backward are then not seen, and weighted wrong",
 }
-"""Each check of the first step with the faults that nobody sees without it."""
+"""Checks, of the first step with the faults that are not found without them."""
 
 _known = dict(CHECKS)
 """The checks of the first step and those that plugins have registered."""
@@ -31,13 +31,13 @@ def register_checks(checks: Mapping[str, str]) -> None:
 
 
 def disabled_checks(check: Any = True) -> tuple[str, ...]:
-    """Return the names of the checks that ``check=`` or the environment switches off.
+    """Return the names of the checks that ``check=`` or the environment variable disables.
 
     Args:
         check: The option of ``build``: False switches off all checks, ``{"rows": False}`` one of them.
 
     Raises:
-        BuildError: no check has such a name, or ``check`` is of another type.
+        BuildError: an unknown name, or ``check`` is of another type.
     """
     is_dict = isinstance(check, Mapping) and all(type(is_on) is bool for is_on in check.values())
     if not is_dict and type(check) is not bool:
@@ -54,6 +54,6 @@ def disabled_checks(check: Any = True) -> tuple[str, ...]:
 
 
 def log_disabled_checks(disabled: Iterable[str], **log_options: Any) -> None:
-    """Log in one line which faults are not seen without these checks; ``log_options`` are those of ``Logger.info``."""
+    """Log in one line the faults that are not found without these checks; ``log_options`` are those of ``Logger.info``."""
     if lines := [f"{name!r}, {_known[name]}" for name in disabled]:
         get_logger().info("checks are off: %s", "; ".join(lines), **log_options)

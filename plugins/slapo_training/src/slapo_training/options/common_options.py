@@ -23,60 +23,60 @@ from .check_switches import VARIABLE, disabled_checks
 from .optimizer_blocks import check_blocks
 
 IGNORE_INDEX = -100
-"""Label value that losses leave out unless told otherwise."""
+"""Label value that losses exclude by default."""
 
 ENGINES_OWN = "config= is of targets that hand it to their engine, 'deepspeed' and 'megatron'"
-"""Said where another target is given one."""
+"""Note of the error for other targets."""
 
 T = TypeVar("T", bound="CommonOptions")
 
 
 @dataclass(frozen=True)
 class CommonOptions:
-    """The arguments of ``build`` that mean the same for every target; a dialect's own options are derived from these.
+    """Arguments of ``build`` with the same meaning for every target; base class of each dialect's options.
 
     Args:
         optimizer: A factory ``parameters -> torch.optim.Optimizer``, or an optimizer of the unmodified model's parameters that
             has not stepped yet; None builds an engine that only evaluates.
-        lr_scheduler: A factory ``optimizer -> torch.optim.lr_scheduler...``, or such an object of ``optimizer``; it steps after
+        lr_scheduler: A factory ``optimizer -> torch.optim.lr_scheduler...``, or a schedule of ``optimizer``; it steps after
             each step of the optimizer.
         loss_fn: ``loss_fn(outputs, labels)``, a mean over one micro-batch unless ``loss_weights`` or ``loss_over`` is given;
             None takes the loss from the model's output.
-        loss: Which part of the model's output is the loss: a key or field, a position, or a function of the output. None takes
-            what is called ``loss``, and else the only number that has a gradient.
-        microbatches: Parts of equally many rows that a batch is cut into.
-        batch_dims: Where the rows of the batch are in its arguments, by their names: a dimension; None for what goes whole to
-            each micro-batch; or, for a dimension 0 with other numbers of entries for each row, as patches of images, what
-            counts these: the name of an argument with an integer for each row or entry, of several sizes in an entry their
-            product, or a function that takes arguments of the batch by name and returns such a tensor. Without it rows
-            are in dimension 0, or in dimension 1 of tensors that begin like the others from there on, a dimension 0 of size 1
-            goes whole, and images and videos follow their tokens in ``input_ids``. What is not certain is refused.
+        loss: The part of the model's output that is the loss: a key or field, a position, or a function of the output. None
+            takes the part called ``loss``, or the only number with a gradient.
+        microbatches: Number of parts with equally many rows that a batch is split into.
+        batch_dims: Places of the batch's rows in its arguments, by name: a dimension; None for an argument that goes whole to
+            each micro-batch; or, if rows have different numbers of entries in dimension 0 (e.g. patches of images), a count
+            of entries. The count is the name of an argument with an integer per row or entry (several sizes of an entry are
+            multiplied), or a function of arguments of the batch, by name, that returns such a tensor. By default rows are in
+            dimension 0, or in dimension 1 of tensors shaped like others from there on; a dimension 0 of size 1 goes whole;
+            images and videos follow their tokens in ``input_ids``. Ambiguous arguments are refused.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         clip: Largest gradient norm over all ranks; 0 is off.
-        ignore_index: Label value that the loss leaves out; None takes it from ``loss_fn`` where that is a module or a
-            ``partial`` that has one, else -100. It is needed where a loss that is no plain ``cross_entropy`` or ``nll_loss``
-            leaves out another one: it has to be a mean over equal parts, and only by this value those are told that are not,
-            in the batch's ``labels``, and refused. Of the plain ones each part's labels are counted as they enter the loss.
-        loss_weights: The count that the loss is a mean over: a function that takes arguments of a micro-batch by name and
-            returns a number, or the name of an argument. Integer labels count those that are not ignored; a mask (bool,
-            floating-point, or called one) counts its sum. A dict has such counts by the names of terms: the model's output, or
-            the result of ``loss_fn``, has these terms, each a mean over its count, and the loss is their sum. None counts
-            the labels of plain ``cross_entropy`` and ``nll_loss``.
-        loss_over: ``"replicas"`` gives ``loss_fn`` the outputs and labels of all micro-batches and replicas together, for
+        ignore_index: Label value that the loss excludes; None takes it from ``loss_fn`` if that is a module or ``partial`` with
+            one, otherwise -100. Set it for other losses than plain ``cross_entropy`` and ``nll_loss`` that exclude another
+            value. Such losses must be means over equal numbers of labels; uneven numbers in the batch's ``labels`` are found by
+            this value and refused. Labels of the plain losses are counted in the loss itself.
+        loss_weights: The count that the loss is a mean over: a function of arguments of a micro-batch, by name, that returns a
+            number; or the name of an argument. Integer labels count those that are not ignored; a mask (bool, floating-point,
+            or by its name) counts its sum. A dict has counts by the names of terms: the model's output, or the result of
+            ``loss_fn``, has these terms, each a mean over its count, and the loss is their sum. None counts the labels of
+            plain ``cross_entropy`` and ``nll_loss``.
+        loss_over: ``"replicas"`` calls ``loss_fn`` with the outputs and labels of all micro-batches and replicas together, for
             in-batch contrastive losses. Outputs have the batch in dimension 0, or are the same for every micro-batch; the batch
-            may have no labels. Several micro-batches run forward twice each. None gives it those of each micro-batch.
-        gradient_hooks: ``"step"`` runs the hooks that parameters of the model had before ``build`` once in a step, each on the
-            whole reduced gradient before clipping, as in one process with the whole batch. ``"microbatch"`` leaves them to
-            torch, which runs them in each micro-batch's backward on each replica.
-        check: Check the first step that cuts a batch, before it is trained on: a loss that is no mean over rows is refused,
-            modules that mix rows are named in a warning, and gradients that the model injects are weighted right. It costs at
-            most two steps, once. ``{"rows": False}``, or the environment variable ``SLAPO_DISABLE_CHECKS``, switches off
+            may have no labels. Each of several micro-batches runs forward twice. None calls it for each micro-batch.
+        gradient_hooks: ``"step"`` runs hooks that the model's parameters had before ``build`` once per step, on the whole
+            reduced gradient before clipping, as in one process with the whole batch. ``"microbatch"`` leaves them to torch,
+            which runs them in each micro-batch's backward on each replica.
+        check: Check the first step that splits a batch, before it is trained: a loss that is no mean over rows is refused,
+            modules that mix rows are named in a warning, and injected gradients are weighted right. It costs at most two
+            steps, once. ``{"rows": False}``, or the environment variable ``SLAPO_DISABLE_CHECKS``, switches off
             checks by name: ``rows``, ``injected`` and those of plugins.
-        strict: Refuse where the first step's checks would warn.
+        strict: Raise an error instead of the warnings of the first step's checks.
         optimizer_blocks: For optimizers that step a whole tensor: globs of the names of the model's own fused parameters, each
-            with ``(dim, blocks)``, the number or the sizes of blocks along a dimension that are stepped as tensors of their
-            own. For GPT-2 ``{"*.c_attn.weight": (1, 3)}`` has one block for each of q, k and v, ``(1, 36)`` one for each
-            of 12 heads. Parameters that a schedule fused are stepped as the unmodified model's without being named.
+            with ``(dim, blocks)``: the number or the sizes of blocks along a dimension that are stepped as separate tensors.
+            For GPT-2 ``{"*.c_attn.weight": (1, 3)}`` has one block for each of q, k and v, ``(1, 36)`` one for each of 12
+            heads. Parameters that a schedule fused are stepped as the unmodified model's, without an entry here.
     """
 
     target: ClassVar[str] = ""
@@ -114,8 +114,8 @@ class CommonOptions:
         options.validate()
         return options
 
-    def agreed(self) -> list[str]:
-        """Return the options that have to be the same on all ranks, beside what ``build`` compares already."""
+    def rank_invariants(self) -> list[str]:
+        """Return the options that must be equal on all ranks, beside those that ``build`` compares."""
         given = {"optimizer=": self.optimizer, "lr_scheduler=": self.lr_scheduler, "loss_fn=": self.loss_fn}
         return [
             f"ignore_index={self.ignored_label}",
@@ -135,42 +135,42 @@ class CommonOptions:
 
     @cached_property
     def batch_rows(self) -> BatchRows:
-        """Cuts batches; one for the engine, so that what a batch shows of an argument is compared with the next."""
+        """Splitter of batches; one per engine, since it compares each batch's rows with those of earlier batches."""
         return BatchRows(self.batch_dims)
 
     @cached_property
     def output_loss(self) -> OutputLoss:
-        """Finds the loss in outputs; one for the engine, so that evaluation takes the loss that training found."""
+        """Finder of the loss in outputs; one per engine, so that evaluation uses the path that training found."""
         return OutputLoss(self.loss)
 
     @property
     def ignored_label(self) -> int:
-        """The label value that the loss leaves out."""
+        """Label value that the loss excludes."""
         if self.ignore_index is not None:
             return self.ignore_index
-        return int(self._of_loss("ignore_index", IGNORE_INDEX))
+        return int(self._loss_fn_argument("ignore_index", IGNORE_INDEX))
 
     def check_mean(self, num_parts: int) -> None:
-        """Refuse a loss of which the mean over parts of a batch is not the loss of the batch, as far as it can be told.
+        """Refuse a loss whose mean over parts of a batch is known to differ from the loss of the batch.
 
         Args:
             num_parts: Micro-batches times data-parallel ranks.
 
         Raises:
-            BuildError: the loss sums, or weights its labels.
+            BuildError: the loss is a sum, or weights its labels.
         """
         if self.loss_over is not None:
             return
-        if self._of_loss("reduction", "mean") == "sum" and num_parts > 1:
+        if self._loss_fn_argument("reduction", "mean") == "sum" and num_parts > 1:
             raise BuildError(f"loss_fn has reduction='sum', but the losses of {num_parts} parts are averaged; use 'mean'")
-        if self._of_loss("weight", None) is not None and self.loss_weights is None and num_parts > 1:
+        if self._loss_fn_argument("weight", None) is not None and self.loss_weights is None and num_parts > 1:
             raise BuildError(
                 f"loss_fn weights its labels, so the mean over {num_parts} parts is another number; leave weight= out, "
                 "say with loss_weights= what it is a mean over, or train with one micro-batch on one replica"
             )
 
-    def _of_loss(self, name: str, default: Any) -> Any:
-        """Return the arguments that a loss module, or a ``partial`` of a function, was made with."""
+    def _loss_fn_argument(self, name: str, default: Any) -> Any:
+        """Return an argument of the loss module or ``partial``, or the default."""
         given = self.loss_fn.keywords if isinstance(self.loss_fn, partial) else {}
         return given.get(name, getattr(self.loss_fn, name, default))
 
@@ -199,7 +199,7 @@ class CommonOptions:
         check_blocks(self.optimizer_blocks)
         check_dims(self.batch_dims)
         self._check_rate()
-        if self.loss_fn is not None and not _takes_two(self.loss_fn):
+        if self.loss_fn is not None and not _accepts_two_arguments(self.loss_fn):
             raise BuildError("loss_fn does not take (outputs, labels)")
         check_choice(self.loss)
         if self.loss is not None and self.loss_fn is not None:
@@ -222,29 +222,29 @@ class CommonOptions:
             )
         if self.loss_weights is not None:
             raise BuildError(
-                "loss_over='replicas' computes the loss of the whole batch at once, where no term has to be weighed; leave out "
+                "loss_over='replicas' computes the loss of the whole batch at once, so no term needs a weight; leave out "
                 "loss_weights="
             )
 
     def _check_rate(self) -> None:
         rate = self.lr_scheduler
-        if rate is not None and not (self.optimizer is not None and (is_rate(rate) or callable(rate))):
+        if rate is not None and not (self.optimizer is not None and (is_lr_scheduler(rate) or callable(rate))):
             what = (
                 "lr_scheduler= is of optimizer=, which is not given" if self.optimizer is None else f"lr_scheduler is {rate!r}"
             )
             raise BuildError(f"{what}; give optimizer=, and lr_scheduler= as one of torch.optim.lr_scheduler or a factory")
 
 
-def is_rate(value: Any) -> bool:
-    """Return whether a value is a schedule of the learning rate."""
+def is_lr_scheduler(value: Any) -> bool:
+    """Return True if a value is a learning-rate schedule."""
     return isinstance(value, (LRScheduler, ReduceLROnPlateau))
 
 
-def _takes_two(function: Callable[..., Any]) -> bool:
+def _accepts_two_arguments(function: Callable[..., Any]) -> bool:
     try:
         inspect.signature(function).bind(None, None)
     except TypeError:
         return False
-    except ValueError:  # a builtin that has no signature
+    except ValueError:  # a builtin without a signature
         return callable(function)
     return True

@@ -1,4 +1,4 @@
-"""Blocks of fused parameters that an optimizer steps as tensors of their own, as the user asks for."""
+"""Blocks of fused parameters that an optimizer steps as separate tensors: the option ``optimizer_blocks``."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 from slapo_core import BuildError
 
 
-class Blocks(NamedTuple):
+class OptimizerBlocks(NamedTuple):
     """Blocks of a fused parameter.
 
     Args:
-        dim: Along which they lie one behind the other.
-        sizes: Their sizes along it.
+        dim: Dimension along which the blocks are concatenated.
+        sizes: Sizes of the blocks along the dimension.
     """
 
     dim: int
@@ -22,10 +22,10 @@ class Blocks(NamedTuple):
 
 
 def check_blocks(given: Any) -> None:
-    """Refuse what names no blocks.
+    """Refuse values of another form.
 
     Raises:
-        BuildError: it is no mapping of globs to a dimension and a number of blocks, or their sizes.
+        BuildError: the value is no mapping of globs to a dimension and a number of blocks or their sizes.
     """
     if given is None:
         return
@@ -43,17 +43,17 @@ def check_blocks(given: Any) -> None:
 
 def blocks_of(
     given: Mapping[str, tuple[int, int | Sequence[int]]] | None, shapes: Mapping[str, Sequence[int]]
-) -> dict[str, Blocks]:
-    """Return the blocks of each parameter that was named.
+) -> dict[str, OptimizerBlocks]:
+    """Return the blocks of each parameter that the option names.
 
     Args:
-        given: Globs of names, and of each the dimension and the number of equal blocks, or their sizes.
+        given: Dimension and number of equal blocks, or their sizes, by globs of names.
         shapes: Shapes of the whole parameters, by name.
 
     Raises:
-        BuildError: a parameter cannot be cut like this.
+        BuildError: a parameter cannot be split into these blocks.
     """
-    found: dict[str, Blocks] = {}
+    found: dict[str, OptimizerBlocks] = {}
     for pattern, (dim, number) in (given or {}).items():
         for name, shape in shapes.items():
             if not fnmatchcase(name, pattern):
@@ -66,5 +66,5 @@ def blocks_of(
                     f"optimizer_blocks[{pattern!r}] is {(dim, number)}, and {name!r} of shape {tuple(shape)} cannot be cut so; "
                     "give a dimension and the number of equal blocks along it, or sizes that add up"
                 )
-            found[name] = Blocks(dim % len(shape), sizes)
+            found[name] = OptimizerBlocks(dim % len(shape), sizes)
     return found

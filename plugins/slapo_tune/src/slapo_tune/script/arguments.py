@@ -53,7 +53,7 @@ def _is_flag(argument: str) -> bool:
     return re.match(r"--?[^\W\d]", argument) is not None  # not -1, and not a dash alone
 
 
-def substituted(argument: str, values: Mapping[str, Any]) -> str:
+def substitute(argument: str, values: Mapping[str, Any]) -> str:
     """Return an argument with the values of symbols in the places of their names.
 
     A name is replaced where it is the whole argument (``--batch-size batch_size``), all behind the ``=`` of a flag
@@ -67,6 +67,6 @@ def substituted(argument: str, values: Mapping[str, Any]) -> str:
     return re.sub(r"\{([^{}]+)\}", lambda match: str(values.get(match[1], match[0])), argument)
 
 
-def takes(arguments: Sequence[str], name: str) -> bool:
+def uses_symbol(arguments: Sequence[str], name: str) -> bool:
     """Return whether any of the arguments has the place of a symbol in it."""
-    return any(substituted(argument, {name: ""}) != argument for argument in arguments)
+    return any(substitute(argument, {name: ""}) != argument for argument in arguments)

@@ -79,7 +79,11 @@ class Configuration:
             raise
         except (Exception, SystemExit) as err:
             line = max(
-                (frame.lineno or 0 for frame in traceback.extract_tb(err.__traceback__) if _same(frame.filename, self.path)),
+                (
+                    frame.lineno or 0
+                    for frame in traceback.extract_tb(err.__traceback__)
+                    if _is_same_file(frame.filename, self.path)
+                ),
                 default=0,
             )
             given = ", ".join(args) or "none"
@@ -118,5 +122,5 @@ def _module(path: str) -> ModuleType:
     return module
 
 
-def _same(first: str, second: str) -> bool:
+def _is_same_file(first: str, second: str) -> bool:
     return Path(first).resolve() == Path(second).resolve()

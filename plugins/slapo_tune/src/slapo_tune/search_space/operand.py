@@ -17,10 +17,10 @@ class Operand(ABC):
         """The value that the object stands for."""
 
     def __eq__(self, other: object) -> Any:
-        return self.value == plain(other)
+        return self.value == unwrap(other)
 
     def __ne__(self, other: object) -> Any:
-        return self.value != plain(other)
+        return self.value != unwrap(other)
 
     def __hash__(self) -> int:
         return hash(self.value)
@@ -46,11 +46,11 @@ class Operand(ABC):
 
     @staticmethod
     def _binary(function: Callable[[Any, Any], Any]) -> Callable[[Operand, Any], Any]:
-        return lambda self, other: function(self.value, plain(other))
+        return lambda self, other: function(self.value, unwrap(other))
 
     @staticmethod
     def _reflected(function: Callable[[Any, Any], Any]) -> Callable[[Operand, Any], Any]:
-        return lambda self, other: function(plain(other), self.value)
+        return lambda self, other: function(unwrap(other), self.value)
 
     __lt__ = _binary(operator.lt)
     __le__ = _binary(operator.le)
@@ -75,6 +75,6 @@ class Operand(ABC):
     __abs__ = _unary(operator.abs)
 
 
-def plain(value: Any) -> Any:
+def unwrap(value: Any) -> Any:
     """Return the value that an operand stands for, and anything else unchanged."""
     return value.value if isinstance(value, Operand) else value

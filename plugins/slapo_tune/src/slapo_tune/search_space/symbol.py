@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .errors import OpenSymbolError, TuneError
-from .operand import Operand, plain
+from .operand import Operand, unwrap
 
 
 class Symbol(Operand):
@@ -53,7 +53,7 @@ class Symbol(Operand):
 
     def add(self, val: Any) -> None:
         """Add a value to the symbol. If the value is already in the symbol, do nothing."""
-        val = plain(val)
+        val = unwrap(val)
         if val not in self.vals:
             self.vals.append(val)
 

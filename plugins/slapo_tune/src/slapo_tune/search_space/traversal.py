@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 UpdateSpace = Callable[[Mapping[str, Any], "Space"], "Space | None"]
 """The ``update_space(args, space)`` of a configuration file; it may return None for the space that it was given."""
 
-MOST_SYMBOLS = 100
+MAX_SYMBOLS = 100
 """More in one configuration are taken for a mistake: symbols whose names are other ones in each call."""
 
 
@@ -44,8 +44,8 @@ class Traversal:
 
     def _below(self, base: Space) -> Iterator[dict[str, Any]]:
         space = self._updated(base)
-        if len(space.fixed_values()) > MOST_SYMBOLS:
-            raise TuneError(f"update_space: it has made {MOST_SYMBOLS} symbols and makes more; make the same in every call")
+        if len(space.fixed_values()) > MAX_SYMBOLS:
+            raise TuneError(f"update_space: it has made {MAX_SYMBOLS} symbols and makes more; make the same in every call")
         if (symbol := space.next()) is None:
             yield space.to_dict()
             return

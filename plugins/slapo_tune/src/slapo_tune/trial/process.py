@@ -23,19 +23,19 @@ from .interruption import Interruption
 POLL_SECONDS = 0.05
 
 OUTPUT_BYTES = 16 * 2**20
-"""How much is read of the end of what a trial printed."""
+"""Bytes that are read from the end of a trial's output."""
 
 
 @dataclass(frozen=True)
 class TrialOutput:
-    """What a trial printed, and how it ended.
+    """Output and end of a trial.
 
     Args:
         stdout: The end of its output.
         stderr: The end of its errors.
-        seconds: How long it ran.
-        exit_code: Of its first process; None where it was ended from here.
-        timed_out: Whether it was ended at the time limit.
+        seconds: Duration in seconds.
+        exit_code: Exit code of its first process; None if the tuner killed it.
+        timed_out: Whether it was killed at the time limit.
     """
 
     stdout: str
@@ -46,7 +46,7 @@ class TrialOutput:
 
     @property
     def text(self) -> str:
-        """The errors, or the output where there are none."""
+        """The errors, or the output if there are none."""
         return self.stderr if self.stderr.strip() else self.stdout
 
 
@@ -91,7 +91,7 @@ def _wait(process: subprocess.Popen[bytes], start: float, timeout: float | None,
 
 @contextmanager
 def _watched(mark: str) -> Iterator[None]:
-    """Let a process wait beside the trial that kills it where this process is killed meanwhile."""
+    """Start a watcher process that kills the trial's processes if this process is killed."""
     command = [sys.executable, "-I", "-S", process_cleanup.__file__, f"{MARK}={mark}"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as watcher:
         yield
@@ -99,10 +99,10 @@ def _watched(mark: str) -> Iterator[None]:
 
 
 def kill_whole(process: subprocess.Popen[bytes], mark: str) -> None:
-    """Kill the process, its group, and whatever has the mark in its environment: processes in sessions of their own, too."""
+    """Kill the process, its process group, and all processes with the mark in their environment, in any session."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    left = process_cleanup.kill_marked(f"{MARK}={mark}")
+    left = process_cleanup.kill_trial_processes(f"{MARK}={mark}")
     with suppress(subprocess.TimeoutExpired):
         process.wait(process_cleanup.KILL_SECONDS)
     if left or process.returncode is None:

@@ -1,7 +1,7 @@
-"""Processes with a mark in their environment, and the end of them.
+"""Search for the processes of a trial by a mark in their environment, and their end.
 
-As a program it waits beside a trial, and kills the trial's processes where the tuner was killed before it could do so.
-It imports the standard library alone, since one is started for every trial.
+As a program it is the watcher of a trial: it kills the trial's processes if the tuner was killed. It imports only the
+standard library, as one is started for every trial.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from pathlib import Path
 
 POLL_SECONDS = 0.01
 KILL_SECONDS = 10.0
-"""How long processes that were killed are waited for; those that wait for a device may take longer."""
+"""Seconds to wait for killed processes; a process that waits for a device may take longer."""
 
 START_SECONDS = 0.2
-"""How long a process that the tuner was starting when it ended may take until it has its own environment."""
+"""Seconds until a process that the tuner was starting when it was killed has its own environment."""
 
 
-def kill_marked(mark: str) -> list[int]:
+def kill_trial_processes(mark: str) -> list[int]:
     """Kill all processes with ``VARIABLE=value`` in their environment, in any session, and return those that do not end."""
     deadline = time.monotonic() + KILL_SECONDS
     while (found := [*_marked(mark)]) and time.monotonic() < deadline:
-        for pid in found:  # again, as one may have started another meanwhile
+        for pid in found:  # repeated, as a process may have started another
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(POLL_SECONDS)
@@ -44,4 +44,4 @@ def _marked(mark: str) -> Iterator[int]:
 if __name__ == "__main__":
     if not sys.stdin.buffer.read():  # the pipe was closed without a word
         time.sleep(START_SECONDS)
-        kill_marked(sys.argv[1])
+        kill_trial_processes(sys.argv[1])

@@ -47,7 +47,7 @@ def logged_result(lines: Sequence[str], values: Mapping[str, Any]) -> dict[str, 
         lines: Of the script's output and errors.
         values: Values of the symbols; ``batch_size`` counts where a log has seconds alone.
     """
-    for target, dialect in default_registry().importable("dialect").items():
+    for target, dialect in default_registry().load_all("dialect").items():
         parser: Any = dialect.classes.get("log_parser")
         if parser is None or not hasattr(parser, "parse"):
             continue
@@ -74,7 +74,7 @@ def _speed(step: Any, values: Mapping[str, Any]) -> float | None:
     return float(size) / seconds if seconds and isinstance(size, (int, float)) else None
 
 
-def unusable(throughput: Any) -> str:
+def invalid_throughput(throughput: Any) -> str:
     """Return the reason why a throughput cannot be compared with others, or ``""``."""
     if isinstance(throughput, bool) or not isinstance(throughput, (int, float)):
         return f"the throughput is {throughput!r}, not a number"
@@ -83,7 +83,7 @@ def unusable(throughput: Any) -> str:
     return ""
 
 
-def last_words(text: str, limit: int = 400) -> str:
+def error_tail(text: str, limit: int = 400) -> str:
     """Return the end of a text in one line, at most ``limit`` characters: of a traceback what stands behind its frames."""
     lines = [line.rstrip() for line in text.splitlines() if line.strip()][-4:]
     frames = [place for place, line in enumerate(lines[:-1], 1) if line[0].isspace()]

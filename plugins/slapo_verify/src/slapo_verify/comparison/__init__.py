@@ -1,6 +1,6 @@
 """Comparison of two models: outputs, and the gradient of each parameter under its original name.
 
-May import nothing else of this package; the testing kit builds on it.
+This sub-package may import ``model_setup`` and ``ranks``; the testing kit builds on it.
 """
 
 from .equivalence import Run, Tolerance, assert_equivalent, differences, run_model, weighted_sum

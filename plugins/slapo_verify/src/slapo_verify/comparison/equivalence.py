@@ -1,4 +1,4 @@
-"""Compare what two models compute: outputs, and the gradient of every parameter under its original name."""
+"""Comparison of two models' outputs, and of the gradient of every parameter under its original name."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from .tensor_leaves import Leaves, Unopened, copied, dense, leaves_of
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far two numbers may be apart: ``atol + rtol * |expected| + scale * typical size of the expected tensor``.
+    """Allowed difference of two numbers: ``atol + rtol * |expected| + scale * typical size of the expected tensor``.
 
-    Integers and truth values are equal or not.
+    Integers and booleans must be equal.
 
     Args:
         atol: Absolute.
         rtol: Relative to the number.
         scale: Relative to the tensor; see ``typical_size``.
-        noise: What is added for one tensor, by what a ``Difference`` calls it.
+        noise: Additional difference for single tensors, by ``Difference.what``.
     """
 
     atol: float
@@ -35,28 +35,28 @@ class Tolerance:
     noise: Mapping[str, float] = field(default_factory=dict)
 
     def absolute(self, expected: torch.Tensor, what: str = "") -> float:
-        """What does not depend on the single number."""
+        """Return the part that is equal for all numbers of a tensor."""
         scale = self.scale * typical_size(expected) if self.scale else 0.0
         return self.atol + scale + self.noise.get(what, 0.0)
 
     def accepts(self, expected: torch.Tensor, actual: torch.Tensor, what: str = "") -> torch.Tensor:
-        """Which elements are close enough."""
+        """Return a mask of the elements that are close enough."""
         if not (expected.is_floating_point() or expected.is_complex()):
             return expected == actual
         return torch.isclose(actual, expected, rtol=self.rtol, atol=self.absolute(expected, what))
 
 
 _SAMPLED = 1 << 12
-"""Numbers of a tensor whose median is taken."""
+"""Number of elements of a tensor from which the median is taken."""
 _MEDIANS = 30.0
 _MASKS = 100.0
 
 
 def typical_size(tensor: torch.Tensor) -> float:
-    """The root mean square of a tensor's finite numbers; not of what a few huge ones make of it.
+    """Return the root mean square of a tensor's finite numbers, robust against a few huge ones.
 
-    It is at most 30 times the median of those that are not 0. The largest is left out where it stands there several times and
-    is above 100 times the median of the others: it is a mask.
+    It is at most 30 times the median of the non-zero numbers. The largest number is left out if it occurs several times and
+    exceeds 100 times the median of the others: then it is a mask.
     """
     if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
         return 0.0
@@ -75,7 +75,7 @@ def typical_size(tensor: torch.Tensor) -> float:
 
 
 def _sample(numbers: torch.Tensor) -> torch.Tensor:
-    """The same ones each time, from no regular places: every n-th may all be of one column."""
+    """Return a fixed random sample. A regular one might consist of a single column."""
     if numbers.numel() <= _SAMPLED:
         return numbers
     generator = torch.Generator().manual_seed(0)
@@ -83,7 +83,7 @@ def _sample(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _has_mask(sample: torch.Tensor) -> bool:
-    """Whether the largest stands there several times, and is far from the others."""
+    """Return True if the largest number occurs several times and is far from the others."""
     if not sample.numel():
         return False
     largest = sample.max()
@@ -97,12 +97,12 @@ def _root_mean_square(numbers: torch.Tensor) -> float:
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that two models compute differently.
+    """One result that differs between two models.
 
     Args:
         what: ``"output.logits"``, ``"loss"``, ``"gradient of 'h.0.weight'"``.
         message: One sentence with the numbers.
-        absolute: Largest absolute error; None where shapes, dtypes or structures differ, or there are NaN.
+        absolute: Largest absolute error; None if shapes, dtypes or structures differ, or for NaN.
         relative: Largest relative error, likewise.
     """
 
@@ -114,7 +114,7 @@ class Difference:
 
 @dataclass
 class Run:
-    """What a forward and a backward of a model computed, and what they left of the tensors that they were given."""
+    """Results of a forward and a backward of a model, and its inputs afterwards."""
 
     outputs: Leaves
     loss: torch.Tensor | None
@@ -132,12 +132,12 @@ def assert_equivalent(
     loss: Callable[[Any], torch.Tensor] | None = None,
     **kwargs: Any,
 ) -> None:
-    """Run both models on the same inputs and random state and compare all they compute.
+    """Run both models on the same inputs and random state and compare all results.
 
-    Compared in this order: the outputs' structure, shapes and dtypes, their values, the loss, what is left of the inputs, the
-    gradients of those that require one, the gradient of every parameter under its name in ``before``. Gradients of sharded
-    parameters are gathered over their group, which makes the call collective. NaN is never equal. Neither model's ``.grad`` is
-    changed.
+    Compared in this order: the outputs' structure, shapes and dtypes, their values, the loss, the inputs after the forward, the
+    gradients of inputs that require one, and the gradient of every parameter under its name in ``before``. Gradients of sharded
+    parameters are gathered over their group, which makes the call collective. NaN is never equal. Neither model's ``.grad``
+    changes.
 
     Args:
         before: The unmodified model, in the same mode (training or not) as ``after``.
@@ -145,9 +145,9 @@ def assert_equivalent(
         *inputs: Positional inputs; each run gets its own copies of the tensors.
         atol: Largest absolute difference.
         rtol: Largest difference relative to ``before``.
-        loss: ``loss(outputs)``; by default a sum of all floating outputs with fixed weights that differ from element to
-            element, as the plain sum of a softmax or a layer norm has no gradient. Without anything to differentiate only
-            outputs are compared.
+        loss: ``loss(outputs)``. By default a sum of all floating-point outputs with fixed weights that differ between elements,
+            since the plain sum of a softmax or a layer norm has no gradient. If nothing is differentiable only outputs are
+            compared.
         **kwargs: Keyword inputs.
 
     Raises:
@@ -167,7 +167,9 @@ def assert_equivalent(
 def run_model(
     model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], loss: Callable[[Any], torch.Tensor | None] | None = None
 ) -> Run:
-    """Run a model forward and backward on copies of the inputs; its ``.grad`` is as before. Collective where it is sharded."""
+    """Run a model forward and backward on copies of the inputs, and restore its ``.grad``. Collective if the model is
+    sharded.
+    """
     kept = {parameter: parameter.grad for parameter in model.parameters()}
     copies: Leaves = []
     args, keywords = copied(inputs, "", copies), copied(kwargs, "", copies)
@@ -189,7 +191,7 @@ def run_model(
 
 
 def weighted_sum(outputs: Any) -> torch.Tensor | None:
-    """A sum of all floating numbers with fixed weights that differ from one to the next; None where nothing has gradients."""
+    """Return a sum of all floating-point numbers with gradients, with fixed different weights; None if there are none."""
     total = None
     for _, leaf in leaves_of(outputs, ""):
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
@@ -202,7 +204,7 @@ def weighted_sum(outputs: Any) -> torch.Tensor | None:
 
 
 def _named_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Full gradients by original name; a tied parameter stands under each of its names."""
+    """Return the full gradients by original name; a tied parameter occurs under each of its names."""
     found: dict[str, torch.Tensor | None] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         for original in parameter_facts(parameter).names or (name,):
@@ -212,7 +214,7 @@ def _named_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def differences(expected: Run, actual: Run, tolerance: Tolerance) -> Iterator[Difference]:
-    """What two runs have different, in the order in which ``assert_equivalent`` names it."""
+    """Yield the differences of two runs, in the order of ``assert_equivalent``."""
     yield from _of_leaves("output", expected.outputs, actual.outputs, tolerance)
     yield from difference("loss", expected.loss, actual.loss, tolerance)
     yield from _of_leaves("what the forward left of input", expected.inputs, actual.inputs, tolerance)
@@ -221,7 +223,7 @@ def differences(expected: Run, actual: Run, tolerance: Tolerance) -> Iterator[Di
 
 
 def of_named(what: str, expected: Mapping[str, Any], actual: Mapping[str, Any], tolerance: Tolerance) -> Iterator[Difference]:
-    """Differences of tensors under their names."""
+    """Yield the differences of tensors under their names."""
     missing = [name for name in expected if name not in actual]
     if missing:
         message = f"{what} of {missing[0]!r}: after has no parameter of this original name, {len(missing)} are missing"
@@ -232,7 +234,7 @@ def of_named(what: str, expected: Mapping[str, Any], actual: Mapping[str, Any], 
 
 
 def difference(what: str, expected: Any, actual: Any, tolerance: Tolerance) -> Iterator[Difference]:
-    """The difference of two values, shapes and dtypes first, or nothing."""
+    """Yield the difference of two values, if any; shapes and dtypes are compared first."""
     if _kind(expected) != _kind(actual):
         yield Difference(what, f"{what}: expected {_kind(expected)}, found {_kind(actual)}")
     else:
@@ -240,7 +242,7 @@ def difference(what: str, expected: Any, actual: Any, tolerance: Tolerance) -> I
 
 
 def _of_leaves(what: str, expected: Leaves, actual: Leaves, tolerance: Tolerance) -> Iterator[Difference]:
-    """Structure, shapes and dtypes of all before any value."""
+    """Yield the differences of leaves: structure, shapes and dtypes of all before any value."""
     before, after = [path for path, _ in expected], [path for path, _ in actual]
     if before != after:
         missing, extra = sorted(set(before) - set(after)), sorted(set(after) - set(before))
@@ -277,11 +279,11 @@ _WIDER = {
     torch.uint32: torch.int64,
     **{getattr(torch, name): torch.float32 for name in dir(torch) if name.startswith("float8_")},
 }
-"""Types that torch stores, and does not compare."""
+"""Types that torch stores but cannot compare."""
 
 
 def comparable(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers in a type that can be compared."""
+    """Return the same numbers in a type that can be compared."""
     return tensor.view(torch.int64) if tensor.dtype is torch.uint64 else tensor.to(_WIDER.get(tensor.dtype, tensor.dtype))
 
 

@@ -1,4 +1,4 @@
-"""Run two models alike and list what they compute differently."""
+"""Equal runs of two models, and the differences of their results."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import nn
 from slapo_core import VerifyError, parameter_facts, rng_state
 
 from ..model_setup.dropouts import same_random_state
-from ..model_setup.fused_parameters import new_names
+from ..model_setup.fused_parameters import added_parameters
 from ..model_setup.model_rollback import model_rollback
-from ..model_setup.replica_batch_norm import one_replica
-from ..ranks.failure_propagation import ALONE, Ranks
+from ..model_setup.replica_batch_norm import local_batch_statistics
+from ..ranks.failure_propagation import SINGLE_RANK, Ranks
 from .equivalence import Difference, Run, Tolerance, comparable, difference, differences, of_named, run_model, weighted_sum
-from .parameter_values import SAME, Expected, Named, Values, part_of, values_of
+from .parameter_values import EXACT, Expected, Named, Values, local_part, values_of
 from .tensor_leaves import dense
 
 Loss = Callable[[Any], torch.Tensor | None]
@@ -28,18 +28,18 @@ LEVELS = ("outputs", "grads", "step")
 
 
 @dataclass(frozen=True)
-class Task:
-    """Task that both models are given.
+class ComparisonTask:
+    """Task that both models run.
 
     Args:
         args: Positional inputs.
         kwargs: Keyword inputs.
         level: ``"outputs"``, ``"grads"`` or ``"step"``.
-        loss: ``loss(outputs)``; None is the outputs' own, or else all of them weighted.
+        loss: ``loss(outputs)``; None is the outputs' own loss, or else a weighted sum of all.
         optimizer: ``parameters -> Optimizer`` for the step.
         training: Mode of both models.
-        tolerance: How far apart numbers may be.
-        rounded: Of the unmodified model in half precision and in float32, by what a ``Difference`` calls a tensor.
+        tolerance: Allowed difference of numbers.
+        rounded: Results of the unmodified model in half precision and in float32, by ``Difference.what``.
     """
 
     args: tuple[Any, ...]
@@ -53,17 +53,17 @@ class Task:
 
 
 @dataclass
-class Computed:
+class ModelResults:
     """Results of a model.
 
     Args:
-        weights: The parameters, by original name, as they were.
+        weights: The parameters before the run, by original name.
         run: Outputs, loss, gradients.
-        updates: What the optimizer's step added to each parameter, by original name.
-        draws: Whether it drew random numbers.
-        largest: The largest error of parameters' values that are near and were not put together.
-        buffers: What training leaves in those that are saved and whole, by name.
-        new: Trainable parameters that a step brought in, and that do not say what they are made of.
+        updates: Update of each parameter by the optimizer's step, by original name.
+        draws: True if the model drew random numbers.
+        largest: The largest error of parameter values that are close and were not gathered.
+        buffers: Buffers after training that are saved and unsharded, by name.
+        new: Trainable parameters that a step created without recording their parts.
     """
 
     weights: dict[str, torch.Tensor | None]
@@ -74,11 +74,11 @@ class Computed:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     new: frozenset[str] = frozenset()
 
-    def counts(self, other: Computed) -> dict[str, int]:
-        """Count the tensors of each kind that are compared with another model's."""
+    def counts(self, other: ModelResults) -> dict[str, int]:
+        """Return the number of tensors of each kind that are compared with another model's."""
         outputs = [value for _, value in self.run.outputs if isinstance(value, torch.Tensor)]
         gradients = {name for name, value in self.run.param_grads.items() if value is not None}
-        gone = {*replaced(self, other)}
+        gone = {*missing_parameters(self, other)}
         found = {
             "weights": len(self.weights.keys() - gone),
             "outputs": len(outputs),
@@ -91,16 +91,16 @@ class Computed:
 
 def compute(
     model: nn.Module,
-    task: Task,
-    expected: Computed | None = None,
-    ranks: Ranks = ALONE,
+    task: ComparisonTask,
+    expected: ModelResults | None = None,
+    ranks: Ranks = SINGLE_RANK,
     running: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 - it keeps nothing
-) -> Computed:
-    """Do the task; the model is left as it was, see ``model_rollback``. Collective.
+) -> ModelResults:
+    """Run the task, and restore the model, see ``model_rollback``. Collective.
 
-    ``running`` is around the forward and the backward. What belongs to parameters is compared with what is expected of them
-    where it lies, and put together where it is far off: of what is near, the expected tensor stands for it. A step takes
-    expected gradients where the model's are near.
+    ``running`` is the context of the forward and the backward. Values of parameters are compared with the expected ones shard
+    by shard. Only those that differ are gathered; for the others the expected tensor is used. A step uses the expected
+    gradients where the model's are close.
     """
 
     def known(values: Named | None, tolerance: Tolerance) -> Expected | None:
@@ -111,29 +111,33 @@ def compute(
         check_unwritten()
         return found
 
-    with model_rollback(model, task.training) as check_unwritten, one_replica(model), plain_modes(task.level != "outputs"):
+    with (
+        model_rollback(model, task.training) as check_unwritten,
+        local_batch_statistics(model),
+        default_modes(task.level != "outputs"),
+    ):
         state = rng_state()
-        kept = _Kept(model)
+        kept = _GradientRecorder(model)
         loss = _checked(task.loss or _default_loss)
         with running:
-            run = ranks.alike(ran)
+            run = ranks.run_on_all(ran)
         draws, left = not same_random_state(state, rng_state()), _buffers(model) if task.training else {}
-        found = [values_of(model, "weight", torch.Tensor.detach, known(expected.weights if expected else None, SAME))]
+        found = [values_of(model, "weight", torch.Tensor.detach, known(expected.weights if expected else None, EXACT))]
         before = known(expected.run.param_grads if expected else None, task.tolerance)
         if task.level != "outputs":
             found.append(values_of(model, "gradient", lambda one: kept.gradients.get(cast(nn.Parameter, one)), before))
             run = replace(run, param_grads=found[-1].whole)
         if task.level == "step":
-            gradients = {**kept.gradients, **_shared(found[-1])}
+            gradients = {**kept.gradients, **_reference_gradients(found[-1])}
             found.append(_updates(model, task, gradients, known(expected.updates if expected else None, task.tolerance)))
         near = max((each.largest for each in found if each.largest), key=lambda each: each.absolute or 0.0, default=None)
         updates = found[2].whole if task.level == "step" else {}
-        return Computed(found[0].whole, run, updates, draws, near, left, new_names(model))
+        return ModelResults(found[0].whole, run, updates, draws, near, left, added_parameters(model))
 
 
 @contextmanager
-def plain_modes(with_gradients: bool) -> Iterator[None]:
-    """Neither inference mode nor autocast, whatever the caller is in, and gradients or none."""
+def default_modes(with_gradients: bool) -> Iterator[None]:
+    """Turn inference mode and autocast off, and gradients on or off, in a ``with`` block."""
     with ExitStack() as modes:
         modes.enter_context(torch.inference_mode(False))
         for kind in autocast():
@@ -143,7 +147,7 @@ def plain_modes(with_gradients: bool) -> Iterator[None]:
 
 
 def autocast() -> list[str]:
-    """Kinds of devices for which autocast is on."""
+    """Return the device types for which autocast is on."""
     return [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
 
 
@@ -158,21 +162,23 @@ def _checked(loss: Loss) -> Loss:
     return call
 
 
-def _shared(gradients: Values) -> dict[nn.Parameter, torch.Tensor]:
-    """Expected gradients of parameters whose own are near: what an optimizer divides by their size would be far apart."""
-    return {each: part_of(whole, each).clone() for each, whole in gradients.near.items() if whole is not None}
+def _reference_gradients(gradients: Values) -> dict[nn.Parameter, torch.Tensor]:
+    """Return the expected gradients of parameters whose own are close. An optimizer that divides by their size amplifies the
+    error.
+    """
+    return {each: local_part(whole, each).clone() for each, whole in gradients.near.items() if whole is not None}
 
 
-def compare(expected: Computed, actual: Computed, tolerance: Tolerance) -> Iterator[Difference]:
-    """Iterate over the differences, weights first, then outputs."""
-    run, now, gone = expected.run, actual.run, replaced(expected, actual)
+def compare(expected: ModelResults, actual: ModelResults, tolerance: Tolerance) -> Iterator[Difference]:
+    """Yield the differences, weights first, then outputs."""
+    run, now, gone = expected.run, actual.run, missing_parameters(expected, actual)
 
     def shown(before: Named, after: Named) -> dict[str, torch.Tensor | None]:
         """All but those that have been found near, or that others have replaced."""
         found = {name: one for name, one in before.items() if one is None or one is not after.get(name)}
         return {name: one for name, one in found.items() if name not in gone}
 
-    yield from of_named("weight", shown(expected.weights, actual.weights), actual.weights, SAME)
+    yield from of_named("weight", shown(expected.weights, actual.weights), actual.weights, EXACT)
     known = replace(run, param_grads=shown(run.param_grads, now.param_grads))
     yield from differences(known, now, tolerance)
     yield from of_named("update", shown(expected.updates, actual.updates), actual.updates, tolerance)
@@ -181,19 +187,19 @@ def compare(expected: Computed, actual: Computed, tolerance: Tolerance) -> Itera
 
 
 def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers as they are now; a part of one is not what the unmodified model has."""
+    """Return copies of the buffers, without sharded ones, which the unmodified model does not have."""
     saved = model.state_dict().keys()
     named = ((name, buffer) for name, buffer in model.named_buffers() if name in saved and parameter_facts(buffer).spec is None)
     return {name: buffer.detach().clone() for name, buffer in named}
 
 
-def replaced(expected: Computed, actual: Computed) -> list[str]:
-    """Parameters that the scheduled model has no more, and new ones instead: what a step that fuses projections does."""
+def missing_parameters(expected: ModelResults, actual: ModelResults) -> list[str]:
+    """Return the parameters that the scheduled model lacks if it has new ones instead, as after fusing projections."""
     return [name for name in expected.weights if name not in actual.weights] if actual.new else []
 
 
-def largest(expected: Computed, actual: Computed) -> Difference | None:
-    """The largest absolute error that there is."""
+def largest(expected: ModelResults, actual: ModelResults) -> Difference | None:
+    """Return the largest absolute error, or None."""
     found: tuple[float, str, Any, Any] | None = None
     near = actual.largest
     for what, one, other in pairs(expected, actual):
@@ -209,16 +215,16 @@ def largest(expected: Computed, actual: Computed) -> Difference | None:
                 found = error, what, one, other
     if found is None or (near is not None and found[0] <= (near.absolute or 0.0)):
         return near
-    return next(difference(*found[1:], SAME), None)
+    return next(difference(*found[1:], EXACT), None)
 
 
-def numbers(computed: Computed) -> Iterator[torch.Tensor]:
-    """All that was computed, and the weights."""
+def numbers(computed: ModelResults) -> Iterator[torch.Tensor]:
+    """Yield all results and the weights."""
     return (one for _, one, _ in pairs(computed, computed))
 
 
-def pairs(expected: Computed, actual: Computed) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Tensors of both, by what a ``Difference`` calls them."""
+def pairs(expected: ModelResults, actual: ModelResults) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Yield the tensors of both, by ``Difference.what``."""
     one, other = expected.run, actual.run
     named = (
         ("weight", expected.weights, actual.weights),
@@ -240,8 +246,8 @@ def pairs(expected: Computed, actual: Computed) -> Iterator[tuple[str, torch.Ten
             yield each, comparable(was), comparable(now)
 
 
-class _Kept:
-    """The model for ``run_model``, which has the gradients looked at before it takes them away: for the step."""
+class _GradientRecorder:
+    """Wrapper of the model for ``run_model`` that records gradients before ``run_model`` resets them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -260,9 +266,9 @@ class _Kept:
 
 
 def _updates(
-    model: nn.Module, task: Task, gradients: Mapping[nn.Parameter, torch.Tensor | None], expected: Expected | None
+    model: nn.Module, task: ComparisonTask, gradients: Mapping[nn.Parameter, torch.Tensor | None], expected: Expected | None
 ) -> Values:
-    """Return what one step of the optimizer adds to each parameter; the weights are put back."""
+    """Return the update of each parameter by one step of the optimizer; the weights are restored."""
     if all(gradient is None for gradient in gradients.values()):
         raise VerifyError("level='step' needs a loss that gradients come from; give loss=, a function of the outputs")
     before = {parameter: parameter.detach().clone() for parameter in gradients}
@@ -280,7 +286,7 @@ def _updates(
         stepping.step()
 
     try:
-        (expected.ranks if expected is not None else ALONE).alike(step)
+        (expected.ranks if expected is not None else SINGLE_RANK).run_on_all(step)
         return values_of(model, "update", added, expected)
     finally:
         with torch.no_grad():
@@ -289,13 +295,15 @@ def _updates(
 
 
 def _default_loss(outputs: Any) -> torch.Tensor | None:
-    """The loss that the outputs have, as those of Transformers' models given labels, or else all of them weighted."""
+    """Return the outputs' own loss, as Transformers models have it given labels, or else a weighted sum of all outputs."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     return loss if isinstance(loss, torch.Tensor) and loss.dim() == 0 else weighted_sum(outputs)
 
 
-def put_together(expected: Computed, actual: Computed, group: dist.ProcessGroup | None) -> tuple[Computed, list[str]]:
-    """Return the results with whole outputs where each rank has a part along one dimension, and which outputs those are.
+def gather_outputs(
+    expected: ModelResults, actual: ModelResults, group: dist.ProcessGroup | None
+) -> tuple[ModelResults, list[str]]:
+    """Return the results with outputs gathered that each rank has a part of along one dimension, and the names of these.
 
     Collective over the group.
     """
@@ -320,7 +328,7 @@ def put_together(expected: Computed, actual: Computed, group: dist.ProcessGroup 
 
 
 def _split_dim(expected: Any, actual: Any) -> int | None:
-    """The only dimension along which a tensor is smaller than expected."""
+    """Return the only dimension along which a tensor is smaller than expected, or None."""
     if not isinstance(expected, torch.Tensor) or not isinstance(actual, torch.Tensor) or expected.dim() != actual.dim():
         return None
     smaller = [dim for dim in range(expected.dim()) if actual.shape[dim] != expected.shape[dim]]

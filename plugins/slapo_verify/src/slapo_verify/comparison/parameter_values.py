@@ -1,4 +1,4 @@
-"""Values that belong to parameters, by original name: compared where they lie, and gathered where they are far off."""
+"""Values of parameters by original name, compared shard by shard, and gathered only if they differ."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch import nn
 from slapo_core import parameter_facts, shard_spec
 from slapo_training.distributed import over_group, plain
 
-from ..model_setup.fused_parameters import is_fused, taken_apart
+from ..model_setup.fused_parameters import is_fused, split_fused
 from ..ranks.failure_propagation import Ranks
 from .equivalence import Difference, Tolerance, difference
 
 Named = Mapping[str, torch.Tensor | None]
-Read = Callable[[torch.Tensor], torch.Tensor | None]
-SAME = Tolerance(0.0, 0.0)
+ReadValue = Callable[[torch.Tensor], torch.Tensor | None]
+EXACT = Tolerance(0.0, 0.0)
 
 
 class Expected(NamedTuple):
     """Values to compare with.
 
     Args:
-        values: Whole, by original name.
-        tolerance: How near is near.
-        ranks: Those that compare.
+        values: Full values, by original name.
+        tolerance: Allowed difference.
+        ranks: The ranks that compare.
     """
 
     values: Named
@@ -39,9 +39,9 @@ class Values(NamedTuple):
     """A value of each parameter of a model.
 
     Args:
-        whole: By original name; of what is near on all ranks it is the expected tensor itself.
-        near: Parameters whose value is near on all ranks.
-        largest: The largest error on this rank of those.
+        whole: Full values by original name; for a value that is close on all ranks the expected tensor itself.
+        near: Parameters whose value is close on all ranks.
+        largest: The largest error of those on this rank.
     """
 
     whole: dict[str, torch.Tensor | None]
@@ -49,8 +49,8 @@ class Values(NamedTuple):
     largest: Difference | None
 
 
-def values_of(model: nn.Module, what: str, read: Read, expected: Expected | None) -> Values:
-    """Read all parameters: one that is tied under each of its names, a fused one under those of its parts. Collective."""
+def values_of(model: nn.Module, what: str, read: ReadValue, expected: Expected | None) -> Values:
+    """Read all parameters: a tied one under each of its names, a fused one under those of its parts. Collective."""
     named: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         named.setdefault(parameter, []).append(name)
@@ -69,11 +69,11 @@ def values_of(model: nn.Module, what: str, read: Read, expected: Expected | None
                 fused[parameter] = value
             else:
                 found.update(dict.fromkeys(own, value))
-    return Values({**taken_apart(fused), **found}, near, largest)
+    return Values({**split_fused(fused), **found}, near, largest)
 
 
-def part_of(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return what of a whole tensor belongs to this rank's part of the parameter."""
+def local_part(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a full tensor, according to the parameter's shard specification."""
     spec = shard_spec(parameter)
     return spec.local(whole) if spec is not None and spec.num_shards > 1 else whole
 
@@ -90,34 +90,36 @@ def _near(
         if any(name not in expected.values for name in names[parameter]):
             continue
         label = f"{what} of {names[parameter][0]!r}"
-        error = max((_error(label, one, parameter, local, expected.tolerance) for one in _once(known)), default=math.inf)
+        error = max((_error(label, one, parameter, local, expected.tolerance) for one in _unique(known)), default=math.inf)
         if error < math.inf:
             near.add(number)
         if 0 < error < math.inf and (largest is None or error > (largest.absolute or 0.0)):
             assert known[0] is not None
-            largest = next(difference(label, part_of(known[0], parameter), local, SAME), None)
+            largest = next(difference(label, local_part(known[0], parameter), local, EXACT), None)
     agreed = set.intersection(*expected.ranks.gather(near))
     every = list(held)
     return {every[number]: expected.values[names[every[number]][0]] for number in sorted(agreed)}, largest
 
 
-def _once(values: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+def _unique(values: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
     return list({id(value): value for value in values}.values())
 
 
 def _error(
     what: str, whole: torch.Tensor | None, parameter: torch.Tensor, local: torch.Tensor | None, tolerance: Tolerance
 ) -> float:
-    """The largest error, or infinity where that is more than every number alike may have: it is looked at in more passes."""
+    """Return the largest error, or infinity if it exceeds the tolerance for all numbers; such tensors are compared in
+    detail.
+    """
     if whole is None or local is None:
         return 0.0 if whole is local else math.inf
     spec = shard_spec(parameter)
     if spec is not None and spec.num_shards > 1 and spec.full_shape != tuple(whole.shape):
         return math.inf
-    one = part_of(whole, parameter)
+    one = local_part(whole, parameter)
     if one.shape != local.shape or one.dtype is not local.dtype or one.device != local.device:
         return math.inf
-    if tolerance is SAME or not one.is_floating_point() or not one.numel():
+    if tolerance is EXACT or not one.is_floating_point() or not one.numel():
         return 0.0 if torch.equal(one, local) else math.inf
     error = float(torch.linalg.vector_norm(one - local, math.inf))
     return error if error <= 0.99 * tolerance.absolute(whole, what) else math.inf  # NaN is not

@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Blame:
-    """Cause of a difference; None stands for what is not known.
+    """Cause of a difference; None means unknown.
 
     Args:
-        step: The step from which on the model is wrong, as the journal writes it, with its number.
+        step: The first wrong step, with its number, as in the journal.
         module: First module, in the order of the forward, whose output differs.
         parameter: The parameter nearest to the loss whose gradient, or weight after the step, differs.
-        hint: What is known of such a difference.
-        unknown: Why no step is named.
-        engine: What of an engine is to blame, where the schedule is not.
+        hint: Known cause of such a difference.
+        unknown: Reason why no step is named.
+        engine: Part of an engine to blame, if the schedule is right.
     """
 
     step: str | None = None
@@ -48,17 +48,17 @@ class Blame:
 
 @dataclass(frozen=True)
 class Report:
-    """Result of comparing two models, the same object on every rank.
+    """Result of comparing two models, equal on every rank.
 
     Args:
         level: ``"outputs"``, ``"grads"`` or ``"step"``.
-        compared: How many values of each kind were compared, e.g. ``{"outputs": 2, "gradients": 148}``.
-        differences: What is further apart than it may be, in the order of the comparison.
-        largest: The largest absolute error of all that was compared, allowed or not; None where all is equal to the bit.
-        blame: Where the first difference comes from; None where there is none.
-        notes: What a reader has to know to trust this.
-        subject: Target of the engine that was verified, and against which other one; empty for a schedule alone.
-        trained: What the engine has trained, to verify another one against it.
+        compared: Number of compared values of each kind, e.g. ``{"outputs": 2, "gradients": 148}``.
+        differences: Differences above the tolerance, in the order of the comparison.
+        largest: The largest absolute error of all compared values, allowed or not; None if all are equal to the bit.
+        blame: Cause of the first difference; None without one.
+        notes: Restrictions of this result.
+        subject: Target of the verified engine, and the other engine if any; empty for a schedule alone.
+        trained: Results of the engine's training, to verify another engine against.
     """
 
     level: str
@@ -91,7 +91,7 @@ class Report:
         return "\n".join(filter(None, parts))
 
     def as_json(self) -> str:
-        """The report as one JSON object; an infinite error is null there, and in words in its message."""
+        """Return the report as one JSON object; an infinite error is null there, and in words in its message."""
         found = asdict(replace(self, trained=None))
         del found["trained"]
         for each in [*found["differences"], *filter(None, [found["largest"]])]:
@@ -99,10 +99,10 @@ class Report:
         return json.dumps({"ok": self.ok, **found}, allow_nan=False)
 
     def check(self) -> Report:
-        """The report itself, if nothing differs.
+        """Return the report itself if nothing differs.
 
         Raises:
-            VerifyError: something does; the message is the report.
+            VerifyError: something differs; the message is the report.
         """
         if not self.ok:
             raise VerifyError(str(self))
@@ -113,11 +113,11 @@ def _error(largest: Difference) -> str:
     return f"{largest.absolute:.3g} in {largest.what}"
 
 
-def short(value: Any) -> str:
-    """Return a short form of a value for an error: a model or a tensor by its class."""
+def short_repr(value: Any) -> str:
+    """Return a short form of a value for an error message: a model or a tensor by its class."""
     text = repr(value)
-    return text if len(text) <= _SHOWN and "\n" not in text else f"a {type(value).__qualname__}"
+    return text if len(text) <= _MAX_REPR and "\n" not in text else f"a {type(value).__qualname__}"
 
 
-_SHOWN = 60
-"""Letters of it."""
+_MAX_REPR = 60
+"""Largest number of characters."""

@@ -1,4 +1,4 @@
-"""Differences by rounding: by the types of numbers, and measured on the unmodified model in a wider one."""
+"""Rounding errors: estimated by dtype, or measured on the unmodified model in a wider dtype."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.utils import _pytree as pytree
 
 from slapo_core import VerifyError
 
-from ..model_setup.model_copies import copied
+from ..model_setup.model_copies import copy_model
 from .equivalence import Difference, Tolerance
-from .model_results import Computed, Task, compute, pairs
-from .parameter_values import SAME
-from .report import short
+from .model_results import ComparisonTask, ModelResults, compute, pairs
+from .parameter_values import EXACT
+from .report import short_repr
 
 _TOLERANCES = {
     torch.float64: Tolerance(0.0, 1e-9, 1e-9),
@@ -25,47 +25,48 @@ _TOLERANCES = {
     torch.float16: Tolerance(0.0, 2e-3, 2e-3),
     torch.bfloat16: Tolerance(0.0, 2e-2, 2e-2),
 }
-"""By the least precise type of the reference's parameters; of the last two, rounding is measured besides."""
-_TIMES = 6.0
-"""Multiple of the unmodified model's own largest rounding error that another rounding may be off."""
-_MODERATE = 0.25
-"""Share of a tensor that rounding in half precision may change where signs of activations near 0 turn."""
-_TOGETHER = 4.0
-"""Multiple of the norm of the unmodified model's own rounding errors in a tensor that that of another rounding may be."""
-_FEW = 0.05
-"""The part of a tensor's errors, the largest, that this leaves out."""
+"""Tolerance for the least precise dtype of the reference's parameters. For half precision, rounding is measured as well."""
+_MAX_ERROR_FACTOR = 6.0
+"""Allowed error, in multiples of the unmodified model's own largest rounding error."""
+_MAX_RELATIVE_DIFFERENCE = 0.25
+"""Relative difference of a tensor that half precision may cause where signs of activations near 0 flip."""
+_NORM_FACTOR = 4.0
+"""Allowed norm of errors, in multiples of the norm of the unmodified model's own rounding errors."""
+_OUTLIER_SHARE = 0.05
+"""Share of a tensor's largest errors that the norm leaves out."""
 _ROUNDED = 1e-5
-"""Share of the largest number computed that rounding in float32 may add to a 0; more is another branch taken."""
+"""Share of the largest number that rounding in float32 may add to a 0. A larger one means that another branch ran."""
 _HALF = (torch.float16, torch.bfloat16)
 
 
 def tolerance_of(model: nn.Module, outputs: Iterable[tuple[str, Any]] = ()) -> Tolerance:
-    """Return the tolerance for rounding in the types of the model's parameters and outputs."""
+    """Return the tolerance for rounding in the dtypes of the model's parameters and outputs."""
     tensors = [*model.parameters(), *(each for _, each in outputs if isinstance(each, torch.Tensor))]
     types = {each.dtype.to_real() for each in tensors if each.is_floating_point() or each.is_complex()}
-    return max((_TOLERANCES[dtype] for dtype in types if dtype in _TOLERANCES), key=lambda each: each.scale, default=SAME)
+    return max((_TOLERANCES[dtype] for dtype in types if dtype in _TOLERANCES), key=lambda each: each.scale, default=EXACT)
 
 
 def check_tolerance(tolerance: Any) -> None:
-    """Raise ``VerifyError`` of what a user has given for one; None is right."""
+    """Raise ``VerifyError`` for an invalid tolerance of the user; None is valid."""
     if tolerance is not None and not isinstance(tolerance, Tolerance):
-        raise VerifyError(f"tolerance is {short(tolerance)}; give a Tolerance of slapo_verify.comparison.equivalence")
+        raise VerifyError(f"tolerance is {short_repr(tolerance)}; give a Tolerance of slapo_verify.comparison.equivalence")
     parts = () if tolerance is None else (tolerance.atol, tolerance.rtol, tolerance.scale)
     if not all(isinstance(each, (int, float)) and 0 <= each < math.inf for each in parts):
-        raise VerifyError(f"tolerance is {short(tolerance)}; give numbers from 0 on")
+        raise VerifyError(f"tolerance is {short_repr(tolerance)}; give numbers from 0 on")
 
 
-def with_rounding(task: Task, reference: nn.Module, expected: Computed, closely: bool = False) -> Task:
-    """The task whose tolerance has what rounding does to a weight's update, and in half precision to the unmodified model.
+def with_rounding(task: ComparisonTask, reference: nn.Module, expected: ModelResults, closely: bool = False) -> ComparisonTask:
+    """Return the task with measured rounding errors in its tolerance: of weight updates, and in half precision of all
+    results.
 
-    ``closely``, in float32 to the unmodified model, too: a gradient that is 0 in truth is nothing but rounding.
+    ``closely`` measures float32 results, too, since a gradient that is mathematically 0 consists of rounding errors.
     """
-    noise = {f"update of {name!r}": stored(each) for name, each in named_all(reference)} if task.level == "step" else {}
+    noise = {f"update of {name!r}": storage_error(each) for name, each in named_all(reference)} if task.level == "step" else {}
     if not is_half(reference) and not closely:
         return replace(task, tolerance=replace(task.tolerance, noise=noise))
     wide = torch.float32 if is_half(reference) else torch.float64
-    model = copied(reference)
-    exact = compute(model.float() if is_half(reference) else model.double(), in_wider(task, wide))  # complex ones stay
+    model = copy_model(reference)
+    exact = compute(model.float() if is_half(reference) else model.double(), with_dtype(task, wide))  # complex ones stay
     both = [
         (what, one, other)
         for what, one, other in pairs(expected, exact)
@@ -83,8 +84,8 @@ _NOT_ROUNDED = ("weight", "gradient of input", "what the forward left of input")
 
 
 def rounding_error(low: torch.Tensor, high: torch.Tensor) -> float:
-    """Return how far off another rounding may be, given the numbers of two types."""
-    return _TIMES * _largest(_errors(low, high))
+    """Return the allowed error, given the numbers in two dtypes."""
+    return _MAX_ERROR_FACTOR * _largest(_errors(low, high))
 
 
 def _errors(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
@@ -102,12 +103,12 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 def is_half(model: nn.Module) -> bool:
-    """Return whether a model has parameters in half precision."""
+    """Return True if a model has parameters in half precision."""
     return any(each.dtype in _HALF for each in model.parameters())
 
 
-def in_wider(task: Task, dtype: torch.dtype) -> Task:
-    """Return the task with inputs that were less precise in a floating-point type, and its tolerance."""
+def with_dtype(task: ComparisonTask, dtype: torch.dtype) -> ComparisonTask:
+    """Return the task with less precise floating-point inputs converted, and with the tolerance of the dtype."""
 
     def wide(value: Any) -> Any:
         is_narrower = isinstance(value, torch.Tensor) and value.is_floating_point() and value.itemsize < dtype.itemsize
@@ -117,8 +118,10 @@ def in_wider(task: Task, dtype: torch.dtype) -> Task:
     return replace(task, args=args, kwargs=kwargs, tolerance=_TOLERANCES[dtype])
 
 
-def is_moderate(task: Task, expected: Computed, actual: Computed, found: Iterable[Difference]) -> bool:
-    """Return whether tensors differ by less than a quarter of themselves, and about as much as rounding brings in all."""
+def is_rounding_like(task: ComparisonTask, expected: ModelResults, actual: ModelResults, found: Iterable[Difference]) -> bool:
+    """Return True if all differences are at most a quarter of their tensors, and their norms are like those of rounding
+    errors.
+    """
     known = {what: (one, other) for what, one, other in pairs(expected, actual)}
     for each in found:
         one, other = known.get(each.what, (None, None))
@@ -127,8 +130,8 @@ def is_moderate(task: Task, expected: Computed, actual: Computed, found: Iterabl
         wide = torch.promote_types(one.dtype, torch.float64)
         error = other.to(wide) - one.to(wide)
         rounded = task.rounded.get(each.what)
-        is_systematic = rounded is not None and not _size_of(error) <= _TOGETHER * _size_of(_errors(*rounded))
-        if is_systematic or not float(error.norm()) <= _MODERATE * float(one.to(wide).norm()):
+        is_systematic = rounded is not None and not _size_of(error) <= _NORM_FACTOR * _size_of(_errors(*rounded))
+        if is_systematic or not float(error.norm()) <= _MAX_RELATIVE_DIFFERENCE * float(one.to(wide).norm()):
             return False
     return True
 
@@ -137,16 +140,16 @@ def _size_of(errors: torch.Tensor) -> float:
     """The norm without the largest: a sign that turns makes a few large ones, what is wrong makes most of them large."""
     errors = errors.detach().abs().double().flatten()
     errors = errors[errors.isfinite()]
-    largest = errors.topk(math.ceil(_FEW * errors.numel())).values
+    largest = errors.topk(math.ceil(_OUTLIER_SHARE * errors.numel())).values
     return math.sqrt(max(0.0, float(errors.square().sum() - largest.square().sum())))
 
 
-def stored(weight: torch.Tensor) -> float:
-    """Return how far off the difference of two rounded values of a weight may be: one step of the largest."""
+def storage_error(weight: torch.Tensor) -> float:
+    """Return the rounding error of the difference of two stored values of a weight: one step at the largest."""
     return torch.finfo(weight.dtype).eps * float(weight.detach().abs().max()) if weight.numel() else 0.0
 
 
 def named_all(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Floating-point parameters under all of their names."""
+    """Return the floating-point parameters under all of their names."""
     found = model.named_parameters(remove_duplicate=False)
     return ((name, each) for name, each in found if each.is_floating_point())

@@ -1,4 +1,4 @@
-"""A schedule that cuts its model into stages, run as these in one process."""
+"""Module that runs a schedule's pipeline stages in turn in one process."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from slapo_core import Program, Schedule, build_program
 
 
 class Staged(nn.Module):
-    """The scheduled model, under its own names, whose forward runs the stages in turn.
+    """The scheduled model, under its own names, with a forward that runs the stages in turn.
 
     Args:
-        whole: The scheduled model; all but the forward is its own.
+        whole: The scheduled model, which provides everything but the forward.
         program: Its stages.
     """
 
@@ -32,6 +32,7 @@ class Staged(nn.Module):
 
     @training.setter
     def training(self, mode: bool) -> None:
+        """Mode of the whole model."""
         self.__dict__["_slapo_whole"].training = mode
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -40,10 +41,10 @@ class Staged(nn.Module):
 
 
 def as_built(sch: Schedule) -> nn.Module:
-    """Return the module that runs: the schedule's stages, where it has more than one, else the model.
+    """Return the module that runs: the schedule's stages if it has several, else the model.
 
     Raises:
-        SlapoError: it cannot be cut so, as for ``build``.
+        SlapoError: the model cannot be partitioned, as for ``build``.
     """
     program = build_program(sch)
     return Staged(sch.mod, program) if len(program.stages) > 1 else sch.mod

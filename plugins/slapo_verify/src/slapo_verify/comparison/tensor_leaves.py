@@ -58,9 +58,9 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 def leaves_of(
     value: Any, path: str, seen: frozenset[int] = frozenset(), met: set[int] | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """What an output is made of. A container is a leaf as well, by its type, so that structures are compared too.
+    """Yield the leaves of an output. A container is a leaf as well, by its type, so that structures are compared too.
 
-    Containers stand wherever they are, objects the first time.
+    Containers are yielded at each place, objects only once.
     """
     met = set() if met is None else met
     if isinstance(value, torch.Tensor) and (value.is_nested or value.layout is not torch.strided):
@@ -123,5 +123,5 @@ def _of_numpy(value: Any) -> torch.Tensor | None:
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Its numbers as a strided tensor; the gradient of an embedding may be a sparse one."""
+    """Return the numbers as a strided tensor; the gradient of an embedding may be sparse."""
     return tensor if tensor.layout is torch.strided else tensor.to_dense()

@@ -1,4 +1,5 @@
-"""Search for the cause of a difference: bisection over the steps of the schedule, the first module that differs, and
-known patterns. In: the models, the task and both results. Out: a ``Blame``. May import ``comparison``,
+"""Search for the cause of a difference: bisection over the schedule's steps, the first module that differs, known patterns.
+
+Functions take the models, the task and both results, and return a ``Blame``. This sub-package may import ``comparison``,
 ``model_setup`` and ``ranks``.
 """

@@ -1,4 +1,4 @@
-"""Cause of a difference: the step, the first module, the parameter, and what it looks like."""
+"""Cause of a difference: the step, the first module, the parameter, and a hint."""
 
 from __future__ import annotations
 
@@ -12,47 +12,47 @@ from torch import nn
 from slapo_core import Schedule, ScheduleError, Step
 
 from ..comparison.equivalence import Tolerance, of_named
-from ..comparison.model_results import Computed, Task, compare, compute, numbers, put_together
+from ..comparison.model_results import ComparisonTask, ModelResults, compare, compute, gather_outputs, numbers
 from ..comparison.report import Blame
 from ..comparison.staged_model import Staged
 from ..model_setup.meta_values import fill_scheduled
 from ..model_setup.step_replay import replay
 from ..ranks.failure_propagation import Ranks, StrandedError
 from . import hints
-from .module_outputs import differing, outputs_of
+from .module_outputs import differing_modules, outputs_of
 from .step_bisection import steps_to_blame
 
 
-class Models(NamedTuple):
+class ComparedModels(NamedTuple):
     """Models to compare.
 
     Args:
-        reference: The model as it was.
-        sch: The schedule as it is.
+        reference: The model before the steps.
+        sch: The present schedule.
         fresh: Makes a schedule of a copy of the reference.
-        steps: What was done between them.
-        given: The tolerance that the user has given.
-        ranks: Those that verify.
+        steps: Steps between the two.
+        user_tolerance: Tolerance of the user, or None.
+        ranks: The ranks that verify.
         first: Number of steps before these.
-        in_float32: Whether all copies are turned into that.
-        unknown: Why the steps are not those that were taken.
+        in_float32: True to convert all copies to float32.
+        unknown: Reason why the steps are not those that were taken.
     """
 
     reference: nn.Module
     sch: Schedule
     fresh: Callable[[], Schedule]
     steps: Sequence[Step]
-    given: Tolerance | None
+    user_tolerance: Tolerance | None
     ranks: Ranks
     first: int = 0
     in_float32: bool = False
     unknown: str | None = None
 
     def after(self, numbers: Sequence[int]) -> Schedule:
-        """A fresh copy, after some of the steps.
+        """Return the schedule of a new copy after some of the steps.
 
         Raises:
-            ScheduleError: they cannot be taken again, or not without those that are left out.
+            ScheduleError: they cannot be taken again, or not without the omitted ones.
         """
         sch = replay(self.fresh(), [self.steps[number] for number in numbers])
         fill_scheduled(sch, self.reference)
@@ -62,14 +62,18 @@ class Models(NamedTuple):
 
 
 def _steps(
-    models: Models, runs: nn.Module, task: Task, expected: Computed, is_wrong: Callable[[Computed], bool]
+    models: ComparedModels,
+    runs: nn.Module,
+    task: ComparisonTask,
+    expected: ModelResults,
+    is_wrong: Callable[[ModelResults], bool],
 ) -> tuple[list[int], list[int], str | None]:
-    """Numbers of the steps to blame, of those before them, and why none is known. Collective."""
+    """Return the numbers of the steps to blame, those of the steps before, and why none is known. Collective."""
     steps = models.steps
 
     def right(numbers: Sequence[int]) -> bool:
         try:
-            again = models.ranks.alike(lambda: models.after(numbers))
+            again = models.ranks.run_on_all(lambda: models.after(numbers))
             wrong = is_wrong(compute(again.mod, task, expected, models.ranks))
         except StrandedError:
             raise
@@ -95,30 +99,32 @@ def _steps(
         return [], [], str(error)
 
 
-def _named(models: Models, number: int) -> str:
-    """A step, with its number in the journal."""
+def _named(models: ComparedModels, number: int) -> str:
+    """Return a step with its number in the journal."""
     return f"{number + 1 + models.first}: {models.steps[number]}"
 
 
-def step_of(models: Models, runs: nn.Module, task: Task, expected: Computed) -> Blame:
-    """The step alone, for a model that does not even run. Collective."""
+def step_of(models: ComparedModels, runs: nn.Module, task: ComparisonTask, expected: ModelResults) -> Blame:
+    """Return only the step to blame, for a model that does not run. Collective."""
     suspects, _, unknown = _steps(models, runs, task, expected, lambda computed: False)
     return Blame(_named(models, suspects[0]) if suspects else None, unknown=unknown)
 
 
-def cause_of(models: Models, runs: nn.Module, task: Task, expected: Computed, actual: Computed) -> Blame:
-    """All that is to blame of what differs. Collective.
+def cause_of(
+    models: ComparedModels, runs: nn.Module, task: ComparisonTask, expected: ModelResults, actual: ModelResults
+) -> Blame:
+    """Return the cause of the differences. Collective.
 
     Args:
-        models: What is compared.
-        runs: What runs of the schedule.
-        task: What was done.
-        expected: By the unmodified model.
-        actual: By the other one.
+        models: The compared models.
+        runs: The module that runs for the schedule.
+        task: The task.
+        expected: Results of the unmodified model.
+        actual: Results of the scheduled model.
     """
 
-    def differs(computed: Computed) -> bool:
-        found, _ = put_together(expected, computed, models.sch.group)
+    def differs(computed: ModelResults) -> bool:
+        found, _ = gather_outputs(expected, computed, models.sch.group)
         return any(True for _ in compare(expected, found, task.tolerance))
 
     suspects, before, unknown = _steps(models, runs, task, expected, differs)
@@ -138,16 +144,18 @@ def cause_of(models: Models, runs: nn.Module, task: Task, expected: Computed, ac
 Values = tuple[torch.Tensor, torch.Tensor] | None
 
 
-def _first_module(models: Models, runs: nn.Module, task: Task, before: Sequence[int]) -> tuple[str | None, Values]:
-    """Path of the first module whose output differs, and was right before the step to blame; with what was expected."""
+def _first_module(
+    models: ComparedModels, runs: nn.Module, task: ComparisonTask, before: Sequence[int]
+) -> tuple[str | None, Values]:
+    """Return the path of the first module whose output differs but was right before the step to blame, and both outputs."""
 
     def seen(model: nn.Module) -> Any:
-        return models.ranks.alike(lambda: outputs_of(model, lambda: compute(model, task)))
+        return models.ranks.run_on_all(lambda: outputs_of(model, lambda: compute(model, task)))
 
     expected, actual = seen(models.reference), seen(runs)
     so_far = models.after(before)
-    usual = set(differing(expected, seen(so_far.mod), task.tolerance))
-    differs = [path for path in differing(expected, actual, task.tolerance) if path not in usual]
+    usual = set(differing_modules(expected, seen(so_far.mod), task.tolerance))
+    differs = [path for path in differing_modules(expected, actual, task.tolerance) if path not in usual]
     found = next((path for path in differs if not _is_summed_outside(models.sch.mod, path)), None)
     named = models.ranks.gather(found)
     path = next((each for each in named if each is not None), None)
@@ -157,15 +165,19 @@ def _first_module(models: Models, runs: nn.Module, task: Task, before: Sequence[
 
 
 def _is_summed_outside(model: nn.Module, path: str) -> bool:
-    """Return whether an outer module has hooks, syncs say, so that this module's own output may be a part."""
+    """Return True if an outer module has hooks, such as syncs, so that this module's own output may be a partial value."""
     above = [path.rsplit(".", steps)[0] for steps in range(1, path.count(".") + 1)]
     own = model.get_submodule(path)
     return not own._forward_hooks and any(model.get_submodule(each)._forward_hooks for each in above)
 
 
-def _wrong_parameters(models: Models, task: Task, expected: Computed, actual: Computed) -> tuple[str, list[str]]:
-    """Return whether gradients differ on any rank, or else updates, and of which parameters: by the order in which the model
-    lists them the last first, which are nearest to the loss, and tied ones after the others."""
+def _wrong_parameters(
+    models: ComparedModels, task: ComparisonTask, expected: ModelResults, actual: ModelResults
+) -> tuple[str, list[str]]:
+    """Return whether gradients or updates differ on any rank, and the names of the parameters.
+
+    The names are in reverse order of the model, nearest to the loss first; tied parameters come last.
+    """
     named = dict(models.reference.named_parameters(remove_duplicate=False))
     times = Counter(map(id, named.values()))
     for what, one, other in (
@@ -181,7 +193,12 @@ def _wrong_parameters(models: Models, task: Task, expected: Computed, actual: Co
 
 
 def _hint(
-    models: Models, task: Task, expected: Computed, actual: Computed, values: Values, parameters: Sequence[str]
+    models: ComparedModels,
+    task: ComparisonTask,
+    expected: ModelResults,
+    actual: ModelResults,
+    values: Values,
+    parameters: Sequence[str],
 ) -> str | None:
     """Return a hint from the first module that differs, or else from the gradients that do."""
     known = hints.broken_ties(models.reference, models.sch.mod) or hints.frozen(models.reference, models.sch.mod)
@@ -189,7 +206,7 @@ def _hint(
         return known
     pairs = [values] if values is not None else []
     if not any(models.ranks.gather(bool(pairs))):
-        gradients = [(expected.run.param_grads[name], actual.run.param_grads.get(name)) for name in parameters[:_LOOKED_AT]]
+        gradients = [(expected.run.param_grads[name], actual.run.param_grads.get(name)) for name in parameters[:_MAX_GRADIENTS]]
         pairs = [(one, other) for one, other in gradients if one is not None and other is not None]
         backward = True
     else:
@@ -206,5 +223,5 @@ def _hint(
     return None
 
 
-_LOOKED_AT = 16
-"""Gradients that are compared between ranks."""
+_MAX_GRADIENTS = 16
+"""Number of gradients that are compared between ranks."""

@@ -24,15 +24,15 @@ OF_UPDATES = (
 def hint_of(
     expected: Tensor, actual: Tensor, reference: nn.Module, tolerance: Tolerance, group: Any, backward: bool
 ) -> str | None:
-    """Return what a wrong tensor looks like; None if it looks like nothing known. Collective over ``group``.
+    """Return a hint at the cause of a wrong tensor, or None. Collective over ``group``.
 
     Args:
-        expected: What the unmodified model has, floating numbers.
-        actual: What the scheduled one has, of the same shape, here and on every rank.
+        expected: Floating-point tensor of the unmodified model.
+        actual: Tensor of the scheduled model, of the same shape on every rank.
         reference: The unmodified model.
-        tolerance: How near is equal.
-        group: The process group of the shards, or None.
-        backward: Whether this is a gradient.
+        tolerance: Allowed difference.
+        group: Process group of the shards, or None.
+        backward: True for a gradient.
     """
     ranks = dist.get_world_size(group) if group is not None else 1
     summed = actual.clone()
@@ -46,11 +46,11 @@ def hint_of(
     if ranks > 1 and not _is_same_everywhere(actual, near, expected, group):
         what = "gradients of it, which is whole: a sync of gradients" if backward else "values: an all-reduce or a gather"
         return f"the ranks have different {what} is missing between it and the {'loss' if backward else 'inputs'}"
-    return next(alone(expected, actual, reference, tolerance, ranks), None)
+    return next(local_hints(expected, actual, reference, tolerance, ranks), None)
 
 
-def alone(expected: Tensor, actual: Tensor, reference: nn.Module, tolerance: Tolerance, ranks: int = 1) -> Iterator[str]:
-    """Return what a wrong tensor looks like, without asking other ranks."""
+def local_hints(expected: Tensor, actual: Tensor, reference: nn.Module, tolerance: Tolerance, ranks: int = 1) -> Iterator[str]:
+    """Yield hints at the cause of a wrong tensor, without communication."""
     near = _nearness(expected, tolerance)
     factor = _factor(expected, actual)
     if factor is not None and abs(factor - 1) > 0.05 and abs(factor) > 1e-3 and near(actual / factor):
@@ -61,7 +61,7 @@ def alone(expected: Tensor, actual: Tensor, reference: nn.Module, tolerance: Tol
         yield f"every number is {times} times what it should be{because}"
     for name, parameter in reference.named_parameters():
         if parameter.dim() == 1 and expected.dim() and expected.shape[-1] == parameter.shape[0] and bool(parameter.any()):
-            excess = _excess(actual - expected, parameter.detach())
+            excess = _extra_bias_count(actual - expected, parameter.detach())
             if excess is not None and near(actual - excess * parameter.detach()):
                 yield f"{name!r} is in it {excess + 1} times: a bias is added by every rank"
     if expected.dim() and _are_permuted(expected, actual, near):
@@ -78,7 +78,7 @@ def _is_same_everywhere(actual: Tensor, near: Callable[[Tensor], bool], expected
 
 
 def broken_ties(reference: nn.Module, scheduled: nn.Module) -> str | None:
-    """Return the names that are one parameter in the unmodified model and several in the scheduled one."""
+    """Return a sentence on names that are one parameter in the unmodified model and several in the scheduled one, or None."""
     now: dict[str, int] = {}
     for name, parameter in scheduled.named_parameters(remove_duplicate=False):
         now.update(dict.fromkeys(parameter_facts(parameter).names or (name,), id(parameter)))
@@ -93,12 +93,12 @@ def broken_ties(reference: nn.Module, scheduled: nn.Module) -> str | None:
 
 
 def is_split(scheduled: nn.Module) -> bool:
-    """Return whether this rank has a part of some parameter."""
+    """Return True if this rank has a part of some parameter."""
     return any(map(is_sharded, scheduled.parameters()))
 
 
 def frozen(reference: nn.Module, scheduled: nn.Module) -> str | None:
-    """Return the parameter that is trained in one model alone."""
+    """Return a sentence on a parameter that is trained in only one model, or None."""
     trained: Mapping[str, bool] = {
         name: parameter.requires_grad for name, parameter in reference.named_parameters(remove_duplicate=False)
     }
@@ -114,20 +114,20 @@ def _nearness(expected: Tensor, tolerance: Tolerance) -> Callable[[Tensor], bool
 
 
 def _factor(expected: Tensor, actual: Tensor) -> float | None:
-    """By what the numbers are multiplied, in the least squares' sense."""
+    """Return the least-squares factor between the numbers, or None."""
     square = float(expected.double().square().sum())
     return float((expected.double() * actual.double()).sum()) / square if square else None
 
 
-def _excess(difference: Tensor, bias: Tensor) -> int | None:
-    """Return how many times too often a bias is in a tensor, a whole number."""
+def _extra_bias_count(difference: Tensor, bias: Tensor) -> int | None:
+    """Return how many times too often a bias was added, a whole number, or None."""
     square = float(bias.double().square().sum())
     times = float((difference.double() * bias.double()).sum()) / square / max(difference[..., 0].numel(), 1)
     return round(times) if round(times) >= 1 and abs(times - round(times)) < 0.05 else None
 
 
 def _are_permuted(expected: Tensor, actual: Tensor, near: Callable[[Tensor], bool]) -> bool:
-    """Return whether slices along one dimension are the expected ones in another order, and far from them in this one."""
+    """Return True if slices along one dimension are the expected ones in another order."""
     if float((actual - expected).double().square().sum()) < 0.1 * float(expected.double().square().sum()):
         return False
     for dim in range(expected.dim()):

@@ -1,4 +1,4 @@
-"""The first module, in the order of the forward, that returns something else than the unmodified model's."""
+"""Outputs of modules, and the first one that differs from the unmodified model's."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..comparison.equivalence import Tolerance
 from ..ranks._torch_private import is_dry_run
 
 Outputs = list[tuple[str, int, list[torch.Tensor]]]
-"""Path, number of the call, and the tensors that came out, in the order in which modules returned."""
+"""Path, number of the call, and output tensors, in the order in which modules returned."""
 
 
 def outputs_of(model: nn.Module, run: Callable[[], Any]) -> Outputs:
-    """Return what each module returns while ``run`` runs the model, but for modules in a compiled region or run by a trace.
+    """Return the output of each module while ``run`` runs the model, without modules in compiled regions or traces.
 
-    No module gets its first hook: some compute otherwise where something is hooked to them. One that has hooks, syncs say, is
-    looked at behind them.
+    No module gets a first hook of its own, since some compute differently with hooks. The output of a module with hooks, such
+    as syncs, is recorded after these.
     """
     paths = {module: path for path, module in model.named_modules() if path}
     found: Outputs = []
@@ -48,8 +48,10 @@ def outputs_of(model: nn.Module, run: Callable[[], Any]) -> Outputs:
     return found
 
 
-def differing(expected: Outputs, actual: Outputs, tolerance: Tolerance) -> list[str]:
-    """Paths of the modules whose output differs, in order; outputs of other shapes, as in shards, are not compared."""
+def differing_modules(expected: Outputs, actual: Outputs, tolerance: Tolerance) -> list[str]:
+    """Return the paths of the modules whose output differs, in order. Outputs of other shapes, as of shards, are not
+    compared.
+    """
     known = {(path, call): tensors for path, call, tensors in expected}
     found: dict[str, None] = {}
     for path, call, tensors in actual:

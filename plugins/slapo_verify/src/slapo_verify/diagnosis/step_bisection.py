@@ -1,8 +1,8 @@
-"""Search for the step that broke a model: the journal is taken again in parts on fresh copies.
+"""Bisection for the step that broke a model: parts of the journal are replayed on copies.
 
-A step may be right only together with others: a layer cut in two needs the sum behind it. So no single prefix tells; steps are
-put together by the block they work on (``layers.3``, say), blocks are searched first, and within the one that is wrong the last
-prefix that is right is found. The steps behind that are suspect.
+A step may be right only together with others: a split layer needs the all-reduce after it. Therefore no single prefix decides.
+Steps are grouped by the block they act on, e.g. ``layers.3``. Blocks are bisected first. Within the wrong block, the last right
+prefix is found, and the steps after it are suspect.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from collections.abc import Callable, Sequence
 
 from slapo_core import Step
 
-Right = Callable[[Sequence[int]], bool]
-"""Function that says whether the model is right after the steps of these numbers, ascending."""
+IsCorrect = Callable[[Sequence[int]], bool]
+"""Function that returns True if the model is right after the steps with these numbers, ascending."""
 
 
-def steps_to_blame(steps: Sequence[Step], right: Right) -> tuple[list[int], list[int]]:
-    """Numbers of the steps that make the model wrong together, and of those before them that leave it right.
+def steps_to_blame(steps: Sequence[Step], right: IsCorrect) -> tuple[list[int], list[int]]:
+    """Return the numbers of the steps that make the model wrong together, and those of the steps before that leave it right.
 
     Args:
-        steps: All, which are known to be wrong.
-        right: Asked about ``log2`` of the blocks, and about the steps of one block.
+        steps: All steps, which are known to be wrong together.
+        right: Called for ``log2`` of the blocks, and for the steps of one block.
     """
     blocks: dict[str, list[int]] = {}
     for number, step in enumerate(steps):
         blocks.setdefault(_block(step.path), []).append(number)
-    above = [number for block in blocks if _is_above(block, blocks) for number in blocks[block]]
-    groups = [numbers for block, numbers in blocks.items() if not _is_above(block, blocks)]
+    above = [number for block in blocks if _contains_block(block, blocks) for number in blocks[block]]
+    groups = [numbers for block, numbers in blocks.items() if not _contains_block(block, blocks)]
     groups.sort(key=lambda numbers: numbers[-1])
     base = above
     if above and not right(above):
         base = []
-        if not groups or right(_together(base, groups)) or not (found := _alone_to_blame(above, groups, right)):
+        if not groups or right(_together(base, groups)) or not (found := _groups_before_fault(above, groups, right)):
             groups = [above]
         else:
             groups = found
@@ -49,8 +49,8 @@ def steps_to_blame(steps: Sequence[Step], right: Right) -> tuple[list[int], list
     return last[good:], _together(base, [last[:good]])
 
 
-def _alone_to_blame(above: list[int], groups: list[list[int]], right: Right) -> list[list[int]]:
-    """Groups up to the one that is wrong, where what is above is right with the others, and may need one of them."""
+def _groups_before_fault(above: list[int], groups: list[list[int]], right: IsCorrect) -> list[list[int]]:
+    """Return the groups up to the wrong one, where the steps above are right with the others, and may need one of them."""
     for end in range(1, len(groups) + 1):
         if not right(_together([], groups[:end])):
             return groups[:end] if right(_together(above, [*groups[: end - 1], *groups[end:]])) else []
@@ -58,12 +58,12 @@ def _alone_to_blame(above: list[int], groups: list[list[int]], right: Right) -> 
 
 
 def _block(path: str) -> str:
-    """Path of the element of a list that a path lies in; what lies in none is a block of its own, by its first name."""
+    """Return the path of the list element that contains ``path``; outside of lists, the path itself."""
     found = re.match(r"(?:.*?\.)?\d+(?=\.|$)", path)
     return found.group() if found else path
 
 
-def _is_above(block: str, blocks: dict[str, list[int]]) -> bool:
+def _contains_block(block: str, blocks: dict[str, list[int]]) -> bool:
     return any(other != block and (not block or other.startswith(f"{block}.")) for other in blocks)
 
 

@@ -1,4 +1,4 @@
-"""Dropout, switched off where the masks of two models cannot be the same."""
+"""Disabling of dropout where the masks of two models cannot be equal."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 
-def switch_off(model: nn.Module) -> list[tuple[Any, str, float]]:
-    """Let the probability of every dropout be 0: of torch's modules, and numbers that modules or their configs call so.
+def disable_dropout(model: nn.Module) -> list[tuple[Any, str, float]]:
+    """Set the probability of every dropout to 0: of torch's modules, and of attributes of modules and their configs.
 
     Returns:
-        What had another one: who holds it, its name, and what it was.
+        The changed attributes: their holder, name, and former value.
     """
     found: list[tuple[Any, str, float]] = []
     for module in model.modules():
@@ -30,9 +30,9 @@ def switch_off(model: nn.Module) -> list[tuple[Any, str, float]]:
 
 
 @contextmanager
-def switched_off(*models: nn.Module) -> Iterator[int]:
-    """So for a block; gives how many there are."""
-    found = [each for model in models for each in switch_off(model)]
+def dropout_disabled(*models: nn.Module) -> Iterator[int]:
+    """Disable dropout in a ``with`` block; yields the number of dropouts."""
+    found = [each for model in models for each in disable_dropout(model)]
     try:
         yield len(found)
     finally:
@@ -41,7 +41,7 @@ def switched_off(*models: nn.Module) -> Iterator[int]:
 
 
 def same_random_state(one: Any, other: Any) -> bool:
-    """Return whether nothing was drawn between two states of ``rng_state``."""
+    """Return True if nothing was drawn between two results of ``rng_state``."""
     leaves = [torch.utils._pytree.tree_leaves(astuple(each)) for each in (one, other)]
     return len(leaves[0]) == len(leaves[1]) and all(
         torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b) for a, b in zip(*leaves, strict=True)

@@ -1,4 +1,6 @@
-"""Parameters that a step made of the unmodified model's: of several, as a fused projection, or of a part of one."""
+"""Parameters that a step made from those of the unmodified model: from several, as a fused projection, or from a part of
+one.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from torch import nn
 from slapo_core import parameter_facts
 
 _ATTRIBUTE = "slapo_made_of"
-"""Attribute that ``slapo_weights.made_of`` sets: the dimension, and the name, range and whole size of each part along it."""
+"""Attribute set by ``slapo_weights.made_of``: the dimension, and the name, range and full size of each part along it."""
 
 
 class _Piece(NamedTuple):
@@ -19,10 +21,10 @@ class _Piece(NamedTuple):
 
     Args:
         dim: Dimension of the range.
-        start: Where it begins.
-        stop: Where it ends.
-        size: Of the whole parameter along the dimension.
-        value: What lies there.
+        start: Its start.
+        stop: Its end.
+        size: Size of the full parameter along the dimension.
+        value: The values of the range.
     """
 
     dim: int
@@ -33,23 +35,23 @@ class _Piece(NamedTuple):
 
 
 def is_fused(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter says what it is made of."""
+    """Return True if a parameter records its parts."""
     return not parameter_facts(parameter).names and getattr(parameter, _ATTRIBUTE, None) is not None
 
 
-def new_names(model: nn.Module) -> frozenset[str]:
-    """Trainable parameters that a step brought in, and that do not say what they are made of."""
+def added_parameters(model: nn.Module) -> frozenset[str]:
+    """Return the names of trainable parameters that a step created without recording their parts."""
     named = model.named_parameters(remove_duplicate=False)
     return frozenset(
         name for name, each in named if each.requires_grad and not parameter_facts(each).names and not is_fused(each)
     )
 
 
-def taken_apart(values: Mapping[nn.Parameter, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-    """Return the values of fused parameters under the unmodified model's names, as far as they are whole there.
+def split_fused(values: Mapping[nn.Parameter, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+    """Return the values of fused parameters under the unmodified model's names, if all parts are there.
 
     Args:
-        values: Of each fused parameter the whole value; None where it has none, as a gradient.
+        values: The full value of each fused parameter; None for one without, such as a missing gradient.
     """
     pieces: dict[str, list[_Piece]] = {}
     for parameter, value in values.items():

@@ -1,4 +1,4 @@
-"""Values for models whose parameters are on the meta device: the same for both, on copies that nobody else sees."""
+"""Values for models with meta parameters: equal for both models, on private copies."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ from torch import nn
 from slapo_core import BuildError, Schedule, VerifyError, materialize, parameter_facts, paths, shard_spec, successor
 from slapo_training.distributed import over_group
 
-from .model_copies import copied
+from .model_copies import copy_model
 
 Values = dict[str, torch.Tensor]
-"""Whole tensors by their names in the unmodified model."""
+"""Full tensors by their names in the unmodified model."""
 
 
-def is_empty(model: nn.Module) -> bool:
-    """Return whether a parameter of the model has no values."""
+def has_meta_parameters(model: nn.Module) -> bool:
+    """Return True if a parameter of the model has no values."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def with_values(reference: nn.Module, sch: Schedule, device: torch.device) -> tuple[nn.Module, Schedule]:
-    """Return both models as they are where they have values; of one that has none a copy with the other's.
+def materialized(reference: nn.Module, sch: Schedule, device: torch.device) -> tuple[nn.Module, Schedule]:
+    """Return both models with values; a model without values is copied and gets those of the other.
 
-    Where neither has any, both get what the model's initialiser draws. Collective over the shards' group.
+    If neither has values, both get those of the model's initialiser. Collective over the shards' group.
 
     Args:
-        reference: The unmodified model, or what the schedule's was before some steps.
+        reference: The unmodified model, or the schedule's model before some steps.
         sch: The schedule.
-        device: Where new values go.
+        device: Device of new values.
 
     Raises:
-        VerifyError: no initialiser gives the model values, or a step brought in a parameter that none are known for.
+        VerifyError: no initialiser gives the model values, or a step created a parameter without known values.
     """
-    if is_empty(reference):
-        reference = copied(reference)
-        give_values(reference, sch.mod, device)
-    if is_empty(sch.mod):
-        sch = copied(sch)
+    if has_meta_parameters(reference):
+        reference = copy_model(reference)
+        materialize_from(reference, sch.mod, device)
+    if has_meta_parameters(sch.mod):
+        sch = copy_model(sch)
         fill_scheduled(sch, reference)
     return reference, sch
 
 
-def give_values(model: nn.Module, other: nn.Module, device: torch.device) -> None:
-    """Give a model those of another one, and what this does not have of its own initialiser.
+def materialize_from(model: nn.Module, other: nn.Module, device: torch.device) -> None:
+    """Give a model the values of another one; the others come from its own initialiser.
 
     Raises:
-        VerifyError: it leaves a parameter without values.
+        VerifyError: the initialiser leaves a parameter without values.
     """
-    take_values(model, other, is_unmodified=True)
+    copy_values(model, other, is_unmodified=True)
     try:
         materialize(model, device=device)
     except BuildError as error:
@@ -58,14 +58,14 @@ def give_values(model: nn.Module, other: nn.Module, device: torch.device) -> Non
 
 
 def fill_scheduled(sch: Schedule, reference: nn.Module) -> None:
-    """Give parameters of a scheduled model that have no values those of the reference, each rank its part of them.
+    """Give meta parameters of a scheduled model the values of the reference, each rank its part.
 
     Raises:
-        VerifyError: a step brought in a parameter that none are known for.
+        VerifyError: a step created a parameter without known values.
     """
-    if not is_empty(sch.mod):
+    if not has_meta_parameters(sch.mod):
         return
-    take_values(sch.mod, reference)
+    copy_values(sch.mod, reference)
     for name, parameter in sch.mod.named_parameters():
         if parameter.is_meta:
             raise VerifyError(
@@ -73,13 +73,13 @@ def fill_scheduled(sch: Schedule, reference: nn.Module) -> None:
             )
 
 
-def take_values(model: nn.Module, other: nn.Module, *, is_unmodified: bool = False) -> None:
-    """Put the values of another model in the places of parameters and buffers without any, as far as they are known.
+def copy_values(model: nn.Module, other: nn.Module, *, is_unmodified: bool = False) -> None:
+    """Replace meta parameters and buffers by the values of another model, if these are known.
 
     Args:
-        model: The one that lacks values.
-        other: The one that has them.
-        is_unmodified: Whether a parameter that no schedule has named has the name that it has there.
+        model: The model that lacks values.
+        other: The model that has them.
+        is_unmodified: True if parameters without facts have the same names in both.
     """
     values, new = _values_of(other), dict[int, torch.Tensor]()
     for path, table, name, tensor in list(_places(model)):
@@ -111,9 +111,9 @@ def _places(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, torch.
 
 
 def device_for(model: nn.Module, asked: torch.device | str | None) -> torch.device:
-    """Return the device to verify a model on: its own, or, where it has no values, the one that is asked for.
+    """Return the device to verify a model on: its own, or, if it has no values, the requested one.
 
-    ``"cuda"`` is the GPU that the model is on, and the CPU where there is none.
+    ``"cuda"`` is the GPU of the model, and the CPU if there is none.
 
     Raises:
         VerifyError: no such device, or the model is on another one.

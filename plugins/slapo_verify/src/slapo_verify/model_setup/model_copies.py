@@ -13,11 +13,11 @@ from slapo_core import Schedule
 T = TypeVar("T", nn.Module, Schedule)
 
 
-def copied(value: T) -> T:
-    """Copy a model, or a schedule with its model, and the hooks and attributes of its parameters.
+def copy_model(value: T) -> T:
+    """Copy a model, or a schedule with its model, with the hooks and attributes of its parameters.
 
-    ``copy.deepcopy`` copies neither, and a copy without them learns something else. They are shared by the copies: a hook that
-    refers to a parameter of the original still does.
+    ``copy.deepcopy`` drops both, and a copy without them trains differently. The copies share them: a hook that refers to a
+    parameter of the original still does.
     """
     made = copy.deepcopy(value)
     old, new = (each.mod if isinstance(each, Schedule) else each for each in (value, made))

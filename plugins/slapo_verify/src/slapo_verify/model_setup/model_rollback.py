@@ -1,4 +1,4 @@
-"""Rollback of what a run of a model changes in it and in the process."""
+"""Rollback of the changes that a run makes to a model and to the process."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from slapo_core import VerifyError, rng_state, set_rng_state
 
 @contextmanager
 def model_rollback(model: nn.Module, training: bool) -> Iterator[Callable[[], None]]:
-    """Run a model in a mode inside, without gradients at first; yield a function that raises if it wrote into a parameter.
+    """Run a model in a mode in a ``with`` block, initially without gradients.
 
-    Its mode, gradients, buffers, what it keeps of a graph, weights that lookups renormalise, and random states are put back.
+    Restored are its mode, gradients, buffers, tensors kept from a graph, weights renormalised by lookups, and random states.
+
+    Yields:
+        A function that raises ``VerifyError`` if the model wrote into a parameter.
     """
     states = rng_state(), random.getstate(), _numpy_state()
     modes = {module: module.training for module in model.modules()}
@@ -65,7 +68,7 @@ def _renormalised(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _drop_graphs(module: nn.Module, before: Mapping[str, Any]) -> None:
-    """Drop what a module has kept of a graph, a loss say: it could not be copied then."""
+    """Drop tensors with a graph that a module has kept, such as a loss, since the module could not be copied with them."""
     for name, value in list(vars(module).items()):
         if value is before.get(name) or not any(
             isinstance(each, torch.Tensor) and each.grad_fn for each in pytree.tree_leaves(value)

@@ -1,4 +1,4 @@
-"""Modules that compute over data-parallel replicas, where each replica is given the whole batch."""
+"""Modules that compute over data-parallel replicas, for runs in which each replica receives the full batch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from slapo_tracing.nodes import forward_wrappers
 
 
 @contextmanager
-def one_replica(model: nn.Module) -> Iterator[None]:
-    """Let BatchNorms with statistics over all replicas take their own batch for the whole one.
+def local_batch_statistics(model: nn.Module) -> Iterator[None]:
+    """Make BatchNorms with statistics over all replicas use their own batch, in a ``with`` block.
 
-    Every replica runs the same whole batch here, which counted once per replica would have another unbiased variance.
+    Every replica runs the same full batch here. Counted once per replica, it would have another unbiased variance.
     """
     wrappers: list[Any] = [
         each for module in model.modules() for each in forward_wrappers(module) if getattr(each, "over_replicas", False)

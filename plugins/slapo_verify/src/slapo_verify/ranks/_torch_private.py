@@ -1,7 +1,8 @@
-"""Private names of torch, behind plain functions; ``test_threads.py``, ``test_meeting.py``, ``test_verify.py`` tell of moves.
+"""Private names of torch, behind plain functions.
 
-They are the process groups of threads of torch's own tests; the store that the default process group was made with; the
-operators that collectives are to its dispatcher; and the modes that this is in.
+These are the threaded process groups of torch's own tests, the store of the default process group, the dispatcher's operators
+of collectives, and the stack of dispatch modes. ``test_thread_ranks.py``, ``test_failure_propagation.py`` and
+``test_verify.py`` fail when torch moves one.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ BACKEND = "threaded"
 
 
 def is_dry_run() -> bool:
-    """Return whether tensors are fake, as while a model is traced."""
+    """Return True if tensors are fake, as while a model is traced."""
     return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
 
 
 @contextmanager
 def threaded_groups(waiting: Callable[[Callable[[], Any]], Any]) -> Iterator[Callable[[BaseException], None]]:
-    """Process groups belong to the thread that makes them, for a block.
+    """Make process groups belong to the thread that creates them, in a ``with`` block.
 
     Args:
-        waiting: Is given what waits for other threads, and calls it.
+        waiting: Receives a function that waits for other threads, and calls it.
 
     Yields:
-        What ends all threads that wait, with ``SystemExit``.
+        A function that ends all waiting threads with ``SystemExit``.
     """
     private: Any = importlib.import_module("torch.testing._internal.distributed.multi_threaded_pg")
 
@@ -74,25 +75,26 @@ _COLLECTIVES = (
     *("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
     *("alltoall_", "alltoall_base_"),
 )
-"""Operators that return what is waited for, alone or behind the tensors; but not what goes from rank to rank, whose wait gloo
-cannot take up again."""
+"""Operators that return a work, alone or after the tensors. Point-to-point operators are excluded, since gloo cannot resume
+their wait.
+"""
 _SLICE = timedelta(seconds=0.25)
 _KEY = "BackendSelect"
-"""Passed by every call, also by those from below autograd, as functional collectives make them."""
+"""Dispatch key that every call passes, including those from below autograd, as functional collectives make them."""
 
 
 def default_store() -> Any:
-    """The store of the default process group, which all ranks reach without a collective."""
+    """Return the store of the default process group, which all ranks reach without a collective."""
     private: Any = dist.distributed_c10d
     return private._get_default_store()
 
 
 @contextmanager
 def watched_collectives(look: Callable[[], None]) -> Iterator[None]:
-    """This thread, where it waits for a collective on CPUs, calls ``look`` a few times a second, for a block.
+    """Call ``look`` a few times a second while this thread waits for a CPU collective, in a ``with`` block.
 
-    What it raises comes out of the collective, which is then out of step with the other ranks. So no backend has to be able to
-    end a collective; gloo cannot. Functional collectives, and those of compiled regions, are watched like all others.
+    An error of ``look`` leaves the collective, which is then out of step with the other ranks. Therefore no backend needs to
+    abort collectives, which gloo cannot. Functional collectives and those of compiled regions are watched too.
     """
     library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
     try:
@@ -122,7 +124,7 @@ def _watched(collective: Any, look: Callable[[], None]) -> Callable[..., Any]:
 
 
 def _patient(work: Any, look: Callable[[], None]) -> Callable[[timedelta], bool]:
-    """Waits as the work itself does, in slices; 0 is as long as the group's own time limit."""
+    """Return a function that waits in slices as the work itself does; 0 means the group's own time limit."""
 
     def wait(limit: timedelta) -> bool:
         waited = timedelta(0)

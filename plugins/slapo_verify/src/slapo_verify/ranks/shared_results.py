@@ -12,35 +12,35 @@ from .failure_propagation import Ranks
 
 T = TypeVar("T")
 
-_OFFERS: dict[int, _Offer] = {}
+_SHARED: dict[int, _SharedResult] = {}
 
 
-class _Offer:
-    """Result of one thread, which the others see."""
+class _SharedResult:
+    """Result of one thread, visible to the others."""
 
     def __init__(self) -> None:
         self.results = list[Any]()
 
 
-def computed_once(run: Callable[[], T], is_for_all: Callable[[T], bool], ranks: Ranks) -> T:
-    """Return the result of ``run``; that of the first rank where ranks are threads. Collective.
+def compute_once(run: Callable[[], T], is_for_all: Callable[[T], bool], ranks: Ranks) -> T:
+    """Return the result of ``run``; if ranks are threads, that of the first rank. Collective.
 
     Args:
-        run: Goes by what every rank is given alike.
-        is_for_all: Whether what the first one made is that of every rank.
-        ranks: Those that run it.
+        run: Depends only on values that are equal on every rank.
+        is_for_all: Returns True if the first rank's result is valid for every rank.
+        ranks: The ranks.
     """
     if not (dist.is_initialized() and dist.get_backend() == BACKEND):
-        return ranks.alike(run)
-    own = _Offer()
-    _OFFERS[id(own)] = own
+        return ranks.run_on_all(run)
+    own = _SharedResult()
+    _SHARED[id(own)] = own
     try:
-        first = _OFFERS[ranks.gather(id(own))[0]]
-        ranks.alike(lambda: own.results.append(run()) if own is first else None)
+        first = _SHARED[ranks.gather(id(own))[0]]
+        ranks.run_on_all(lambda: own.results.append(run()) if own is first else None)
         if own is not first and is_for_all(first.results[0]):
             own.results = first.results
-        ranks.alike(lambda: None if own.results else own.results.append(run()))
+        ranks.run_on_all(lambda: None if own.results else own.results.append(run()))
         found: T = own.results[0]
         return found
     finally:
-        del _OFFERS[id(own)]
+        del _SHARED[id(own)]

@@ -1,8 +1,8 @@
 """Ranks as threads of one process.
 
-Threads share what ranks have each for itself: the random state, and what tracing puts on classes for a while. So one of them
-runs at a time, and hands over in collectives alone, where its random state is kept for it. What a rank does between two
-collectives no other sees half done.
+Threads share state that ranks have separately: the random state, and temporary changes of classes by tracing. Therefore one
+thread runs at a time, and switches only in collectives, where its random state is saved. No rank sees the intermediate state of
+another between two collectives.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public,
 from slapo_core import VerifyError, rng_state, set_rng_state
 
 from ._torch_private import BACKEND, threaded_groups
-from .failure_propagation import FAILED
+from .failure_propagation import THREAD_ERRORS
 
 T = TypeVar("T")
 
-_PATIENCE = 3.0
-"""Seconds for which all ranks may wait in collectives before they are taken for ones that never meet."""
+_DEADLOCK_SECONDS = 3.0
+"""Time for which all ranks may wait in collectives before this is treated as a deadlock."""
 
 
 def run_as_threads(work: Callable[[], T], world_size: int) -> list[T]:
-    """Run ``work`` on so many ranks of one default process group, each a thread of this process; on CPUs.
+    """Run ``work`` on ``world_size`` ranks of one default process group, each a thread of this process; on CPUs only.
 
-    The random state of this process is left as it was. One call at a time.
+    The random state of this process is restored. Only one call at a time is allowed.
 
     Returns:
-        What each rank returned.
+        The result of each rank.
 
     Raises:
-        VerifyError: ranks wait for each other in different collectives, one ended itself, or there is a process group already.
-        Exception: that of the rank that failed first.
+        VerifyError: ranks wait for each other in different collectives, one ended itself, or a process group exists already.
+        Exception: the error of the rank that failed first.
     """
     if type(world_size) is not int or world_size < 1:
         raise VerifyError(f"world_size is {world_size!r}; give a whole number from 1 on")
     if dist.is_initialized():
         raise VerifyError("there is a process group in this process already; ranks cannot be threads of it")
-    ranks, state = _Ranks(world_size), rng_state()
-    FAILED.clear()
+    ranks, state = _ThreadRanks(world_size), rng_state()
+    THREAD_ERRORS.clear()
     try:
         with threaded_groups(ranks.waiting) as end:
             threads = [threading.Thread(target=ranks.run, args=(rank, work), daemon=True) for rank in range(world_size)]
@@ -52,15 +52,15 @@ def run_as_threads(work: Callable[[], T], world_size: int) -> list[T]:
             ranks.watch(threads, end)
     finally:
         set_rng_state(state)
-        first = next(iter(FAILED), None)
-        FAILED.clear()
+        first = next(iter(THREAD_ERRORS), None)
+        THREAD_ERRORS.clear()
     if ranks.error is not None:
         raise first if first is not None and isinstance(ranks.error, Exception) else ranks.error
     return [ranks.results[rank] for rank in range(world_size)]
 
 
-class _Ranks:
-    """Ranks as threads, of which one has the turn and runs."""
+class _ThreadRanks:
+    """Ranks as threads, one of which runs at a time."""
 
     def __init__(self, world_size: int) -> None:
         self.results: dict[int, Any] = {}
@@ -95,13 +95,13 @@ class _Ranks:
             set_rng_state(state)
 
     def watch(self, threads: list[threading.Thread], end: Callable[[BaseException], None]) -> None:
-        """Wait until all threads have ended; end the others where one has failed, or where they wait for ever."""
+        """Wait until all threads have ended. End the others if one has failed, or in a deadlock."""
         since, met = time.monotonic(), -1
         while alive := [thread for thread in threads if thread.is_alive()]:
             alive[0].join(0.02)
             if self._met != met or self._number_waiting < len(alive):
                 since, met = time.monotonic(), self._met
-            elif self.error is None and time.monotonic() - since > _PATIENCE:
+            elif self.error is None and time.monotonic() - since > _DEADLOCK_SECONDS:
                 self.error = VerifyError("the ranks wait for each other in different collectives: one of them left some out")
             if self.error is not None:
                 end(self.error)

@@ -15,16 +15,16 @@ from slapo_core import Schedule, VerifyError, build, gather_objects, parameter_f
 from slapo_training.distributed import over_group
 
 from ..comparison.model_results import OptimizerFactory
-from ..comparison.report import short
-from ..model_setup.dropouts import switch_off
-from ..model_setup.model_copies import copied
+from ..comparison.report import short_repr
+from ..model_setup.dropouts import disable_dropout
+from ..model_setup.model_copies import copy_model
 from ..model_setup.step_replay import fresh_schedule, replay
 from ..ranks.failure_propagation import Ranks
-from .reference_run import LossFn, Trained, exactly, plain_steps
+from .reference_run import LossFn, Trained, to_double, train_reference
 
 Scheduled = Callable[[nn.Module], Schedule]
-_TURNED = {torch.bfloat16: nn.Module.bfloat16, torch.float16: nn.Module.half, torch.float64: nn.Module.double}
-"""Conversions that leave complex numbers as they are."""
+_DTYPE_CONVERSIONS = {torch.bfloat16: nn.Module.bfloat16, torch.float16: nn.Module.half, torch.float64: nn.Module.double}
+"""Conversions that keep complex numbers."""
 
 
 @dataclass(frozen=True)
@@ -41,24 +41,24 @@ class EngineRun:
 
     @property
     def optimizer_name(self) -> str:
-        """Name of what makes the optimizer, the same on every rank."""
+        """Name of the optimizer factory, the same on every rank."""
         return _shown(self.optimizer)
 
-    def plainly(self, dtype: torch.dtype | None = None) -> Trained:
-        """Train the unmodified model, in a type of its own, by those of the engine's options that mean something to it."""
-        model = self.reference if dtype is None else _TURNED[dtype](copied(self.reference))
+    def reference_results(self, dtype: torch.dtype | None = None) -> Trained:
+        """Train the unmodified model, in its own dtype or ``dtype``, with those options of the engine that apply to it."""
+        model = self.reference if dtype is None else _DTYPE_CONVERSIONS[dtype](copy_model(self.reference))
         clip, rate = (self.options.get(name) for name in ("clip", "lr_scheduler"))
         largest = clip if isinstance(clip, (int, float)) and clip > 0 else 0.0
         factory = rate if callable(rate) else None
         chosen = self.options.get("loss")
-        return plain_steps(model, self.batch, self.steps, self.loss_fn, self.optimizer, largest, factory, chosen)
+        return train_reference(model, self.batch, self.steps, self.loss_fn, self.optimizer, largest, factory, chosen)
 
     def trained(self, target: str) -> tuple[Trained, Schedule, list[str]]:
-        """Train by a new engine. Return results, schedule, and notes of what was compared on which ranks. Collective."""
+        """Train with a new engine. Return results, schedule, and a note of the layout and options. Collective."""
         sch = self.schedule()
-        switch_off(sch.mod)
+        disable_dropout(sch.mod)
         ranks = Ranks.of(sch.mesh, sch.group if sch.mesh is None else None)
-        return ranks.alike(lambda: self._trained(sch, target), watched=False)  # engines look at their works themselves
+        return ranks.run_on_all(lambda: self._trained(sch, target), watched=False)  # engines look at their works themselves
 
     def _trained(self, sch: Schedule, target: str) -> tuple[Trained, Schedule, list[str]]:
         share, layout = self.share(sch), _layout(sch)
@@ -76,11 +76,11 @@ class EngineRun:
         stages = len(sch.program.stages) if sch.program is not None else 1
         own = {name: each.detach() for name, each in self.reference.named_parameters(remove_duplicate=False)}
         copies = [
-            {name: exactly(value) - exactly(before[at][name]) for name, value in copy.items()} for at, copy in after.items()
+            {name: to_double(value) - to_double(before[at][name]) for name, value in copy.items()} for at, copy in after.items()
         ]
-        updates = {name: exactly(full[name]) - exactly(own[name]) for name in own if name in full}
+        updates = {name: to_double(full[name]) - to_double(own[name]) for name in own if name in full}
         kinds = tuple(sorted({str(value.dtype) for copy in after.values() for value in copy.values()}))
-        note = f"{target}: {layout}, {stages} stage{'s' if stages > 1 else ''}; {_told(self.options)}"
+        note = f"{target}: {layout}, {stages} stage{'s' if stages > 1 else ''}; {_options_text(self.options)}"
         return Trained(target, tuple(losses), evaluations, updates, copies, kinds), sch, [note]
 
     def share(self, sch: Schedule) -> dict[str, Any]:
@@ -96,16 +96,16 @@ class EngineRun:
         return {name: value.chunk(parts)[rank] if name in cut else value for name, value in self.batch.items()}
 
 
-def maker(schedule: Schedule | Scheduled, reference: nn.Module) -> Callable[[], Schedule]:
+def schedule_factory(schedule: Schedule | Scheduled, reference: nn.Module) -> Callable[[], Schedule]:
     """Return a function that makes the schedule of a new copy of the model."""
     if isinstance(schedule, Schedule):
         top = schedule.get_top_schedule()
         return lambda: replay(fresh_schedule(reference, top), top.journal.steps)
     if not callable(schedule):
-        raise VerifyError(f"schedule is {short(schedule)}; give a schedule, or a function that makes one of a model")
+        raise VerifyError(f"schedule is {short_repr(schedule)}; give a schedule, or a function that makes one of a model")
 
     def make() -> Schedule:
-        sch = schedule(copied(reference))
+        sch = schedule(copy_model(reference))
         if not isinstance(sch, Schedule):
             raise VerifyError(f"the function that schedules gave {sch!r}; let it return the schedule")
         return sch.get_top_schedule()
@@ -114,7 +114,7 @@ def maker(schedule: Schedule | Scheduled, reference: nn.Module) -> Callable[[], 
 
 
 def _copies(module: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
-    """Return this rank's parameters by current name: whole, under each original name. Collective."""
+    """Return this rank's parameters by current name: full values, under each original name. Collective."""
     found: dict[str, dict[str, torch.Tensor]] = {}
     for name, parameter in module.named_parameters():
         value = over_group(parameter, torch.Tensor.detach)
@@ -123,24 +123,24 @@ def _copies(module: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
     return found
 
 
-def everywhere(value: Any, sch: Schedule) -> list[Any]:
-    """Return the value of each rank of the schedule, once. Collective."""
+def gather_over_schedule(value: Any, sch: Schedule) -> list[Any]:
+    """Return the value of each rank of the schedule. Collective."""
     return gather_objects(value, sch.mesh, sch.group if sch.mesh is None else None)
 
 
 def _layout(sch: Schedule) -> str:
     sizes = {axis: sch.mesh[axis].size() for axis in sch.mesh.mesh_dim_names or ()} if sch.mesh is not None else {}
-    ranks = len(everywhere(None, sch))
+    ranks = len(gather_over_schedule(None, sch))
     return f"{ranks} rank{'s' if ranks > 1 else ''}" + (
         f" ({', '.join(f'{a} {n}' for a, n in sizes.items())})" if sizes else ""
     )
 
 
-def _told(options: Mapping[str, Any]) -> str:
+def _options_text(options: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={_shown(value)}" for name, value in options.items()) or "all options by default"
 
 
 def _shown(value: Any) -> str:
-    """Return the text of a value, the same on every rank: a function by its name."""
+    """Return the text of a value, the same on every rank; a function by its name."""
     inner = value.func if isinstance(value, partial) else value
     return str(getattr(inner, "__qualname__", type(inner).__qualname__)) if callable(inner) else repr(value)

@@ -15,23 +15,23 @@ from slapo_core import VerifyError, call_arguments, rng_state, set_rng_state
 
 from ..comparison.model_results import OptimizerFactory
 from ..model_setup.dropouts import same_random_state
-from ..model_setup.model_copies import copied
+from ..model_setup.model_copies import copy_model
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Results of some steps.
+    """Results of some training steps.
 
     Args:
         target: Name of the dialect; empty for the unmodified model.
-        losses: Of each step.
-        evaluations: The loss before and after them, in evaluation mode.
-        updates: What they added to each parameter, whole, by original name.
-        copies: Likewise, of each parameter that this rank holds.
-        types: Of the weights.
-        draws: Whether the forward drew random numbers.
+        losses: Loss of each step.
+        evaluations: Loss in evaluation mode before and after the steps.
+        updates: Full update of each parameter, by original name.
+        copies: Update of each copy of a parameter that this rank holds.
+        types: Dtypes of the weights.
+        draws: True if the forward drew random numbers.
     """
 
     target: str
@@ -43,23 +43,23 @@ class Trained:
     draws: bool = False
 
     def numbers(self) -> dict[str, torch.Tensor]:
-        """Return the losses, by what a ``Difference`` calls them."""
+        """Return the losses, by ``Difference.what``."""
         before, after = self.evaluations
         losses = {f"loss of step {number}": loss for number, loss in enumerate(self.losses, 1)}
         named = {"evaluation before": before, **losses, "evaluation after": after}
         return {what: torch.tensor(value, dtype=torch.float64) for what, value in named.items()}
 
     def values(self) -> dict[str, torch.Tensor]:
-        """Return all results, by what a ``Difference`` calls them."""
+        """Return all results, by ``Difference.what``."""
         return {**self.numbers(), **{f"update of {name!r}": value for name, value in self.updates.items()}}
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
-    """Return SGD at a rate of 1: what it adds is the gradient."""
+    """Return SGD with a learning rate of 1, whose update is the gradient."""
     return torch.optim.SGD(parameters, lr=1.0)
 
 
-def plain_steps(
+def train_reference(
     model: nn.Module,
     batch: Mapping[str, Any],
     steps: int,
@@ -81,7 +81,7 @@ def plain_steps(
         lr_scheduler: ``optimizer -> scheduler``, which steps behind it.
         loss: Which part of the outputs is the loss, as for ``build``.
     """
-    model, state, chosen = copied(model), rng_state(), loss
+    model, state, chosen = copy_model(model), rng_state(), loss
     dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
 
     def loss_of(training: bool) -> torch.Tensor:
@@ -105,7 +105,7 @@ def plain_steps(
     def evaluated() -> float:
         return loss_of(False).item()  # with gradients, which show the loss among the outputs
 
-    before = {name: exactly(each.detach(), copy=True) for name, each in model.named_parameters(remove_duplicate=False)}
+    before = {name: to_double(each.detach(), copy=True) for name, each in model.named_parameters(remove_duplicate=False)}
     try:
         first, losses, draws = evaluated(), [], False
         stepping = optimizer([each for each in model.parameters() if each.requires_grad])
@@ -126,12 +126,12 @@ def plain_steps(
     finally:
         set_rng_state(state)
     after = dict(model.named_parameters(remove_duplicate=False))
-    updates = {name: exactly(after[name].detach()) - value for name, value in before.items()}
+    updates = {name: to_double(after[name].detach()) - value for name, value in before.items()}
     return Trained("", tuple(losses), evaluations, updates, draws=draws)
 
 
-def exactly(tensor: torch.Tensor, copy: bool = False) -> torch.Tensor:
-    """Return a tensor's numbers in float64, or as complex ones of these."""
+def to_double(tensor: torch.Tensor, copy: bool = False) -> torch.Tensor:
+    """Return a tensor's numbers in float64 or complex128."""
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64, copy=copy)
 
 

@@ -1,4 +1,4 @@
-"""What is exported: an engine's pieces, or those of a schedule that nothing was built of, and who else has some."""
+"""Source of an export: the pieces of an engine, or of a schedule without one, and the ranks that hold the others."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from slapo_core import BuildError, Engine, PlainEngine, Program, Schedule, is_sharded, parameter_facts, shard_spec
 from slapo_training.model import Piece, buffers, parameters, piece_of
 
-from ..tensor_views.fused_parameters import MadeOf, parts_of
+from ..tensor_views.fused_parameters import FusedParts, fused_parts
 
 Names = dict[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where weights come from.
+class ExportSource:
+    """Source of the weights of an export.
 
     Args:
-        model: The whole scheduled model; what other ranks run may be on the meta device.
-        trees: All modules that hold its tensors, stages of it among them.
-        own: What this rank runs.
+        model: The whole scheduled model; tensors of other ranks may be on the meta device.
+        trees: All modules that hold its tensors, including stages.
+        own: The module that this rank runs.
         engine: The engine, or None.
-        mesh: Of its ranks, where they have one.
-        group: Theirs, where they have no mesh.
+        mesh: Mesh of its ranks, or None.
+        group: Process group of its ranks if they have no mesh.
     """
 
     model: nn.Module
@@ -40,11 +40,11 @@ class Source:
     group: dist.ProcessGroup | None = None
 
     @classmethod
-    def of(cls, given: Any) -> Source:
-        """What a user gave.
+    def of(cls, given: Any) -> ExportSource:
+        """Return the source for a user's argument.
 
         Raises:
-            BuildError: it is neither an engine nor a schedule, or does not say which ranks have the rest.
+            BuildError: it is neither an engine nor a schedule, or does not tell which ranks have the other shards.
         """
         if isinstance(given, Schedule):
             if given._root.target is not None:
@@ -67,7 +67,7 @@ class Source:
         )
 
     def pieces(self) -> dict[str, Piece]:
-        """What this rank holds of each tensor. Collective where the engine has to gather."""
+        """Return this rank's piece of each tensor. Collective if the engine has to gather."""
         if self.engine is not None:
             found: dict[str, Piece] = self.engine.pieces()  # type: ignore[attr-defined]
             return found
@@ -75,31 +75,31 @@ class Source:
         return {name: piece_of(each, shard_spec(each)) for name, each in tensors.items() if not each.is_meta}
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        """The types that this rank runs its tensors in, by the names of pieces."""
+        """Return the dtypes in which this rank runs its tensors, by the names of pieces."""
         return {(parameter_facts(tensor).names or (name,))[0]: tensor.dtype for name, tensor in _named((self.own,))}
 
     def names(self) -> Names:
-        """All names that each tensor has in the unmodified model, by the first."""
+        """Return all names of each tensor in the unmodified model, by the first."""
         return {names[0]: names for _, tensor in _named(self.trees) if (names := parameter_facts(tensor).names)}
 
-    def strangers(self) -> Names:
-        """All current names of the parameters that a step brought in, by the first."""
+    def added_parameters(self) -> Names:
+        """Return all present names of the parameters that a step added, by the first."""
         found: dict[int, list[str]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             if not parameter_facts(parameter).names:
                 found.setdefault(id(parameter), []).append(name)
         return {names[0]: tuple(names) for names in found.values()}
 
-    def made_of(self) -> dict[str, MadeOf]:
-        """What tensors are said to be made of, by the names of their pieces."""
+    def made_of(self) -> dict[str, FusedParts]:
+        """Return the declared parts (``made_of``) of tensors, by the names of their pieces."""
         return {
             (parameter_facts(tensor).names or (name,))[0]: made
             for name, tensor in _named(self.trees)
-            if (made := parts_of(tensor)) is not None
+            if (made := fused_parts(tensor)) is not None
         }
 
     def order(self) -> Iterator[tuple[str, bool]]:
-        """The first name of each tensor, in the order of ``state_dict``, and whether it is a buffer."""
+        """Yield the first name of each tensor in the order of ``state_dict``, and whether it is a buffer."""
         for path, module in self.model.named_modules():
             for table in (module._parameters, module._buffers):
                 for name, tensor in table.items():
@@ -109,7 +109,7 @@ class Source:
 
 
 def _group_of(model: nn.Module) -> dist.ProcessGroup | None:
-    """That of the ranks of a schedule without a mesh, as it has it."""
+    """Return the process group of a schedule without a mesh: the one of its shards, else that of all ranks."""
     groups = [spec.group for each in model.parameters() if (spec := shard_spec(each)) is not None and spec.group is not None]
     return groups[0] if groups else dist.group.WORLD if dist.is_initialized() else None
 

@@ -1,4 +1,4 @@
-"""What an export writes: the same on every rank."""
+"""Plan of an export, equal on every rank: tensors, conversions and files."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ import torch
 
 from slapo_core import BuildError
 
-from ..huggingface.save_conversion import Group, unconverted
-from ..huggingface.unmodified_model import Unmodified
-from ..safetensors_files.writer import METADATA, Layout
-from .export_source import Source
+from ..huggingface.save_conversion import ConversionGroup, identity_groups
+from ..huggingface.unmodified_model import UnmodifiedModel
+from ..safetensors_files.writer import METADATA, TensorEntry
+from .export_source import ExportSource
 from .tensor_origins import by_written_name, origins
-from .whole_tensors import Described, Whole, described, whole_of
+from .whole_tensors import PieceDescription, WholeTensor, description_of, whole_of
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _BUNDLE = 1 << 26
 
 
-class Plan(NamedTuple):
-    """What is written.
+class ExportPlan(NamedTuple):
+    """Plan of an export.
 
     Args:
-        wholes: The tensors of the model, by the names that groups take them under.
-        groups: What becomes of them, in order.
-        files: The tensors of each file, all but the last about as many bytes as were asked for.
-        unmodified: The model of Transformers, or None.
-        dtype: Of the first parameter.
+        wholes: The model's tensors, by the names of the conversions' sources.
+        groups: Conversions of these tensors, in order.
+        files: Tensors per file, in files of about the requested size.
+        unmodified: The Transformers' model, or None.
+        dtype: Dtype of the first floating-point tensor.
     """
 
-    wholes: dict[str, Whole]
-    groups: list[Group]
-    files: list[list[Layout]]
-    unmodified: Unmodified | None
+    wholes: dict[str, WholeTensor]
+    groups: list[ConversionGroup]
+    files: list[list[TensorEntry]]
+    unmodified: UnmodifiedModel | None
     dtype: torch.dtype | None
 
-    def bundles(self) -> Iterator[list[Group]]:
-        """The groups, some megabytes at a time."""
-        bundle: list[Group] = []
+    def bundles(self) -> Iterator[list[ConversionGroup]]:
+        """Yield the groups in bundles of some megabytes, so that the first rank never holds more at a time."""
+        bundle: list[ConversionGroup] = []
         size = 0
         for group in self.groups:
             own = sum(self.wholes[name].size for name in group.sources)
@@ -53,19 +53,19 @@ class Plan(NamedTuple):
             yield bundle
 
 
-def planned(
-    source: Source, everyone: Sequence[Mapping[str, Described]], dtype: torch.dtype | None, max_shard_size: int
-) -> Plan:
-    """The plan for what all ranks have said that they hold.
+def make_plan(
+    source: ExportSource, everyone: Sequence[Mapping[str, PieceDescription]], dtype: torch.dtype | None, max_shard_size: int
+) -> ExportPlan:
+    """Return the plan for the pieces that all ranks hold.
 
     Raises:
-        BuildError: what is there is not what the unmodified model has.
+        BuildError: the pieces are not the unmodified model's tensors.
     """
-    unmodified = Unmodified.of(source.model)
+    unmodified = UnmodifiedModel.of(source.model)
     shapes = unmodified.shapes() if unmodified is not None else {}
     wholes, first = {}, None
     for name, origin in by_written_name(origins(source, (key for own in everyone for key in own)), unmodified).items():
-        found = described(origin.key, everyone)
+        found = description_of(origin.key, everyone)
         if found is None:
             raise BuildError(
                 f"export_weights: no rank has values of {origin.key!r}; build an engine of the schedule, or call "
@@ -81,17 +81,17 @@ def planned(
         first = kind if first is None and kind.is_floating_point else first
         wholes[name] = whole_of(name, origin, everyone, shape, kind)
     stand_ins = {name: torch.empty(whole.shape, dtype=whole.dtype, device="meta") for name, whole in wholes.items()}
-    groups = unconverted(stand_ins) if unmodified is None else unmodified.groups(stand_ins)
-    for layout in (layout for group in groups for layout in group.targets):
-        layout.check()
-    return Plan(wholes, groups, _files(groups, max_shard_size), unmodified, first)
+    groups = identity_groups(stand_ins) if unmodified is None else unmodified.groups(stand_ins)
+    for entry in (entry for group in groups for entry in group.targets):
+        entry.check()
+    return ExportPlan(wholes, groups, _files(groups, max_shard_size), unmodified, first)
 
 
-def parsed_size(given: int | str) -> int:
-    """A number of bytes.
+def parse_size(given: int | str) -> int:
+    """Return a size in bytes.
 
     Raises:
-        BuildError: it is none.
+        BuildError: the argument is no size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(given))
     size = int(float(match[1]) * _UNITS.get(match[2].upper(), 0)) if match and not isinstance(given, bool) else 0
@@ -100,8 +100,8 @@ def parsed_size(given: int | str) -> int:
     return size
 
 
-def _check_padding(name: str, there: tuple[int, ...], wanted: tuple[int, ...], unmodified: Unmodified | None) -> None:
-    """Rows of a vocabulary behind the last token may be more than it has."""
+def _check_padding(name: str, there: tuple[int, ...], wanted: tuple[int, ...], unmodified: UnmodifiedModel | None) -> None:
+    """Refuse a shape that differs from the unmodified model's, other than by padded rows of a vocabulary."""
     assert unmodified is not None
     longer = len(there) == len(wanted) and there[1:] == wanted[1:] and there[:1] > wanted[:1]
     if not (longer and name in unmodified.vocabulary()):
@@ -111,18 +111,18 @@ def _check_padding(name: str, there: tuple[int, ...], wanted: tuple[int, ...], u
         )
 
 
-def _files(groups: list[Group], max_shard_size: int) -> list[list[Layout]]:
-    """As ``huggingface_hub`` deals them out: in order, but one that is larger has a file of its own before the one begun."""
-    files: list[list[Layout]] = []
-    current: list[Layout] = []
+def _files(groups: list[ConversionGroup], max_shard_size: int) -> list[list[TensorEntry]]:
+    """Distribute tensors over files as ``huggingface_hub`` does: in order; one larger than the limit gets a file of its own."""
+    files: list[list[TensorEntry]] = []
+    current: list[TensorEntry] = []
     size = 0
-    for layout in (layout for group in groups for layout in group.targets):
-        if layout.size > max_shard_size:
-            files.append([layout])
+    for entry in (entry for group in groups for entry in group.targets):
+        if entry.size > max_shard_size:
+            files.append([entry])
             continue
-        if size + layout.size > max_shard_size:
+        if size + entry.size > max_shard_size:
             files.append(current)
             current, size = [], 0
-        current.append(layout)
-        size += layout.size
+        current.append(entry)
+        size += entry.size
     return [*files, current] if current or not files else files

@@ -1,4 +1,4 @@
-"""Where each tensor that is written comes from: a piece, or part of one, by its name in the unmodified model."""
+"""Origin of each exported tensor: a piece, or part of one, and its name in the unmodified model."""
 
 from __future__ import annotations
 
@@ -6,76 +6,76 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from slapo_core import BuildError
-from slapo_training.model import Chunk, Span, chunks_of, replaced
+from slapo_training.model import Chunk, Span, chunks_of, with_dim
 
-from ..huggingface.unmodified_model import Unmodified
-from ..tensor_views.fused_parameters import MadeOf
-from .export_source import Source
+from ..huggingface.unmodified_model import UnmodifiedModel
+from ..tensor_views.fused_parameters import FusedParts
+from .export_source import ExportSource
 
 _SHOWN = 8
 
 
 class Origin(NamedTuple):
-    """Where a tensor comes from.
+    """Origin of a tensor.
 
     Args:
         key: Name of the piece.
-        names: Of the tensor in the unmodified model.
-        is_stranger: Whether it is a parameter that a step brought in without saying what it is made of.
-        is_known: Whether the unmodified model had it; not so buffers that a step brought in.
-        spans: Of which parts of the piece it consists; None for all of it.
+        names: Names of the tensor in the unmodified model.
+        is_added: Whether it is a parameter that a step added without declaring its parts.
+        is_known: Whether the unmodified model had it; False for buffers that a step added.
+        spans: Parts of the piece that it consists of; None for the whole piece.
     """
 
     key: str
     names: tuple[str, ...]
-    is_stranger: bool = False
+    is_added: bool = False
     is_known: bool = True
     spans: tuple[Span, ...] | None = None
 
     def chunks(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
-        """Boxes of the piece as boxes of the tensor."""
+        """Convert boxes of the piece to boxes of the tensor."""
         return chunks_of(chunks, self.spans)
 
     def shape(self, full_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the tensor, from that of the piece's."""
+        """Return the shape of the tensor, given that of the whole piece."""
         if self.spans is None:
             return full_shape
-        return replaced(full_shape, self.spans[0].dim, max(span.start + span.size for span in self.spans))
+        return with_dim(full_shape, self.spans[0].dim, max(span.start + span.size for span in self.spans))
 
 
-def origins(source: Source, held: Iterable[str]) -> list[Origin]:
-    """Of all parameters, and the buffers that are held, in the order of ``state_dict``.
+def origins(source: ExportSource, held: Iterable[str]) -> list[Origin]:
+    """Return the origins of all parameters and of the buffers that some rank holds, in the order of ``state_dict``.
 
     Args:
-        source: What is exported.
+        source: The source of the export.
         held: Names of all ranks' pieces.
     """
-    names, strangers, made, there = source.names(), source.strangers(), source.made_of(), dict.fromkeys(held)
-    first_of = {name: first for first, all_names in strangers.items() for name in all_names}
+    names, added, made, there = source.names(), source.added_parameters(), source.made_of(), dict.fromkeys(held)
+    first_of = {name: first for first, all_names in added.items() for name in all_names}
     keys = (first_of.get(name, name) for name, is_buffer in source.order() if name in there or not is_buffer)
     found: list[Origin] = []
     for key in dict.fromkeys([*keys, *there]):
         if key in made:
             found += _parts(key, made[key])
         else:
-            found.append(Origin(key, names.get(key) or strangers.get(key) or (key,), key in strangers, key in names))
+            found.append(Origin(key, names.get(key) or added.get(key) or (key,), key in added, key in names))
     return found
 
 
-def by_written_name(found: Iterable[Origin], unmodified: Unmodified | None) -> dict[str, Origin]:
-    """Each under the name that it is written under before Transformers converts it, in the order of the unmodified model.
+def by_written_name(found: Iterable[Origin], unmodified: UnmodifiedModel | None) -> dict[str, Origin]:
+    """Return the origins by the names that ``save_pretrained`` converts from, in the order of the unmodified model.
 
-    What a step brought in has its place where a model of Transformers has a tensor of that name.
+    A parameter that a step added is written only if a Transformers' model has a tensor of that name.
 
     Raises:
         BuildError: the scheduled model has tensors that the unmodified one lacks, or lacks some.
     """
     if unmodified is None:
-        _refuse([origin for origin in found if origin.is_stranger])
+        _refuse([origin for origin in found if origin.is_added])
         return _once((origin.names[0], origin) for origin in found)
-    shapes, left_out = unmodified.shapes(), unmodified.left_out()
-    known = [origin for origin in found if origin.is_stranger or origin.is_known or origin.key in shapes]
-    _refuse([origin for origin in known if origin.is_stranger and not shapes.keys() >= {*origin.names}])
+    shapes, left_out = unmodified.shapes(), unmodified.ignored_on_save()
+    known = [origin for origin in found if origin.is_added or origin.is_known or origin.key in shapes]
+    _refuse([origin for origin in known if origin.is_added and not shapes.keys() >= {*origin.names}])
     kept = unmodified.written_names(origin.names for origin in known)
     names = {name for origin in known for name in origin.names}
     if missing := [name for name in shapes if name not in names and name not in left_out]:
@@ -88,7 +88,7 @@ def by_written_name(found: Iterable[Origin], unmodified: Unmodified | None) -> d
     return {name: chosen[name] for name in ordered}
 
 
-def _parts(key: str, made: MadeOf) -> list[Origin]:
+def _parts(key: str, made: FusedParts) -> list[Origin]:
     spans: dict[str, list[Span]] = {}
     at = 0
     for name, (start, stop), _ in made.parts:
@@ -112,10 +112,10 @@ def _once(named: Iterable[tuple[str, Origin]]) -> dict[str, Origin]:
     return found
 
 
-def _refuse(strangers: list[Origin]) -> None:
-    if strangers:
+def _refuse(added: list[Origin]) -> None:
+    if added:
         raise BuildError(
-            f"export_weights: {_listed([each.key for each in strangers])} came in by a step, which does not say what of "
+            f"export_weights: {_listed([each.key for each in added])} came in by a step, which does not say what of "
             "(made_of), and the unmodified model has no tensor of that name; export a schedule without that step"
         )
 

@@ -1,4 +1,4 @@
-"""Which rank sends what of a tensor, so that one rank has it whole."""
+"""Assembly of whole tensors: the boxes that each rank sends to the first."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from slapo_training.model import Chunk, Piece, Ranges
 from .tensor_origins import Origin
 
 
-class Described(NamedTuple):
-    """A piece without its numbers.
+class PieceDescription(NamedTuple):
+    """A piece without its values.
 
     Args:
-        full_shape: Of the whole tensor.
-        ranges: What of it the rank holds.
-        dtype: The type that the rank runs it in.
-        is_empty: Whether there is nothing of it.
+        full_shape: Shape of the whole tensor.
+        ranges: Ranges that the rank holds, per dimension.
+        dtype: Dtype in which the rank runs it.
+        is_empty: Whether the rank holds no element of it.
     """
 
     full_shape: tuple[int, ...]
@@ -32,23 +32,23 @@ class Described(NamedTuple):
     is_empty: bool
 
     @classmethod
-    def of(cls, piece: Piece, dtype: torch.dtype) -> Described:
-        """Of a piece that runs in this type."""
+    def of(cls, piece: Piece, dtype: torch.dtype) -> PieceDescription:
+        """Describe a piece that runs in this dtype."""
         return cls(tuple(piece.full_shape), piece.ranges, dtype, piece.tensor.numel() == 0)
 
     def chunks(self) -> Iterator[Chunk]:
-        """The boxes it consists of."""
+        """Yield the boxes of the piece."""
         sizes = [sum(stop - start for start, stop in ranges) for ranges in self.ranges]
         shape = [0] if self.is_empty else sizes
         yield from Piece(torch.empty(shape, device="meta"), self.full_shape, self.ranges).chunks()
 
 
-class Sent(NamedTuple):
-    """A box that one rank gives.
+class SentBox(NamedTuple):
+    """A box that one rank sends.
 
     Args:
-        place: The rank, by its place among all.
-        chunk: Where it lies in its piece and in the whole tensor.
+        place: Index of the rank among the participating ranks.
+        chunk: Position of the box in the piece and in the whole tensor.
     """
 
     place: int
@@ -56,32 +56,32 @@ class Sent(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Whole:
-    """A tensor that is put together.
+class WholeTensor:
+    """A tensor that the first rank assembles.
 
     Args:
-        key: Name of the pieces it is made of.
-        shape: Of what is kept of it.
-        dtype: In which it is sent.
-        parts: Boxes that make it up.
+        key: Name of its pieces.
+        shape: Shape without padded rows.
+        dtype: Dtype in which it is sent.
+        parts: Boxes that cover it.
     """
 
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    parts: tuple[Sent, ...]
+    parts: tuple[SentBox, ...]
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def described(name: str, everyone: Sequence[Mapping[str, Described]]) -> Described | None:
-    """A tensor as the ranks have it, of which none or some hold something.
+def description_of(name: str, everyone: Sequence[Mapping[str, PieceDescription]]) -> PieceDescription | None:
+    """Return the description of a tensor that the ranks agree on; None if no rank holds it.
 
     Raises:
-        BuildError: they have different ones.
+        BuildError: the ranks have different shapes or dtypes.
     """
     found = [own[name] for own in everyone if name in own]
     for facts in ({each.full_shape for each in found}, {each.dtype for each in found}):
@@ -92,19 +92,19 @@ def described(name: str, everyone: Sequence[Mapping[str, Described]]) -> Describ
 
 
 def whole_of(
-    name: str, origin: Origin, everyone: Sequence[Mapping[str, Described]], shape: tuple[int, ...], dtype: torch.dtype
-) -> Whole:
-    """The boxes, of the first ranks that have them, of what of a tensor lies within a shape.
+    name: str, origin: Origin, everyone: Sequence[Mapping[str, PieceDescription]], shape: tuple[int, ...], dtype: torch.dtype
+) -> WholeTensor:
+    """Choose the boxes that cover a tensor within a shape, each from the first rank that has it.
 
     Args:
-        name: Of the tensor.
-        origin: Where it comes from.
-        everyone: The pieces of all ranks, by place.
-        shape: What is kept of it; it may have more rows.
-        dtype: It is sent in.
+        name: Name of the tensor.
+        origin: Its origin.
+        everyone: Descriptions of all ranks' pieces.
+        shape: Shape without padded rows.
+        dtype: Dtype in which it is sent.
 
     Raises:
-        BuildError: they leave some of it out.
+        BuildError: the pieces do not cover the tensor.
     """
     held = [(place, own[origin.key].chunks()) for place, own in enumerate(everyone) if origin.key in own]
     pieces = [(place, [*_kept(origin.chunks(chunks), shape)]) for place, chunks in held]
@@ -115,24 +115,24 @@ def whole_of(
                 line |= {start, start + size}
     lines = [[*pairwise(sorted(line))] for line in edges]
     left = set(product(*lines))
-    parts: list[Sent] = []
+    parts: list[SentBox] = []
     for place, chunks in pieces:
         for chunk in chunks:
             covered = {cell for cell in left if _inside(cell, chunk)} if left else set()
             if covered:
                 left -= covered
-                parts.append(Sent(place, chunk))
+                parts.append(SentBox(place, chunk))
     if left:
         missing = sum(math.prod(stop - start for start, stop in cell) for cell in left)
         raise BuildError(
             f"export_weights: no rank has {missing} of the {math.prod(shape)} numbers of {name!r}; build an engine of the "
             "schedule, or call consolidate_model, to give them values"
         )
-    return Whole(origin.key, shape, dtype, tuple(parts))
+    return WholeTensor(origin.key, shape, dtype, tuple(parts))
 
 
 def _kept(chunks: Iterable[Chunk], shape: tuple[int, ...]) -> Iterator[Chunk]:
-    """The boxes, without what lies outside of the shape."""
+    """Clip the boxes to the shape."""
     for chunk in chunks:
         sizes = [min(start + size, end) - start for start, size, end in zip(chunk.offset, chunk.sizes, shape, strict=True)]
         if all(size > 0 for size in sizes):

@@ -1,4 +1,4 @@
-"""What the tensors of files are in the model: as they are called there, or as Transformers reads them for the model's class."""
+"""Names and views of the files' tensors in the model, with the conversions of Transformers' ``from_pretrained``."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ from typing import Any, NamedTuple
 from slapo_core import BuildError
 
 from ..safetensors_files.reader import WeightFiles
-from ..tensor_views.box_view import View
-from ..tensor_views.unread_tensor import NotRead
-from .unmodified_model import Unmodified
+from ..tensor_views.box_view import TensorView
+from ..tensor_views.unread_tensor import UnreadTensor
+from .unmodified_model import UnmodifiedModel
 
 
-class Known(NamedTuple):
-    """What files hold, in the model's names.
+class LoadedNames(NamedTuple):
+    """The files' tensors by the model's names.
 
     Args:
-        views: Name in the unmodified model to what it is made of.
-        left_out: Names in the files that the model's class does not want.
-        unread: Sentences on what cannot be read in parts.
+        views: Name in the unmodified model to the view of the files.
+        ignored: Names in the files that the model's class ignores.
+        unread: Messages on tensors that cannot be read in parts.
     """
 
-    views: dict[str, View]
-    left_out: frozenset[str]
+    views: dict[str, TensorView]
+    ignored: frozenset[str]
     unread: tuple[str, ...]
 
 
-def known(files: WeightFiles, unmodified: Unmodified | None) -> Known:
-    """The tensors of files by their names in the model.
+def load_names(files: WeightFiles, unmodified: UnmodifiedModel | None) -> LoadedNames:
+    """Return the tensors of files by their names in the model.
 
     Args:
-        files: Where they are.
-        unmodified: The model before any step; None where it is none of Transformers'.
+        files: The files.
+        unmodified: The model before any step; None if it is not a Transformers' model.
     """
-    whole = {name: View.of(files, name) for name in files.entries}
+    whole = {name: TensorView.of(files, name) for name in files.entries}
     if unmodified is None:
-        return Known(whole, frozenset(), ())
+        return LoadedNames(whole, frozenset(), ())
     views, unread = _converted(whole, unmodified.model)
-    return Known(views, frozenset(_left_out(views, unmodified)), tuple(unread))
+    return LoadedNames(views, frozenset(_ignored_names(views, unmodified)), tuple(unread))
 
 
-def may_be_missing(unmodified: Unmodified | None) -> re.Pattern[str] | None:
-    """Names that the model's class can do without."""
+def ignorable_names(unmodified: UnmodifiedModel | None) -> re.Pattern[str] | None:
+    """Return a pattern of the names that files may lack for the model's class, or None."""
     patterns = unmodified.model._keys_to_ignore_on_load_missing if unmodified is not None else None
     return re.compile("|".join(f"({pattern})" for pattern in sorted(patterns))) if patterns else None
 
 
-def _left_out(names: Collection[str], unmodified: Unmodified) -> Iterator[str]:
+def _ignored_names(names: Collection[str], unmodified: UnmodifiedModel) -> Iterator[str]:
     model: Any = unmodified.model
     patterns = set(model._keys_to_ignore_on_load_unexpected or ())
     # buffers that were saved once and are computed now, as from_pretrained knows them
@@ -60,10 +60,10 @@ def _left_out(names: Collection[str], unmodified: Unmodified) -> Iterator[str]:
     return (name for name in names if name not in own and any(re.search(pattern, name) for pattern in patterns))
 
 
-def _converted(whole: dict[str, View], model: Any) -> tuple[dict[str, View], list[str]]:
-    """What ``from_pretrained`` makes of the tensors, by the name of each it gives the model.
+def _converted(whole: dict[str, TensorView], model: Any) -> tuple[dict[str, TensorView], list[str]]:
+    """Convert the tensors as ``from_pretrained`` does; return views by the model's names, and messages on failures.
 
-    It follows ``convert_and_load_state_dict_in_model`` of Transformers, on tensors that are not read.
+    It follows ``convert_and_load_state_dict_in_model`` of Transformers, on unread tensors.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
@@ -78,13 +78,13 @@ def _converted(whole: dict[str, View], model: Any) -> tuple[dict[str, View], lis
     converters = [step for step in steps if isinstance(step, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     own, prefix = model.state_dict(), model.base_model_prefix
-    views: dict[str, View] = {}
+    views: dict[str, TensorView] = {}
     collected: dict[str, tuple[Any, list[str]]] = {}
     for name in sorted(whole, key=dot_natural_key):
         key, pattern = rename_source_key(name, renamings, converters, prefix, own)
         if key not in own and name in own:
             key, pattern = rename_source_key(name, [], [], prefix, own)
-        if key not in own:  # several may come to one name there, as experts of a layer that the model lacks do
+        if key not in own:  # several may get one name here, as experts of a layer that the model lacks
             views.setdefault(key, whole[name])
             continue
         if pattern is None:
@@ -93,7 +93,7 @@ def _converted(whole: dict[str, View], model: Any) -> tuple[dict[str, View], lis
             views[key] = whole[name]
             continue
         converter, names = collected.setdefault(key, (deepcopy(by_pattern[pattern]), []))
-        converter.add_tensor(key, name, pattern, NotRead(whole[name]))
+        converter.add_tensor(key, name, pattern, UnreadTensor(whole[name]))
         names.append(name)
     unread = []
     for key, (converter, names) in collected.items():

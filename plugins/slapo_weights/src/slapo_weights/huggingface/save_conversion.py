@@ -1,4 +1,4 @@
-"""What becomes of the model's tensors in the file: each under its name, or as Transformers converts it when it saves."""
+"""Conversion of the model's tensors to those in the files, as Transformers' ``save_pretrained`` does it."""
 
 from __future__ import annotations
 
@@ -11,75 +11,75 @@ from torch.utils import _pytree as pytree
 
 from slapo_core import BuildError
 
-from ..safetensors_files.writer import Layout
+from ..safetensors_files.writer import TensorEntry
 
 Tensors = dict[str, torch.Tensor]
 Convert = Callable[[Tensors], Mapping[str, torch.Tensor]]
 
 
-class Group(NamedTuple):
-    """Tensors that become others together.
+class ConversionGroup(NamedTuple):
+    """Tensors that are converted together.
 
     Args:
         sources: Names in the model.
-        targets: What they become.
-        renamed: Whether the only source becomes the only target as it is.
+        targets: The tensors in the files.
+        renamed: Whether the only source becomes the only target unchanged.
     """
 
     sources: tuple[str, ...]
-    targets: tuple[Layout, ...]
+    targets: tuple[TensorEntry, ...]
     renamed: bool
 
 
-def unconverted(tensors: Mapping[str, torch.Tensor]) -> list[Group]:
-    """Groups of one tensor each, as it is."""
-    return [Group((name,), (_layout(name, tensor),), True) for name, tensor in tensors.items()]
+def identity_groups(tensors: Mapping[str, torch.Tensor]) -> list[ConversionGroup]:
+    """Return groups of one unchanged tensor each."""
+    return [ConversionGroup((name,), (_entry(name, tensor),), True) for name, tensor in tensors.items()]
 
 
-def converted(tensors: Mapping[str, torch.Tensor], convert: Convert) -> list[Group]:
-    """Groups in the order of what a conversion gives, which is run on tensors without numbers.
+def conversion_groups(tensors: Mapping[str, torch.Tensor], convert: Convert) -> list[ConversionGroup]:
+    """Return groups in the order of a conversion's results; the conversion runs on meta tensors.
 
     Args:
-        tensors: By name, on the meta device.
-        convert: A function of some of them, by name.
+        tensors: Meta tensors by name.
+        convert: A function of any of these groups of tensors.
 
     Raises:
-        BuildError: what becomes of them cannot be told.
+        BuildError: the sources of a result cannot be tracked.
     """
-    with _Followed(tensors) as followed:
+    with _SourceTracker(tensors) as tracker:
         made = convert(dict(tensors))
     together: dict[str, set[str]] = {name: {name} for name in tensors}
     for name, tensor in made.items():
-        sources = followed.sources(tensor)
+        sources = tracker.sources(tensor)
         if not sources:
             raise BuildError(f"export_weights: cannot tell what Transformers makes {name!r} of when it saves")
         merged = set().union(*(together[source] for source in sources))
         together.update(dict.fromkeys(merged, merged))
     targets: dict[int, list[str]] = {}
     for name, tensor in made.items():
-        targets.setdefault(id(together[next(iter(followed.sources(tensor)))]), []).append(name)
+        targets.setdefault(id(together[next(iter(tracker.sources(tensor)))]), []).append(name)
     groups = []
     for names in targets.values():
-        members = together[next(iter(followed.sources(made[names[0]])))]
+        members = together[next(iter(tracker.sources(made[names[0]])))]
         sources = tuple(name for name in tensors if name in members)
         renamed = len(sources) == len(names) == 1 and made[names[0]] is tensors[sources[0]]
-        groups.append(Group(sources, tuple(_layout(name, made[name]) for name in names), renamed))
+        groups.append(ConversionGroup(sources, tuple(_entry(name, made[name]) for name in names), renamed))
     if left := tensors.keys() - {name for group in groups for name in group.sources}:
         raise BuildError(f"export_weights: Transformers makes nothing of {min(left)!r} when it saves")
     return groups
 
 
-def outcome(group: Group, tensors: Tensors, convert: Convert) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a group's tensors become.
+def convert_group(group: ConversionGroup, tensors: Tensors, convert: Convert) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield names and tensors that a group is converted to.
 
     Raises:
-        BuildError: something else than was planned.
+        BuildError: they differ from the plan.
     """
     if group.renamed:
         yield group.targets[0].name, tensors[group.sources[0]]
         return
     made = convert({name: tensors[name] for name in group.sources})
-    if tuple(sorted(_layout(name, tensor) for name, tensor in made.items())) != tuple(sorted(group.targets)):
+    if tuple(sorted(_entry(name, tensor) for name, tensor in made.items())) != tuple(sorted(group.targets)):
         raise BuildError(
             f"export_weights: Transformers makes {sorted(made)} of {', '.join(group.sources)} alone, and of the whole model "
             f"{sorted(each.name for each in group.targets)}; export with another version of it"
@@ -87,12 +87,12 @@ def outcome(group: Group, tensors: Tensors, convert: Convert) -> Iterator[tuple[
     yield from made.items()
 
 
-def _layout(name: str, tensor: torch.Tensor) -> Layout:
-    return Layout(name, tuple(tensor.shape), tensor.dtype)
+def _entry(name: str, tensor: torch.Tensor) -> TensorEntry:
+    return TensorEntry(name, tuple(tensor.shape), tensor.dtype)
 
 
-class _Followed(TorchFunctionMode):
-    """Of which of some tensors others are made."""
+class _SourceTracker(TorchFunctionMode):
+    """Function mode that tracks the source tensors of each result."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class _Followed(TorchFunctionMode):
         }
 
     def sources(self, tensor: torch.Tensor) -> frozenset[str]:
-        """Names of what it is made of."""
+        """Return the names of the source tensors."""
         return self._known[id(tensor)][1] if id(tensor) in self._known else frozenset()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""The unmodified model of Transformers, without its numbers: what it would write, and under which names."""
+"""The unmodified Transformers' model on the meta device: the names, shapes and conversions of its files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from slapo_core import BuildError, failure_reason
 
-from .save_conversion import Group, Tensors, converted
+from .save_conversion import ConversionGroup, Tensors, conversion_groups
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 Shapes = dict[str, tuple[int, ...]]
 
 
-class Unmodified:
-    """The model that a schedule was created for, made of its config on the meta device.
+class UnmodifiedModel:
+    """The model that a schedule was created for, built from its config on the meta device.
 
     Args:
-        root: The scheduled one.
+        root: The scheduled model.
         cls: Its class before any step.
 
     Raises:
-        BuildError: it cannot be made, or is of a kind that is kept otherwise.
+        BuildError: it cannot be built from its config, is quantized, or has adapters.
     """
 
     def __init__(self, root: Any, cls: type[PreTrainedModel]) -> None:
@@ -47,11 +47,11 @@ class Unmodified:
                 f"{failure_reason(err)}"
             ) from err
         if (conversions := getattr(root, "_weight_conversions", None)) is not None:
-            self.model._weight_conversions = conversions  # how it was read is how it is written
+            self.model._weight_conversions = conversions  # it is saved by the conversions with which it was loaded
 
     @classmethod
-    def of(cls, root: nn.Module) -> Unmodified | None:
-        """What a scheduled model was; None where it is none of Transformers'."""
+    def of(cls, root: nn.Module) -> UnmodifiedModel | None:
+        """Return the unmodified model of a scheduled one; None if it is not a Transformers' model."""
         module = sys.modules.get("transformers.modeling_utils")
         if module is None:
             return None
@@ -60,24 +60,24 @@ class Unmodified:
         return cls(root, kind) if issubclass(kind, module.PreTrainedModel) else None
 
     def shapes(self) -> Shapes:
-        """Of all that ``state_dict`` has."""
+        """Return the shapes of all tensors in ``state_dict``."""
         return {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
 
-    def left_out(self) -> set[str]:
-        """Names that are not written."""
+    def ignored_on_save(self) -> set[str]:
+        """Return the names that the class does not save."""
         return set(self.model._keys_to_ignore_on_save or ())
 
     def vocabulary(self) -> set[str]:
-        """Names of the parameters that have a row for each token."""
+        """Return the names of the parameters with a row per token."""
         found = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
         held = {id(tensor) for each in found if each is not None for tensor in each.parameters()}
         return {name for name, tensor in self.model.named_parameters(remove_duplicate=False) if id(tensor) in held}
 
     def written_names(self, tied: Iterable[tuple[str, ...]]) -> set[str]:
-        """Of the names of each tensor the one that ``save_pretrained`` writes it under.
+        """Return the name of each tied tensor that ``save_pretrained`` keeps.
 
         Raises:
-            BuildError: it would refuse to write this tie.
+            BuildError: Transformers does not know a tie and would refuse to save it.
         """
         from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
@@ -89,23 +89,23 @@ class Unmodified:
             raise BuildError(f"export_weights: {self.name} has a tie that Transformers does not know: {err}") from err
         return kept
 
-    def groups(self, tensors: Mapping[str, torch.Tensor]) -> list[Group]:
-        """What becomes of its tensors, given on the meta device."""
-        return converted(tensors, self.convert)
+    def groups(self, tensors: Mapping[str, torch.Tensor]) -> list[ConversionGroup]:
+        """Return the conversion groups of its tensors, given on the meta device."""
+        return conversion_groups(tensors, self.convert)
 
     def convert(self, tensors: Tensors) -> Tensors:
-        """What ``save_pretrained`` makes of tensors by names of the model."""
+        """Convert tensors by the model's names to those that ``save_pretrained`` writes."""
         from transformers.core_model_loading import revert_weight_conversion
 
         found: Tensors = revert_weight_conversion(self.model, tensors)
         return found
 
     def write_config(self, folder: Path, dtype: torch.dtype | None) -> None:
-        """Write ``config.json``, and what ``save_pretrained`` writes with it.
+        """Write ``config.json`` and the other files that ``save_pretrained`` writes with it.
 
         Args:
-            folder: Where to.
-            dtype: Of the weights.
+            folder: The folder.
+            dtype: Dtype of the weights.
         """
         if dtype is not None:
             self._config.dtype = str(dtype).split(".")[1]

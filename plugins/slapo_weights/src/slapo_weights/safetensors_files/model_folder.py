@@ -1,4 +1,4 @@
-"""A folder as Hugging Face keeps models, whose weights are replaced in one moment."""
+"""A model folder in Hugging Face layout whose weights are replaced atomically."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ from pathlib import Path
 
 from slapo_core import BuildError
 
-from .writer import Layout, SafetensorsFile
+from .writer import SafetensorsFile, TensorEntry
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors")
-_ASIDE = ".export-"
+_STAGING = ".export-"
 
 
-class Folder:
-    """An export that is being written aside.
+class ModelFolder:
+    """An export that is staged inside its folder.
 
-    The new files lie in a folder inside, ``.export-…``, until they are complete. Then they are renamed into their places:
-    shards first, under names that no shard there has, then the configs, then what decides which weights are read, the index
-    or the single file, in one moment. Old shards are removed behind that. Where a config changes, what decided before is moved
-    into ``.export-…/before`` first, so that in between there are no weights rather than some of another config.
+    New files are written to ``.export-…`` inside the folder. When they are complete they are renamed into place: first shards,
+    under unused names; then configs; last the index or single file, which decides which weights are read. Old shards are
+    removed after that. If a config changes, the old index or file is first moved to ``.export-…/before``: in between the folder
+    has no weights, rather than weights of another config.
 
     Args:
-        path: Made where there is none; other files in it stay as they are.
+        path: The folder, which is made if it does not exist; other files in it do not change.
         files: The tensors of each file.
 
     Raises:
-        BuildError: it is a file.
+        BuildError: the path is a file.
     """
 
-    def __init__(self, path: str | PathLike[str], files: list[list[Layout]]) -> None:
+    def __init__(self, path: str | PathLike[str], files: list[list[TensorEntry]]) -> None:
         self.path = Path(path)
         check_folder(path)
         self.path.mkdir(parents=True, exist_ok=True)
-        for left in self.path.glob(f"{_ASIDE}*"):
+        for left in self.path.glob(f"{_STAGING}*"):
             shutil.rmtree(left, ignore_errors=True)
         number = uuid.uuid4().hex[:8]
-        self.aside = self.path / (_ASIDE + number)
-        self.aside.mkdir()
+        self.staging = self.path / (_STAGING + number)
+        self.staging.mkdir()
         self._files: dict[str, SafetensorsFile] = {}
         self._names = self._chosen(len(files), number)
-        self._where = {layout.name: name for name, layouts in zip(self._names, files, strict=True) for layout in layouts}
-        self._layouts = [layout for layouts in files for layout in layouts]
+        self._where = {entry.name: name for name, entries in zip(self._names, files, strict=True) for entry in entries}
+        self._entries = [entry for entries in files for entry in entries]
         try:
-            for name, layouts in zip(self._names, files, strict=True):
-                self._files[name] = SafetensorsFile(self.aside / name, layouts)
+            for name, entries in zip(self._names, files, strict=True):
+                self._files[name] = SafetensorsFile(self.staging / name, entries)
         except Exception:
-            self.drop()
+            self.abort()
             raise
 
     def _chosen(self, count: int, number: str) -> list[str]:
@@ -66,29 +66,29 @@ class Folder:
         return [name.replace("model-", f"model-{number}-", 1) for name in names] if taken else names
 
     def file_of(self, name: str) -> SafetensorsFile:
-        """The file that has a tensor."""
+        """Return the file of a tensor."""
         return self._files[self._where[name]]
 
-    def seal(self, parameters: int) -> None:
-        """Put everything in its place, once it is on the disk.
+    def commit(self, parameters: int) -> None:
+        """Sync the files to disk and rename them into place.
 
         Args:
-            parameters: How many numbers the parameters have together.
+            parameters: Total number of elements of the parameters.
         """
         for file in self._files.values():
             file.close()
         if len(self._names) > 1:
-            size = sum(layout.size for layout in self._layouts)
+            size = sum(entry.size for entry in self._entries)
             index = {"metadata": {"total_parameters": parameters, "total_size": size}, "weight_map": self._where}
-            (self.aside / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-        for each in self.aside.iterdir():
+            (self.staging / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        for each in self.staging.iterdir():
             _sync(each)
         last = SINGLE if len(self._names) == 1 else INDEX
         shards = [name for name in self._names if name != SINGLE]
-        others = sorted(each.name for each in self.aside.iterdir() if each.name not in (*self._names, INDEX))
-        with self._away([name for name in others if self._changes(name)]):
+        others = sorted(each.name for each in self.staging.iterdir() if each.name not in (*self._names, INDEX))
+        with self._without_weights([name for name in others if self._changes(name)]):
             for name in [*shards, *others, last]:
-                os.replace(self.aside / name, self.path / name)
+                os.replace(self.staging / name, self.path / name)
         if last == INDEX:
             (self.path / SINGLE).unlink(missing_ok=True)  # it would be read before the index
         else:
@@ -97,17 +97,17 @@ class Folder:
         for each in self.path.iterdir():
             if _SHARD.fullmatch(each.name) and each.name not in shards:
                 each.unlink(missing_ok=True)
-        shutil.rmtree(self.aside)
+        shutil.rmtree(self.staging)
 
     def _changes(self, name: str) -> bool:
-        """Whether a file that is there gets another content."""
-        return (self.path / name).exists() and not filecmp.cmp(self.path / name, self.aside / name, shallow=False)
+        """Return whether an existing file gets other content."""
+        return (self.path / name).exists() and not filecmp.cmp(self.path / name, self.staging / name, shallow=False)
 
     @contextmanager
-    def _away(self, configs: list[str]) -> Iterator[None]:
-        """Have no weights there while configs change, so that none are read with a config of others; all back on an error."""
+    def _without_weights(self, configs: list[str]) -> Iterator[None]:
+        """Move the weights away while configs change, so that none are read with another config; restore all on an error."""
         weights = [name for name in (SINGLE, INDEX) if configs and (self.path / name).exists()]
-        before = self.aside / "before"
+        before = self.staging / "before"
         before.mkdir()
         try:
             for name in [*weights, *configs]:
@@ -119,15 +119,15 @@ class Folder:
                     os.replace(before / name, self.path / name)
             raise
 
-    def drop(self) -> None:
-        """Remove what was written aside."""
+    def abort(self) -> None:
+        """Remove the staged files."""
         for file in self._files.values():
-            file.drop()
-        shutil.rmtree(self.aside, ignore_errors=True)
+            file.abort()
+        shutil.rmtree(self.staging, ignore_errors=True)
 
 
 def check_folder(path: str | PathLike[str]) -> None:
-    """Raise ``BuildError`` for what is no folder and cannot become one."""
+    """Raise ``BuildError`` if the path is a file."""
     if os.path.exists(path) and not os.path.isdir(path):
         raise BuildError(f"export_weights: {fspath(path)!r} is a file; give a folder")
 

@@ -1,6 +1,6 @@
-"""Safetensors files in Hugging Face layout: which tensors there are, and boxes of them.
+"""Reader of safetensors files in Hugging Face layout: their tensors, and boxes of these.
 
-What is asked for is read without buffers, so that no byte beside it is, and no file is mapped into memory.
+Reads are unbuffered, so only the requested bytes are read, and no file is mapped into memory.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from .writer import DTYPES, METADATA
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SAMPLE = 64
-"""Bytes of a tensor."""
+"""Bytes of each tensor in a digest."""
 _MAX_HEADER = 100_000_000
 _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
-class Entry(NamedTuple):
+class TensorHeader(NamedTuple):
     """One tensor of a file.
 
     Args:
         path: The file.
-        start: Where its bytes begin there.
-        dtype: Of its elements.
-        shape: Row-major, as all of safetensors.
+        start: Offset of its bytes in the file.
+        dtype: Dtype of its elements.
+        shape: Its shape; elements are in row-major order.
     """
 
     path: Path
@@ -51,16 +51,16 @@ class WeightFiles:
         source: The file, the index (``.json``) or the folder.
 
     Attributes:
-        entries: Name to where the tensor is.
-        bytes_read: Of tensors, by ``read``.
+        entries: Name of a tensor to its header.
+        bytes_read: Bytes of tensors that ``read`` has read.
 
     Raises:
-        BuildError: no such file, a damaged one, one of pickles, or an index that does not match its files.
+        BuildError: no such file, a damaged file, a pickle, or an index that does not match its files.
     """
 
     def __init__(self, source: str | os.PathLike[str]) -> None:
         self.source, self.bytes_read = Path(source), 0
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, TensorHeader] = {}
         entry = _entry(self.source)
         listed = _listed(entry) if entry.suffix == ".json" else {}
         for path in dict.fromkeys(listed.values()) if listed else [entry]:
@@ -77,9 +77,9 @@ class WeightFiles:
             raise BuildError(f"the files of {entry} hold {len(extra)} tensors that it does not name: {', '.join(extra[:5])}")
 
     def digest(self) -> str:
-        """A number for the names, types and shapes, and for a few bytes in the middle of each tensor.
+        """Return a digest of names, dtypes and shapes, and of a few bytes in the middle of each tensor.
 
-        By these ranks tell files apart that they have in several places, and need not read them all.
+        Ranks compare files at different paths by it, without reading all of them.
 
         Raises:
             BuildError: a file cannot be read, or ends too early.
@@ -98,12 +98,12 @@ class WeightFiles:
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def read(self, name: str, starts: Sequence[int], sizes: Sequence[int], out: torch.Tensor | None = None) -> torch.Tensor:
-        """A box of a tensor, in the file's dtype, on the CPU; only its bytes are read.
+        """Return a box of a tensor, in the file's dtype, on the CPU; only its bytes are read.
 
         Args:
-            name: Of the tensor.
-            starts: Where the box begins, by dimension.
-            sizes: Its shape.
+            name: Name of the tensor.
+            starts: Start of the box per dimension.
+            sizes: Shape of the box.
             out: Contiguous tensor of that shape and dtype to read into; default: a new one.
 
         Raises:
@@ -127,7 +127,7 @@ class WeightFiles:
 
 
 def _runs(shape: Sequence[int], starts: Sequence[int], sizes: Sequence[int], width: int) -> Iterator[tuple[int, int]]:
-    """Offset and length in bytes of each stretch of a box that lies in one piece."""
+    """Yield offset and length in bytes of each contiguous run of a box."""
     split = len(shape)
     while split and starts[split - 1] == 0 and sizes[split - 1] == shape[split - 1]:
         split -= 1
@@ -142,7 +142,7 @@ def _runs(shape: Sequence[int], starts: Sequence[int], sizes: Sequence[int], wid
         yield sum(place) + first, length
 
 
-def _sample(file: FileIO, entry: Entry) -> bytes:
+def _sample(file: FileIO, entry: TensorHeader) -> bytes:
     size = prod(entry.shape) * entry.dtype.itemsize
     found = bytearray(min(size, _SAMPLE))
     _fill(file, memoryview(found), entry.start + (size - len(found)) // 2)
@@ -158,7 +158,7 @@ def _fill(file: FileIO, buffer: memoryview, offset: int) -> None:
 
 
 def _entry(source: Path) -> Path:
-    """The file to begin with."""
+    """Return the single file or the index of a source."""
     if not os.path.exists(source):
         raise BuildError(f"no weights at {source}: there is no such file or folder; download what is on a hub first")
     if not source.is_dir():
@@ -180,7 +180,7 @@ _CONVERT = "convert it with Transformers' from_pretrained and save_pretrained"
 
 
 def _listed(index: Path) -> dict[str, Path]:
-    """Name to file, as an index says."""
+    """Return tensor name to file, from an index."""
     try:
         table = json.loads(index.read_text())["weight_map"]
         files = {str(name): str(file) for name, file in table.items()}
@@ -193,8 +193,8 @@ def _listed(index: Path) -> dict[str, Path]:
     return {name: index.parent / file for name, file in files.items()}
 
 
-def _tensors(path: Path) -> Iterator[tuple[str, Entry]]:
-    """What a file's header says, checked against its size."""
+def _tensors(path: Path) -> Iterator[tuple[str, TensorHeader]]:
+    """Yield the tensors in a file's header, checked against the file's size."""
     damaged = f"{path} is no whole safetensors file"
     try:
         with open(path, "rb") as file:
@@ -220,7 +220,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, Entry]]:
             raise BuildError(f"{damaged}: what it says of {name} cannot be read")
         if dtype not in _DTYPES:
             raise BuildError(f"{path} holds {name} as {dtype}, which no torch tensor is; {_CONVERT}")
-        found.append((start, stop, name, Entry(path, 8 + length + start, _DTYPES[dtype], shape)))
+        found.append((start, stop, name, TensorHeader(path, 8 + length + start, _DTYPES[dtype], shape)))
     end = 0
     for start, stop, name, entry in sorted(found, key=lambda each: each[:2]):
         if start != end or stop - start != prod(entry.shape) * entry.dtype.itemsize:

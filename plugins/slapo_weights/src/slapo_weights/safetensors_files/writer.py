@@ -1,4 +1,4 @@
-"""One safetensors file, written tensor by tensor at the places that its header gives them."""
+"""Writer of a safetensors file: tensors are written in any order, at the offsets in its header."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from slapo_core import BuildError
 
 METADATA = "__metadata__"
-"""What is no tensor in a header."""
+"""Key of a header that names no tensor."""
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -37,13 +37,13 @@ DTYPES = {
 """Names of the types in the format."""
 
 
-class Layout(NamedTuple):
-    """What a tensor is in a file.
+class TensorEntry(NamedTuple):
+    """A tensor in a file.
 
     Args:
-        name: In the file.
+        name: Its name in the file.
         shape: Its shape.
-        dtype: Its type.
+        dtype: Its dtype.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Layout(NamedTuple):
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def check(self) -> None:
@@ -64,15 +64,15 @@ class Layout(NamedTuple):
 
 
 class SafetensorsFile:
-    """A file whose tensors are known and whose numbers are not yet.
+    """A file whose header is written first, and its tensors later.
 
     Args:
-        path: Where it is made.
-        tensors: All that it holds; the widest types come first, so that each number lies at a multiple of its width.
+        path: Path of the file.
+        tensors: All its tensors; the widest dtypes come first in the file, so that elements are aligned.
     """
 
-    def __init__(self, path: Path, tensors: Iterable[Layout]) -> None:
-        self._places: dict[str, tuple[int, Layout]] = {}
+    def __init__(self, path: Path, tensors: Iterable[TensorEntry]) -> None:
+        self._places: dict[str, tuple[int, TensorEntry]] = {}
         end, entries = 0, {}
         for each in sorted(tensors, key=lambda each: (-each.dtype.itemsize, each.name)):
             entries[each.name] = {
@@ -90,29 +90,29 @@ class SafetensorsFile:
             self._stream.write(len(header).to_bytes(8, "little") + header)
             self._stream.truncate(self._begin + end)
         except OSError:
-            self.drop()
+            self.abort()
             raise
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write one of its tensors, which is on the CPU."""
-        start, layout = self._places.pop(name)
-        assert (tuple(tensor.shape), tensor.dtype) == (layout.shape, layout.dtype), (name, tensor.shape, tensor.dtype)
+        """Write one of its tensors, given on the CPU."""
+        start, entry = self._places.pop(name)
+        assert (tuple(tensor.shape), tensor.dtype) == (entry.shape, entry.dtype), (name, tensor.shape, tensor.dtype)
         self._stream.seek(self._begin + start)
         self._stream.write(as_bytes(tensor).numpy().data)
 
     def close(self) -> None:
-        """Have all of it on the disk."""
+        """Sync the file to disk and close it."""
         assert not self._places, f"without {sorted(self._places)}"
         self._stream.flush()
         os.fsync(self._stream.fileno())
         self._stream.close()
 
-    def drop(self) -> None:
-        """Write no more of it."""
-        with suppress(OSError):  # of what it has not written yet, which the disk may be too full for
+    def abort(self) -> None:
+        """Close the file without its missing tensors."""
+        with suppress(OSError):  # closing flushes buffered data, which fails on a full disk
             self._stream.close()
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, in a row."""
+    """Return the bytes of a tensor, flat."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)

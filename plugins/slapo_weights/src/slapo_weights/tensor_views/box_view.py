@@ -1,4 +1,4 @@
-"""Tensors that are put together of boxes of others, before anything is read."""
+"""Lazy tensors composed of boxes of file tensors; nothing is read before ``read``."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ..safetensors_files.reader import WeightFiles
 _Value = TypeVar("_Value")
 
 _COPIED = 1 << 20
-"""Bytes that are read at a time of what is turned or cast on its way; the allocator may keep a few times that."""
+"""Bytes per read of a box that is transposed or cast; the allocator may keep a few times that."""
 
 
 @dataclass(frozen=True)
 class Box:
-    """A box of a tensor in a file, and where it lies in the tensor that is made.
+    """A box of a tensor in a file, and its position in the view.
 
     Args:
-        name: Of the tensor in the file.
-        starts: Where the box begins in it, by its dimensions.
-        at: Where it begins in the tensor that is made, by that one's dimensions.
-        sizes: Its shape there.
-        dims: The dimension of the file's tensor that each one there is; None where there is none, and the size is 1.
+        name: Name of the tensor in the file.
+        starts: Start of the box in that tensor, per dimension of it.
+        at: Start of the box in the view, per dimension of the view.
+        sizes: Shape of the box in the view.
+        dims: Dimension of the file's tensor for each dimension of the view; None for a new one of size 1.
     """
 
     name: str
@@ -37,11 +37,11 @@ class Box:
     dims: tuple[int | None, ...]
 
     def moved(self, dim: int, by: int) -> Box:
-        """The box further on."""
+        """Return the box shifted along a dimension of the view."""
         return replace(self, at=(*self.at[:dim], self.at[dim] + by, *self.at[dim + 1 :]))
 
     def clipped(self, dim: int, start: int, stop: int) -> Box | None:
-        """What of it lies in a range, of a tensor that begins there."""
+        """Return the part of the box in a range of a dimension, relative to the range; None if it is empty."""
         low, high = max(start, self.at[dim]), min(stop, self.at[dim] + self.sizes[dim])
         if low >= high:
             return None
@@ -52,7 +52,7 @@ class Box:
         return replace(self, starts=tuple(starts), sizes=sizes).moved(dim, low - start - self.at[dim])
 
     def read(self, files: WeightFiles, out: torch.Tensor) -> None:
-        """Write its values into its place of the tensor that is made."""
+        """Read its values into its position in ``out``, a tensor of the view's shape."""
         place = out
         for dim, (start, size) in enumerate(zip(self.at, self.sizes, strict=True)):
             place = place.narrow(dim, start, size)
@@ -74,7 +74,7 @@ class Box:
         place.copy_(value.permute(order).reshape(self.sizes))
 
     def _parts(self, files: WeightFiles) -> Iterator[Box]:
-        """The same in boxes of about a megabyte, as the file has them one behind the other."""
+        """Yield the box in parts of about a megabyte, in the order of the file."""
         size = prod(self.sizes) * files.entries[self.name].dtype.itemsize
         wide = [dim for dim, width in enumerate(self.sizes) if width > 1 and self.dims[dim] is not None]
         if size <= _COPIED or not wide:
@@ -90,13 +90,13 @@ class Box:
 
 
 @dataclass(frozen=True)
-class View:
-    """A tensor made of boxes, which do not overlap; zeros where none is.
+class TensorView:
+    """A lazy tensor of boxes that do not overlap; elements outside all boxes are zero.
 
     Args:
-        shape: Of the tensor.
-        dtype: Of the file.
-        boxes: What it consists of.
+        shape: Shape of the tensor.
+        dtype: Dtype in the file.
+        boxes: Its boxes.
     """
 
     shape: tuple[int, ...]
@@ -104,34 +104,34 @@ class View:
     boxes: tuple[Box, ...]
 
     @classmethod
-    def of(cls, files: WeightFiles, name: str) -> View:
-        """A whole tensor of the files."""
+    def of(cls, files: WeightFiles, name: str) -> TensorView:
+        """Return the view of a whole tensor of the files."""
         entry = files.entries[name]
         zeros = (0,) * len(entry.shape)
         return cls(entry.shape, entry.dtype, (Box(name, zeros, zeros, entry.shape, tuple(range(len(zeros)))),))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the tensors in the files."""
+        """Names of the tensors in the files."""
         return tuple(dict.fromkeys(box.name for box in self.boxes))
 
-    def narrow(self, dim: int, start: int, stop: int) -> View:
-        """A range along a dimension."""
+    def narrow(self, dim: int, start: int, stop: int) -> TensorView:
+        """Return a range along a dimension."""
         boxes = tuple(part for box in self.boxes if (part := box.clipped(dim, start, stop)) is not None)
         return replace(self, shape=(*self.shape[:dim], stop - start, *self.shape[dim + 1 :]), boxes=boxes)
 
-    def local(self, dim: int, ranges: Sequence[tuple[int, int]]) -> View:
-        """Ranges along a dimension, one behind the other."""
+    def local(self, dim: int, ranges: Sequence[tuple[int, int]]) -> TensorView:
+        """Return the concatenated ranges along a dimension."""
         return concatenated([self.narrow(dim, start, stop) for start, stop in ranges], dim)
 
-    def transposed(self, first: int, second: int) -> View:
-        """Two dimensions swapped."""
+    def transposed(self, first: int, second: int) -> TensorView:
+        """Return the view with two dimensions swapped."""
         order = list(range(len(self.shape)))
         order[first], order[second] = order[second], order[first]
         return self._ordered(order)
 
-    def unsqueezed(self, dim: int) -> View:
-        """With a dimension of size 1."""
+    def unsqueezed(self, dim: int) -> TensorView:
+        """Return the view with a new dimension of size 1."""
         dim %= len(self.shape) + 1
         boxes = tuple(
             replace(box, at=_with(box.at, dim, 0), sizes=_with(box.sizes, dim, 1), dims=_with(box.dims, dim, None))
@@ -139,8 +139,8 @@ class View:
         )
         return replace(self, shape=_with(self.shape, dim, 1), boxes=boxes)
 
-    def squeezed(self, dim: int) -> View:
-        """Without a dimension of size 1."""
+    def squeezed(self, dim: int) -> TensorView:
+        """Return the view without a dimension of size 1."""
         dim %= len(self.shape)
         boxes = tuple(
             replace(box, at=_without(box.at, dim), sizes=_without(box.sizes, dim), dims=_without(box.dims, dim))
@@ -148,13 +148,13 @@ class View:
         )
         return replace(self, shape=_without(self.shape, dim), boxes=boxes)
 
-    def reshaped(self, shape: Sequence[int]) -> View:
-        """The same numbers, row by row, in another shape; -1 is the size that fits.
+    def reshaped(self, shape: Sequence[int]) -> TensorView:
+        """Return the view in another shape, in row-major order; -1 is the size that fits.
 
-        A dimension that is split, or goes into another, comes in boxes of what stays together.
+        A dimension that is split or merged becomes several boxes.
 
         Raises:
-            ValueError: the shapes do not have as many numbers, or a dimension's border lies within one of the other's.
+            ValueError: the numbers of elements differ, or a dimension would have to be both split and merged.
         """
         sizes = list(shape)
         if -1 in sizes:
@@ -175,8 +175,8 @@ class View:
             view = view.squeezed(-1)
         return view
 
-    def _merged(self, dim: int) -> View:
-        """A dimension and the next as one."""
+    def _merged(self, dim: int) -> TensorView:
+        """Merge a dimension with the next."""
         inner = self.shape[dim + 1]
         if inner == 1:
             return self.squeezed(dim + 1)
@@ -193,8 +193,8 @@ class View:
             self, shape=_with(_without(_without(self.shape, dim), dim), dim, inner * self.shape[dim]), boxes=(*boxes,)
         )
 
-    def _split(self, dim: int, size: int) -> View:
-        """A dimension as one of a size, and what is left of it as the next."""
+    def _split(self, dim: int, size: int) -> TensorView:
+        """Split a dimension into one of a size and the rest."""
         inner, rest = divmod(self.shape[dim], size)
         if rest:
             raise ValueError(f"{self.shape[dim]} cannot be parts of {size}")
@@ -210,19 +210,19 @@ class View:
                 )
         return replace(self, shape=_with(_with(_without(self.shape, dim), dim, inner), dim, size), boxes=(*boxes,))
 
-    def padded(self, size: int, dim: int = 0) -> View:
-        """Of a size along a dimension, with zeros behind its own."""
+    def padded(self, size: int, dim: int = 0) -> TensorView:
+        """Return the view padded with zeros to a size along a dimension."""
         return replace(self, shape=_with(_without(self.shape, dim), dim, size))
 
     def read(self, files: WeightFiles, dtype: torch.dtype) -> torch.Tensor:
-        """The tensor, on the CPU; no byte beside its own is read."""
+        """Read the tensor to the CPU; only its own bytes are read."""
         covered = sum(prod(box.sizes) for box in self.boxes) == prod(self.shape)
         out = (torch.empty if covered else torch.zeros)(self.shape, dtype=dtype)
         for box in self.boxes:
             box.read(files, out)
         return out
 
-    def _ordered(self, order: Sequence[int]) -> View:
+    def _ordered(self, order: Sequence[int]) -> TensorView:
         def of(values: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(values[dim] for dim in order)
 
@@ -232,11 +232,11 @@ class View:
         return replace(self, shape=of(self.shape), boxes=boxes)
 
 
-def concatenated(views: Sequence[View], dim: int) -> View:
-    """Tensors one behind the other.
+def concatenated(views: Sequence[TensorView], dim: int) -> TensorView:
+    """Concatenate views along a dimension.
 
     Raises:
-        ValueError: they differ in dtype, or in another dimension.
+        ValueError: they differ in dtype, or in the size of another dimension.
     """
     first = views[0]
     dim %= len(first.shape)
@@ -248,12 +248,12 @@ def concatenated(views: Sequence[View], dim: int) -> View:
     return replace(first, shape=(*first.shape[:dim], stops[-1], *first.shape[dim + 1 :]), boxes=boxes)
 
 
-def stacked(views: Sequence[View], dim: int) -> View:
-    """Tensors along a new dimension."""
+def stacked(views: Sequence[TensorView], dim: int) -> TensorView:
+    """Stack views along a new dimension."""
     return concatenated([each.unsqueezed(dim) for each in views], dim % (len(views[0].shape) + 1))
 
 
-def _moved(views: Sequence[View], stops: Sequence[int], dim: int) -> Iterator[Box]:
+def _moved(views: Sequence[TensorView], stops: Sequence[int], dim: int) -> Iterator[Box]:
     for each, stop in zip(views, stops, strict=True):
         yield from (box.moved(dim, stop - each.shape[dim]) for box in each.boxes)
 

@@ -1,4 +1,4 @@
-"""What a parameter that a step brought in is made of: the name map by which weights find it."""
+"""Parts of a fused parameter that a step added: the map from the unmodified model's names to it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 
 from slapo_core import ScheduleError, parameter_facts
 
-from .box_view import View, concatenated
+from .box_view import TensorView, concatenated
 
 _ATTRIBUTE = "slapo_made_of"
 
 
-class MadeOf(NamedTuple):
-    """How a tensor is put together.
+class FusedParts(NamedTuple):
+    """Composition of a fused parameter.
 
     Args:
-        dim: Its parts lie one behind the other along this dimension.
-        parts: Of each the name in the unmodified model, the range of it along ``dim``, and its whole size along that.
-        padded: The size along ``dim`` with the zeros behind the last part; None where there are none.
+        dim: Dimension along which its parts are concatenated.
+        parts: Per part the name in the unmodified model, the range of it along ``dim``, and its whole size along ``dim``.
+        padded: Size along ``dim`` including padding after the last part; None without padding.
     """
 
     dim: int
@@ -35,23 +35,23 @@ def made_of(
     *,
     padded: bool = False,
 ) -> torch.Tensor:
-    """Declare that a new parameter consists of some of the unmodified model's, or ranges of them.
+    """Declare that a new parameter consists of parameters of the unmodified model, or of ranges of them.
 
-    A primitive calls it for what it puts in, so that weights are loaded into it. It stays with the parameter when that is
-    sharded, replaced or copied.
+    A primitive calls it for a parameter that it adds, so that weights can be loaded and exported. The declaration stays with
+    the parameter when that is sharded, replaced or copied.
 
     Args:
-        parameter: The new one, whole.
-        parts: The old ones in order, each with ``start, stop`` along ``dim`` where not all of it is meant.
-        dim: Along which they lie one behind the other; counted from the end where it is negative.
-        padded: Whether the parameter goes on behind the last part, as that of a vocabulary with more rows than tokens. What is
-            there is 0 when it is loaded, and is not exported.
+        parameter: The new parameter, unsharded.
+        parts: The old parameters in order, each with ``start, stop`` along ``dim`` if only a range is used.
+        dim: Dimension along which they are concatenated; a negative one counts from the end.
+        padded: Whether the parameter continues after the last part, as a vocabulary with more rows than tokens. The padding is
+            loaded as 0 and not exported.
 
     Returns:
         ``parameter``.
 
     Raises:
-        ScheduleError: a part is itself of no name in the unmodified model, or they do not add up.
+        ScheduleError: a part has no name in the unmodified model, or the sizes do not add up.
     """
     if type(dim) is not int or not -parameter.dim() <= dim < parameter.dim():
         raise ScheduleError(f"dim is {dim!r}; give a dimension of a parameter that has {parameter.dim()}")
@@ -68,22 +68,22 @@ def made_of(
         size += stop - start
     if size > parameter.shape[dim] or (size < parameter.shape[dim] and not padded):
         raise ScheduleError(f"parts of {size} along dimension {dim} do not make up a parameter of {parameter.shape[dim]}")
-    parameter_facts(parameter)  # it is copied with what else is known
-    setattr(parameter, _ATTRIBUTE, MadeOf(dim, tuple(held), parameter.shape[dim] if padded else None))
+    parameter_facts(parameter)  # makes the facts now, so that a copy of the parameter has them
+    setattr(parameter, _ATTRIBUTE, FusedParts(dim, tuple(held), parameter.shape[dim] if padded else None))
     return parameter
 
 
-def parts_of(tensor: torch.Tensor) -> MadeOf | None:
-    """What was declared of it; a package that does not depend on this one sets the attribute to a plain tuple."""
+def fused_parts(tensor: torch.Tensor) -> FusedParts | None:
+    """Return the declared parts, or None. Packages that do not depend on this one set the attribute to a plain tuple."""
     found = getattr(tensor, _ATTRIBUTE, None)
-    return None if found is None else MadeOf(*found)
+    return None if found is None else FusedParts(*found)
 
 
-def view_of(made: MadeOf, views: Mapping[str, View]) -> View:
-    """What it is, of what files hold.
+def view_of(made: FusedParts, views: Mapping[str, TensorView]) -> TensorView:
+    """Return the view of a fused parameter, from views of the unmodified model's.
 
     Raises:
-        ValueError: the parts do not go together.
+        ValueError: the parts differ in dtype or shape.
     """
     view = concatenated([views[name].narrow(made.dim, *span) for name, span, _ in made.parts], made.dim)
     return view if made.padded is None else view.padded(made.padded, made.dim)

@@ -1,4 +1,4 @@
-"""Conversions of others' on tensors that are not read yet: they call torch, and what they may call is done to boxes."""
+"""Unread tensors for the weight conversions of other libraries: their torch calls act on views."""
 
 from __future__ import annotations
 
@@ -7,98 +7,98 @@ from typing import Any
 
 import torch
 
-from .box_view import View, concatenated, stacked
+from .box_view import TensorView, concatenated, stacked
 
 
-class NotRead:
-    """A tensor of files that has not been read, to those who take it for a tensor, also by ``isinstance``.
+class UnreadTensor:
+    """A tensor of files that has not been read; ``isinstance`` takes it for a ``torch.Tensor``.
 
     Args:
-        source: What it is made of.
+        source: Its view.
     """
 
-    def __init__(self, source: View) -> None:
+    def __init__(self, source: TensorView) -> None:
         self.source = source
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """Of what it stands for: conversions tell a tensor from a list of them so."""
+        """``torch.Tensor``: conversions use ``isinstance`` to tell a tensor from a list of tensors."""
         return torch.Tensor
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        done = _DONE.get(func)
-        if done is None:
+        handler = _HANDLERS.get(func)
+        if handler is None:
             raise NotImplementedError(f"{getattr(func, '__name__', func)}, which needs the whole tensor")
-        return done(*args, **(kwargs or {}))
+        return handler(*args, **(kwargs or {}))
 
     @property
     def shape(self) -> torch.Size:
-        """Of the tensor."""
+        """Shape of the tensor."""
         return torch.Size(self.source.shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        """In the file."""
+        """Dtype in the file."""
         return self.source.dtype
 
     @property
     def ndim(self) -> int:
-        """How many dimensions it has."""
+        """Number of dimensions."""
         return len(self.source.shape)
 
-    def reshape(self, *shape: Any) -> NotRead:
-        """In another shape, which is given as one argument or as several."""
-        return NotRead(self.source.reshaped(shape if isinstance(shape[0], int) else shape[0]))
+    def reshape(self, *shape: Any) -> UnreadTensor:
+        """Return the tensor in another shape, given as one argument or as several."""
+        return UnreadTensor(self.source.reshaped(shape if isinstance(shape[0], int) else shape[0]))
 
     view = reshape
 
-    def transpose(self, dim0: int, dim1: int) -> NotRead:
-        """Two dimensions swapped."""
+    def transpose(self, dim0: int, dim1: int) -> UnreadTensor:
+        """Return the tensor with two dimensions swapped."""
         return _transpose(self, dim0, dim1)
 
     def size(self, dim: int) -> int:
-        """Along a dimension."""
+        """Return the size along a dimension."""
         return self.source.shape[dim]
 
-    def contiguous(self) -> NotRead:
-        """It is once it is read."""
+    def contiguous(self) -> UnreadTensor:
+        """Return the tensor itself; it is contiguous once it is read."""
         return self
 
-    def squeeze(self, dim: int) -> NotRead:
-        """Without the dimension, where its size is 1."""
-        return NotRead(self.source.squeezed(dim)) if self.source.shape[dim] == 1 else self
+    def squeeze(self, dim: int) -> UnreadTensor:
+        """Return the tensor without the dimension if its size is 1."""
+        return UnreadTensor(self.source.squeezed(dim)) if self.source.shape[dim] == 1 else self
 
     def __getattr__(self, name: str) -> Any:
         raise NotImplementedError(f"{name}, which needs the whole tensor")
 
 
-def _cat(tensors: Sequence[NotRead], dim: int = 0) -> NotRead:
-    return NotRead(concatenated([each.source for each in tensors], dim))
+def _cat(tensors: Sequence[UnreadTensor], dim: int = 0) -> UnreadTensor:
+    return UnreadTensor(concatenated([each.source for each in tensors], dim))
 
 
-def _stack(tensors: Sequence[NotRead], dim: int = 0) -> NotRead:
-    return NotRead(stacked([each.source for each in tensors], dim))
+def _stack(tensors: Sequence[UnreadTensor], dim: int = 0) -> UnreadTensor:
+    return UnreadTensor(stacked([each.source for each in tensors], dim))
 
 
-def _transpose(tensor: NotRead, dim0: int, dim1: int) -> NotRead:
-    return NotRead(tensor.source.transposed(dim0, dim1))
+def _transpose(tensor: UnreadTensor, dim0: int, dim1: int) -> UnreadTensor:
+    return UnreadTensor(tensor.source.transposed(dim0, dim1))
 
 
-def _split(tensor: NotRead, sizes: int | Sequence[int], dim: int = 0) -> tuple[NotRead, ...]:
+def _split(tensor: UnreadTensor, sizes: int | Sequence[int], dim: int = 0) -> tuple[UnreadTensor, ...]:
     dim, whole = dim % len(tensor.shape), tensor.shape[dim]
     each = [min(sizes, whole - at) for at in range(0, whole, sizes)] if isinstance(sizes, int) else list(sizes)
     if sum(each) != whole:
         raise ValueError(f"a size of {whole} cannot be split into {each}")
     starts = [sum(each[:number]) for number in range(len(each))]
-    return tuple(NotRead(tensor.source.narrow(dim, start, start + size)) for start, size in zip(starts, each, strict=True))
+    return tuple(UnreadTensor(tensor.source.narrow(dim, start, start + size)) for start, size in zip(starts, each, strict=True))
 
 
-def _chunk(tensor: NotRead, chunks: int, dim: int = 0) -> tuple[NotRead, ...]:
+def _chunk(tensor: UnreadTensor, chunks: int, dim: int = 0) -> tuple[UnreadTensor, ...]:
     return _split(tensor, -(-tensor.shape[dim] // chunks), dim)
 
 
-_DONE: dict[Any, Callable[..., Any]] = {
+_HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.cat: _cat,
     torch.stack: _stack,
     torch.transpose: _transpose,

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from slapo_core import gather_objects, get_logger
 from slapo_tracing.nodes import Snapshot
-from slapo_tracing.recording import SeparateRandomNumbers
+from slapo_tracing.recording import PythonRandomState
 
 from ...communication import collectives
 from ...communication._torch_private import no_modes
@@ -73,7 +73,7 @@ class RecordedCall:
         seen: set[int] = set()
         state = [vars(each) for each in module.modules()]
         self._before = [Snapshot(each, seen) for each in (*state, self.given)]
-        self._random = SeparateRandomNumbers()
+        self._random = PythonRandomState()
 
     def is_same_on_ranks(self, group: Group) -> bool:
         """Return whether all ranks make the same call, by sums of the inputs. Collective over the group."""
@@ -87,17 +87,17 @@ class RecordedCall:
         """Repeat the call and return the tensors of its result; the module's state is restored."""
         seen: set[int] = set()
         after = [Snapshot(value, seen) for value in (*(vars(each) for each in self.module.modules()), self.given)]
-        random = SeparateRandomNumbers()
+        random = PythonRandomState()
         try:
             for snapshot in self._before:
                 snapshot.restore()
-            self._random.put_back()
+            self._random.restore()
             args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, self.given)
             return list(_tensors(rerun.run(self.module, args, kwargs)))
         finally:
             for snapshot in after:
                 snapshot.restore()
-            random.put_back()
+            random.restore()
 
 
 class ModuleComparison:

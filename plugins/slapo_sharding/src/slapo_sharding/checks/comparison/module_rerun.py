@@ -163,7 +163,7 @@ def _shard_layout(applied: AppliedCut, x: torch.Tensor, whole: int) -> ShardSpec
     shape = (*x.shape[:dim], whole, *x.shape[dim + 1 :])
     if whole == spec.full_shape[spec.dim] and not applied.cut.parts:
         return replace(spec, dim=dim, full_shape=shape)
-    return replace(spec, dim=dim, full_shape=shape, blocks=(whole,), dealt=None)
+    return replace(spec, dim=dim, full_shape=shape, blocks=(whole,), uneven_ranges=None)
 
 
 @contextmanager

@@ -138,7 +138,7 @@ class ShardedValues:
 
     def _track_output(self, module: nn.Module, applied: AppliedCut, x: torch.Tensor) -> torch.Tensor:
         ranks = applied.spec.num_shards
-        if applied.spec.dealt is not None:
+        if applied.spec.uneven_ranges is not None:
             self.known[x] = None
         else:
             blocks = tuple(block // ranks for block in _blocks(applied))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from slapo_core import Schedule, ShardSpec
-from slapo_training.gradient_hooks import carry_hooks
+from slapo_training.gradient_hooks import move_hooks
 
 from ...rules.sharding_rule import AppliedCut, Cut, record_cut
 from ...splitting import persistent_hooks
@@ -34,10 +34,10 @@ def split_parameters(schedule: Schedule, splits: Mapping[str, ParameterSplit]) -
         dealt = None
         if split.owner is not None:
             dealt = tuple(((0, shape[split.dim] if each == split.owner else 0),) for each in range(size))
-        spec = ShardSpec(split.dim, shape, rank, size, split.blocks or (shape[split.dim],), schedule.group, dealt=dealt)
+        spec = ShardSpec(split.dim, shape, rank, size, split.blocks or (shape[split.dim],), schedule.group, uneven_ranges=dealt)
         schedule.touch(handle.mod)
         handle.set_parameter(name, new := local_shard(tensor, spec))
-        carry_hooks(new, tensor, spec, handle.places_of(new, (handle.mod, name)))
+        move_hooks(new, tensor, spec, handle.places_of(new, (handle.mod, name)))
         persistent_hooks.keep_facts(handle.mod)
     schedule.touch(schedule.mod)
     cut = Cut({path: split.dim for path, split in splits.items()}, "whole", "whole")

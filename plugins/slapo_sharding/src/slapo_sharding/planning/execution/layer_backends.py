@@ -75,7 +75,7 @@ def backend_of(schedule: Schedule, name: object) -> LayerBackend:
         ScheduleError: no plugin registers it.
         PluginError: a plugin's hook fails, two plugins register one name, or the backend cannot be imported.
     """
-    found = schedule.registry.provided("slapo_layer_backends", "backend")
+    found = schedule.registry.entries_of_hook("slapo_layer_backends", "backend")
     if not isinstance(name, str) or name not in found:
         raise ScheduleError(_unknown(schedule, name, found), path=schedule.path, primitive="tensor_parallel")
     entry, *others = found[name]

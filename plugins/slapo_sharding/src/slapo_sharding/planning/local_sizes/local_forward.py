@@ -154,7 +154,7 @@ class LocalForward(Hidden):
         """
         call, guard, variant = self.prepare(args, kwargs)
         inputs = {name: call.values[name] for name in guard.placeholders}
-        variant.follow(guard, inputs)
+        variant.move_constants(guard, inputs)
         result, assigned = variant.run_on(self._module, inputs)
         for place, value in assigned.items():
             path, _, name = place.rpartition(".")

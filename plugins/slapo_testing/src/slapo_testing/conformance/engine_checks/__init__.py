@@ -1,4 +1,4 @@
 """Checks of a dialect: training, evaluation, checkpoints and refusals of its engines.
 
-May import ``examples``.
+This sub-package may import ``examples``.
 """

@@ -1,4 +1,4 @@
-"""What ``save`` and ``load`` promise."""
+"""Checks of ``save`` and ``load``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..examples.case import ConformanceError, check_sentence
 from .engine_case import STEPS, EngineCase
 
 FILES = 4
-"""Of a checkpoint, the largest, of which each is damaged in turn."""
+"""Number of files of a checkpoint, the largest, each of which is damaged in turn."""
 
 
 def checkpoint(case: EngineCase) -> None:
-    """What ``save`` wrote goes on in another engine as if nothing had happened, and so does one that could not load."""
+    """Check that training continues unchanged from a checkpoint in another engine, and after a ``load`` that was refused."""
     losses = case.losses(case.example.options)
     with case.engine() as engine:
         engine.save(str(case.folder / "checkpoint"))  # what is saved there later takes its place
@@ -45,7 +45,7 @@ def _refuses_what_is_not_there(case: EngineCase, engine: Engine) -> None:
 
 
 def damaged(case: EngineCase) -> None:
-    """An engine whose ``load`` of a checkpoint with half of a file failed goes on as it was, or says that it cannot."""
+    """Check that after a failed ``load`` of a damaged checkpoint the engine continues unchanged, or says that it cannot."""
     losses = case.losses(case.example.options)
     with case.engine() as engine:
         engine.save(case.folder / "early")
@@ -64,7 +64,7 @@ def damaged(case: EngineCase) -> None:
 
 
 def _with_half_a_file(case: EngineCase, number: int) -> str:
-    """Make a copy of the early checkpoint in which one file lacks its second half: its name, the same on all ranks."""
+    """Copy the early checkpoint, truncate one file to half, and return its name, the same on all ranks."""
     done = [""]
     if dist.get_rank() == 0:
         early, copy = case.folder / "early", case.folder / f"cut {number}"
@@ -89,7 +89,9 @@ def _fails_to_load(case: EngineCase, engine: Engine, name: str) -> bool:
 
 
 def background(case: EngineCase) -> None:
-    """``save`` writes what there was as it was called, where it takes ``wait=False``; its ``extra`` is given back."""
+    """Check that ``save(wait=False)`` writes the state at the call, and that ``load`` returns ``extra``, where the engine
+    has these.
+    """
     losses = case.losses(case.example.options)
     extra = {"next": STEPS // 2, "seen": torch.arange(3)}
     with case.engine() as engine:
@@ -111,7 +113,7 @@ def background(case: EngineCase) -> None:
 
 
 def _zeros(case: EngineCase) -> Schedule:
-    """The schedule of a model whose parameters are zeros."""
+    """Return the schedule of a model whose parameters are zeros."""
     model = case.model()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -120,7 +122,7 @@ def _zeros(case: EngineCase) -> Schedule:
 
 
 def _goes_on(case: EngineCase, engine: Engine, losses: list[float], after: str, *, may_end: bool = False) -> None:
-    """The first loss tells of the parameters, the next of the optimizer."""
+    """Check the next losses: the first depends on the parameters, the second on the optimizer state."""
     for step in range(STEPS // 2, STEPS):
         try:
             found = float(engine.train_batch(**case.batch(step)))

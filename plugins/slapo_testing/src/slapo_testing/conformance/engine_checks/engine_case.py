@@ -18,7 +18,7 @@ from ..examples.case import ConformanceError, registry_of
 from ..examples.examples import EngineExample
 
 STEPS = 4
-"""Of training; the loss of each but the first tells of the step before. A checkpoint is taken in the middle."""
+"""Number of training steps. Each loss but the first depends on the step before. A checkpoint is taken midway."""
 AXES = ("pp", "dp", "tp")
 
 
@@ -26,9 +26,9 @@ class EngineCase:
     """An example of a dialect on this rank.
 
     Args:
-        name: The target.
+        name: Name of the target.
         example: The example.
-        folder: An empty one that all ranks see.
+        folder: Empty folder that all ranks share.
     """
 
     def __init__(self, name: str, example: EngineExample, folder: str) -> None:
@@ -38,22 +38,22 @@ class EngineCase:
 
     @property
     def dialect(self) -> type[Dialect]:
-        """Its class."""
+        """Class of the dialect."""
         return self.registry.get("dialect", self.name)  # type: ignore[no-any-return]
 
     def model(self) -> nn.Module:
-        """A fresh one, of the same numbers each time."""
+        """Return a new model, with the same numbers each time."""
         torch.manual_seed(0)
         return self.example.model()
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
-        """This data-parallel rank's part."""
+        """Return this data-parallel rank's part of the batch."""
         parts = self.mesh["dp"].size()
         rank = self.mesh["dp"].get_local_rank()
         return {name: value.chunk(parts)[rank] for name, value in self.example.batch(step).items()}
 
     def schedule(self, model: nn.Module | None = None) -> Schedule:
-        """The top schedule with all steps."""
+        """Return the top schedule with all steps."""
         inputs = {key: value for key, value in self.batch(0).items() if self.example.loss_fn is None or key != "labels"}
         made = create_schedule(
             self.model() if model is None else model, mesh=self.mesh, example_inputs=inputs, plugins=self.registry
@@ -64,7 +64,7 @@ class EngineCase:
 
     @contextmanager
     def engine(self, schedule: Schedule | None = None, options: Mapping[str, Any] | None = None) -> Iterator[Engine]:
-        """The engine, closed at the end."""
+        """Yield an engine, and close it after the ``with`` block."""
         options = self.example.options if options is None else options
         made = self.build(self.schedule() if schedule is None else schedule, options)
         try:
@@ -73,25 +73,25 @@ class EngineCase:
             made.close()
 
     def build(self, schedule: Schedule, options: Mapping[str, Any]) -> Engine:
-        """As the user does."""
+        """Build an engine as a user does."""
         common = {"optimizer": self.example.optimizer, "loss_fn": self.example.loss_fn}
         return build(schedule, self.name, **{**common, **options})
 
     def evaluate(self, engine: Engine, step: int) -> float:
-        """The engine's loss in evaluation."""
+        """Return the engine's loss in evaluation mode."""
         return float(engine.eval_batch(**self.batch(step)).detach())
 
     def equal(self, found: float, expected: float, what: str) -> None:
-        """Raise unless a loss is the other one."""
+        """Raise ``ConformanceError`` unless two losses are equal up to the tolerance."""
         if not abs(found - expected) <= self.example.atol:  # nor NaN
             raise ConformanceError(f"{what} is {found:.7g}, {abs(found - expected):.2g} off {expected:.7g}")
 
     def losses(self, options: Mapping[str, Any]) -> list[float]:
-        """Of the unmodified model in one process, step by step."""
+        """Return the loss of each step of the unmodified model in one process."""
         return [loss for loss, _ in self.reference(options)]
 
     def reference(self, options: Mapping[str, Any]) -> Iterator[tuple[float, nn.Module]]:
-        """The loss of each step of the unmodified model in one process, and the model behind it."""
+        """Yield the loss of each step of the unmodified model in one process, and the model after the step."""
         model = self.model()
         optimizer = self.example.optimizer(model.parameters())
         parts = options.get("microbatches", 1) * self.mesh["dp"].size()
@@ -104,7 +104,7 @@ class EngineCase:
             yield loss, model
 
     def backward(self, model: nn.Module, step: int, parts: int = 1) -> float:
-        """The mean loss of the unmodified model over equal parts of a batch, whose gradients it has then."""
+        """Run backward for equal parts of a batch of the unmodified model, and return the mean loss."""
         batch, total = self.example.batch(step), 0.0
         for part in zip(*(value.chunk(parts) for value in batch.values()), strict=True):
             loss = self.loss(model, dict(zip(batch, part, strict=True))) / parts
@@ -113,12 +113,12 @@ class EngineCase:
         return total
 
     def evaluated(self, model: nn.Module, step: int) -> float:
-        """The loss of the unmodified model in evaluation."""
+        """Return the loss of the unmodified model in evaluation mode."""
         with torch.no_grad():
             return float(self.loss(copy.deepcopy(model).eval(), self.example.batch(step)))
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-        """The unmodified model's of a batch."""
+        """Return the loss of the unmodified model for a batch."""
         if self.example.loss_fn is not None:
             labels = batch.pop("labels", None)
             return self.example.loss_fn(model(**batch), labels)

@@ -1,4 +1,4 @@
-"""What ``eval_batch`` promises."""
+"""Checks of ``eval_batch``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .engine_case import EngineCase
 
 
 def evaluation(case: EngineCase) -> None:
-    """``eval_batch`` gives the loss in evaluation mode, without gradients, and training goes on as if without it."""
+    """Check that ``eval_batch`` returns the loss in evaluation mode, without gradients, and does not affect training."""
     with case.engine() as engine:
         modes: list[bool] = []
         for step, (expected, model) in enumerate(case.reference(case.example.options)):
@@ -31,7 +31,7 @@ def evaluation(case: EngineCase) -> None:
 
 
 def _evaluate(case: EngineCase, engine: Engine, step: int) -> float:
-    """The loss, of a call that changes nothing."""
+    """Return the loss of a call, which must change nothing."""
     before = _parameters(engine.module)
     with _watched(engine.module) as seen:
         loss = engine.eval_batch(**case.batch(step))
@@ -49,7 +49,7 @@ def _evaluate(case: EngineCase, engine: Engine, step: int) -> float:
 
 
 def _parameters(module: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
-    """Values and gradients of now."""
+    """Return the present values and gradients."""
     return {
         name: (parameter.detach().clone(), None if parameter.grad is None else parameter.grad.detach().clone())
         for name, parameter in module.named_parameters()
@@ -62,7 +62,7 @@ def _same(gradient: torch.Tensor | None, before: torch.Tensor | None) -> bool:
 
 @contextmanager
 def _watched(model: nn.Module) -> Iterator[dict[str, str]]:
-    """What ran otherwise than evaluation does, with the module that told."""
+    """Record the modules that run in training mode or with gradients, in a ``with`` block."""
     seen: dict[str, str] = {}
 
     def look(module: nn.Module, _: Any) -> None:

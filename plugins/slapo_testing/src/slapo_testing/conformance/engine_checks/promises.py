@@ -1,4 +1,4 @@
-"""What a dialect promises, as checks of one example each, run on each rank."""
+"""Checks of a dialect's contracts on one example, run on each rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from slapo_core import BuildError, Engine
 
-from ..examples.argument_copies import own, same
+from ..examples.argument_copies import copy_containers, is_unchanged
 from ..examples.case import ConformanceError, check_sentence
 from ..examples.examples import EngineExample, RefusedOption
 from ..examples.model_snapshot import Snapshot, first_of
@@ -21,7 +21,7 @@ from .evaluation import evaluation
 
 
 def refusals(case: EngineCase) -> None:
-    """Wrong options are refused by a ``BuildError`` of one sentence, and nothing is built."""
+    """Check that wrong options are refused by a ``BuildError`` of one sentence, and that nothing is built."""
     unknown = RefusedOption("no_such_option", {**case.example.options, "no_such_option": 1})
     precision = RefusedOption("fp12", {**case.example.options, "precision": "fp12"})
     for refused in (*case.example.refused, unknown, precision):
@@ -53,7 +53,7 @@ def _refuse(case: EngineCase, refused: RefusedOption) -> None:
 
 
 def _builds_without_optimizer(case: EngineCase) -> None:
-    """An engine that only evaluates, or a ``BuildError``."""
+    """Check that ``optimizer=None`` builds an engine that only evaluates, or raises a ``BuildError``."""
     what = f"build({case.name!r}, optimizer=None)"
     try:
         with case.engine(options={**case.example.options, "optimizer": None}) as engine:
@@ -69,7 +69,7 @@ def _builds_without_optimizer(case: EngineCase) -> None:
 
 
 def steps(case: EngineCase) -> None:
-    """Losses of training are those of the unmodified model."""
+    """Check that the losses of training equal those of the unmodified model."""
     with case.engine() as engine:
         _train(case, engine, case.losses(case.example.options), "")
 
@@ -77,9 +77,9 @@ def steps(case: EngineCase) -> None:
 def _train(case: EngineCase, engine: Engine, losses: list[float], how: str) -> None:
     for step, expected in enumerate(losses):
         batch = case.batch(step)
-        given = own(batch, clone=True)
+        given = copy_containers(batch, clone=True)
         loss = engine.train_batch(**batch)
-        if not same(batch, given):
+        if not is_unchanged(batch, given):
             raise ConformanceError("train_batch() changes the batch that it is given")
         if loss.shape != () or loss.requires_grad:
             raise ConformanceError(f"train_batch() gives a loss of shape {tuple(loss.shape)}, not a detached number")
@@ -87,7 +87,7 @@ def _train(case: EngineCase, engine: Engine, losses: list[float], how: str) -> N
 
 
 def options(case: EngineCase) -> None:
-    """``microbatches`` and ``clip`` mean what they mean to every dialect, or are refused."""
+    """Check that ``microbatches`` and ``clip`` have their common meaning, or are refused."""
     if "clip" not in case.example.options:
         _means_the_same(case, "clip", _half_of_the_norm(case))
     size = min(len(value) for value in case.batch(0).values())
@@ -96,7 +96,7 @@ def options(case: EngineCase) -> None:
 
 
 def _half_of_the_norm(case: EngineCase) -> float:
-    """Of the first gradient."""
+    """Return half of the norm of the first gradient."""
     model = case.model()
     case.backward(model, 0)
     return float(nn.utils.clip_grad_norm_(model.parameters(), float("inf"))) / 2
@@ -116,7 +116,7 @@ def _means_the_same(case: EngineCase, name: str, value: Any) -> None:
 
 
 def closing(case: EngineCase) -> None:
-    """``close`` gives back threads, does no harm twice, and leaves room for another engine."""
+    """Check that ``close`` ends threads, can be called twice, and allows another engine."""
     expected = case.losses(case.example.options)
     threads = {*threading.enumerate()}
     for which in ("the first", "the second"):
@@ -138,9 +138,9 @@ CHECKS: dict[str, Callable[[EngineCase], None]] = {
     "background": background,
     "close": closing,
 }
-"""What is checked with each example of a dialect."""
+"""Checks that run on each example of a dialect."""
 
 
 def on_rank(check: str, name: str, example: EngineExample, folder: str) -> None:
-    """One check on one of the processes."""
+    """Run one check on one of the processes."""
     CHECKS[check](EngineCase(name, example, folder))

@@ -1,4 +1,4 @@
-"""Examples that an author gives to the conformance kit, and the models and schedules made from them.
+"""Examples that an author passes to the conformance kit, and the models and schedules made from them.
 
-May import nothing else of the kit.
+This sub-package may import nothing else of the kit.
 """

@@ -1,4 +1,4 @@
-"""One example of a primitive, made real: fresh models, their schedules, and what they compute."""
+"""Instance of an example: new models, their schedules, and their results."""
 
 from __future__ import annotations
 
@@ -28,37 +28,37 @@ from slapo_core import (
 )
 from slapo_verify.comparison import Run, Tolerance, differences, run_model
 
-from .argument_copies import own
+from .argument_copies import copy_containers
 from .examples import Example, Refused
 from .model_snapshot import Snapshot, first_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a call."""
-LEFT = " as left in the buffer "
-"""How buffers are told from outputs."""
+BUFFER_LABEL = " as left in the buffer "
+"""Prefix of the paths of buffers, which distinguishes them from outputs."""
 
 
 class ConformanceError(AssertionError):
-    """A primitive or dialect breaks its contract; one sentence for each check that failed."""
+    """Error of a primitive or dialect that breaks its contract: one sentence for each check that failed."""
 
 
 def registry_of(plugins: Any) -> Registry:
-    """Return a registry of core, tracing and the named modules alone, or of the installed plugins where none are named."""
+    """Return a registry of core, tracing and the named modules; without names, of the installed plugins."""
     return Registry(map(importlib.import_module, ("slapo_tracing.plugin", *plugins))) if plugins else default_registry()
 
 
 @dataclass
 class Case:
-    """An example of a primitive, in this process.
+    """An example of a primitive in this process.
 
     Args:
-        name: The primitive.
+        name: Name of the primitive.
         example: The example.
-        training: Whether models are as the example makes them, or in evaluation.
-        dtype: Of floating-point parameters, buffers and inputs; default: as the example makes them.
-        seed: From which the model is made.
-        input_gradients: Whether all floating-point inputs require gradients, and not those alone that the example says.
-        contiguous: Whether inputs are as the example makes them, or of the same values in another order in memory.
+        training: True to keep the modes of the example's model, False for evaluation mode.
+        dtype: Dtype of floating-point parameters, buffers and inputs; default: those of the example.
+        seed: Seed of the model.
+        input_gradients: True to make all floating-point inputs require gradients.
+        contiguous: False to permute the memory order of inputs.
     """
 
     name: str
@@ -74,16 +74,16 @@ class Case:
 
     @property
     def primitive(self) -> type[Primitive]:
-        """Its class."""
+        """Class of the primitive."""
         return self.registry.primitive(self.name)
 
     @property
     def modes(self) -> tuple[bool, ...]:
-        """Return the values of ``training`` for comparisons, one after the other."""
+        """Values of ``training`` for comparisons."""
         return (False,) if self.example.numerics == "distribution" else (False, True)
 
     def model(self) -> nn.Module:
-        """A fresh one, of the same numbers each time."""
+        """Return a new model, with the same numbers each time."""
         torch.manual_seed(self.seed)
         made = self.example.model()
         if not isinstance(made, nn.Module):
@@ -92,11 +92,11 @@ class Case:
         return made if self.training else made.eval()
 
     def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments."""
+        """Return positional and keyword arguments of the model."""
         return split_inputs(self.example_inputs())
 
     def example_inputs(self) -> Any:
-        """The same as the schedule is given them; tensors are nobody else's."""
+        """Return the inputs for ``create_schedule``; their tensors are new."""
         made = self.example.inputs
         if callable(made):
             state = rng_state()
@@ -113,11 +113,11 @@ class Case:
         return own.requires_grad_(tensor.requires_grad or (floating and self.input_gradients))
 
     def begin(self, model: nn.Module | None = None, *, plain: bool = False) -> Schedule:
-        """The top schedule, with the steps that come before.
+        """Return the top schedule after the steps of ``before``.
 
         Args:
-            model: Another one than a fresh one.
-            plain: Without these steps.
+            model: The model; default: a new one.
+            plain: True to skip these steps.
         """
         model = self.model() if model is None else model
         schedule = create_schedule(model, example_inputs=self.example_inputs(), plugins=self.registry)
@@ -126,12 +126,12 @@ class Case:
         return schedule
 
     def step(self, schedule: Schedule, *, seeded: bool = True, given: Arguments | None = None) -> None:
-        """The call of the primitive.
+        """Call the primitive.
 
         Args:
             schedule: The top schedule.
-            seeded: Whether it draws from one random state, or from that of now.
-            given: Its arguments; default: those of the example.
+            seeded: True to start from a fixed random state.
+            given: Arguments of the call; default: those of the example.
         """
         if seeded:
             torch.manual_seed(2)
@@ -141,46 +141,46 @@ class Case:
     def arguments(self, schedule: Schedule) -> Arguments:
         """Return the arguments of the call, in new containers."""
         args = self.example.args
-        return own(tuple(args(schedule) if callable(args) else args)), own(dict(self.example.kwargs))
+        return copy_containers(tuple(args(schedule) if callable(args) else args)), copy_containers(dict(self.example.kwargs))
 
     def at(self, schedule: Schedule, refused: Refused | None = None) -> Schedule:
-        """The handle it is called on."""
+        """Return the schedule that the primitive is called on."""
         path = self.example.path if refused is None or refused.path is None else refused.path
         return schedule[path] if path else schedule
 
     def finish(self, schedule: Schedule) -> Schedule:
-        """The steps that come after."""
+        """Take the steps of ``after``."""
         if self.example.after is not None:
             self.example.after(schedule)
         return schedule
 
     def scheduled(self) -> Schedule:
-        """A fresh model with all steps."""
+        """Return the schedule of a new model with all steps."""
         schedule = self.begin()
         self.step(schedule)
         return self.finish(schedule)
 
     def run(self, model: nn.Module, loss: Callable[[Any], torch.Tensor | None] | None = None) -> Run:
-        """Outputs and gradients, of a loss or of a weighted sum, and what it leaves in its buffers."""
+        """Return outputs, gradients of a loss or a weighted sum, and the values left in buffers."""
         args, kwargs = self.inputs()
         run = run_model(model, args, kwargs, loss)
         buffers = {name: tensor.clone() for name, tensor in model.named_buffers() if parameter_facts(tensor).spec is None}
-        run.outputs = [*run.outputs, *((f"{LEFT}{name!r}", tensor) for name, tensor in buffers.items())]
+        run.outputs = [*run.outputs, *((f"{BUFFER_LABEL}{name!r}", tensor) for name, tensor in buffers.items())]
         return run
 
     def compare(
         self, expected: nn.Module, actual: nn.Module, what: str, keep: Callable[[Run, Run], None] | None = None
     ) -> None:
-        """Both models compute the same, from the same random state.
+        """Check that both models compute the same from the same random state.
 
         Args:
-            expected: A model.
-            actual: Another one.
-            what: The beginning of the sentence.
-            keep: Drops what is not to be compared.
+            expected: The reference.
+            actual: The model to check.
+            what: Beginning of the error message.
+            keep: Drops results that are not compared.
 
         Raises:
-            ConformanceError: they do not.
+            ConformanceError: the results differ.
         """
         state = rng_state()
         wanted = self.run(expected)
@@ -188,7 +188,7 @@ class Case:
         self.same(wanted, self.run(actual), what, keep)
 
     def same(self, wanted: Run, found: Run, what: str, keep: Callable[[Run, Run], None] | None = None) -> None:
-        """Compare as ``compare`` does, on models that have run."""
+        """Compare the results of two runs, as ``compare`` does."""
         common_buffers(wanted, found)
         if keep is not None:
             keep(wanted, found)
@@ -197,12 +197,14 @@ class Case:
             raise ConformanceError(f"{what}, in {mode}: {difference.message}{self._meant(difference.message)}")
 
     def _meant(self, message: str) -> str:
-        """Return what the author may have meant."""
+        """Return a hint for the author."""
         lost = "no parameter of this original name" in message and "names" in self.example.changes
         return '; for a step that changes names, numerics="outputs" is meant' if lost else ""
 
     def keep(self, model: nn.Module) -> Callable[[Run, Run], None]:
-        """Drops what of runs beside the unmodified model is not to be compared, given the scheduled one."""
+        """Return a function that drops results that are not comparable with the unmodified model, for the scheduled
+        ``model``.
+        """
         frozen = {name for p in model.parameters() if not p.requires_grad for name in parameter_facts(p).names}
 
         def drop(expected: Run, actual: Run) -> None:
@@ -217,14 +219,14 @@ class Case:
 
     @contextmanager
     def unchanged(self, schedule: Schedule, what: str) -> Any:
-        """The model is to the bit what it was when the block is left."""
+        """Check that a ``with`` block leaves the model as it was, to the bit."""
         before = Snapshot(schedule)
         yield
         if found := before.differences(Snapshot(schedule)):
             raise ConformanceError(f"{what}, {first_of(found)}")
 
     def takes(self, schedule: Schedule, what: str, action: Callable[[], Any]) -> bool:
-        """Return whether an action happens; it may refuse, in one sentence, and then leaves the model as it was."""
+        """Return True if an action succeeds. It may refuse, in one sentence, and must then leave the model as it was."""
         before = Snapshot(schedule)
         try:
             action()
@@ -239,14 +241,16 @@ class Case:
 
 
 def common_buffers(expected: Run, actual: Run) -> None:
-    """A primitive may bring or drop buffers; those of both are compared."""
+    """Drop buffers that only one run has, since a primitive may add or remove some."""
     names = [{path for path, _ in run.outputs} for run in (expected, actual)]
     for run in (expected, actual):
-        run.outputs = [(path, leaf) for path, leaf in run.outputs if not path.startswith(LEFT) or path in names[0] & names[1]]
+        run.outputs = [
+            (path, leaf) for path, leaf in run.outputs if not path.startswith(BUFFER_LABEL) or path in names[0] & names[1]
+        ]
 
 
 def check_sentence(error: BaseException, what: str, primitive: str = "") -> None:
-    """Check that an error raised on purpose is one sentence that says where."""
+    """Check that an error was raised on purpose, and is one sentence that names the place."""
     text = str(error)
     if isinstance(error, PluginError) or not isinstance(error, SlapoError):
         raise ConformanceError(f"{what} raises {type(error).__name__}, not a ScheduleError: {text}") from error

@@ -1,4 +1,4 @@
-"""What an author gives to the conformance kit: models, the call to make on them, and what is refused."""
+"""Examples for the conformance kit: models, calls on them, and calls that are refused."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
     from slapo_core import Schedule
 
 CHANGES = ("values", "names", "ties", "requires_grad", "training", "state_dict")
-"""What a primitive may change on purpose; see ``Example.changes``."""
+"""Properties that a primitive may change on purpose; see ``Example.changes``."""
 
 NUMERICS = ("equal", "outputs", "distribution", "none")
-"""What is compared with the unmodified model; see ``Example.numerics``."""
+"""Kinds of comparison with the unmodified model; see ``Example.numerics``."""
 
 Arguments = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A call that the primitive must refuse, in one sentence, before anything has changed.
+    """A call that the primitive must refuse in one sentence, before anything has changed.
 
     Args:
-        match: A regular expression that is found in the message.
-        args: Positional arguments, or a function of the schedule that gives them.
+        match: Regular expression that matches a part of the message.
+        args: Positional arguments, or a function of the schedule that returns them.
         kwargs: Keyword arguments.
-        path: Of the module it is called on; default: the example's.
+        path: Path of the module it is called on; default: the example's.
     """
 
     match: str
@@ -45,30 +45,30 @@ class Refused:
 
 @dataclass(frozen=True)
 class Example:
-    """One call of a primitive. For ``ranks`` above 1 all functions are at module level, and all values can be pickled.
+    """One call of a primitive. With several ``ranks``, all functions are at module level and all values can be pickled.
 
     Args:
-        model: Makes the unmodified model, of a few parameters; it runs with a seed, so that each is like the others.
-        inputs: One batch: a tuple of positional or a dict of keyword arguments, or a function that gives one.
-        path: Of the module the primitive is called on.
-        args: Positional arguments, or a function of the schedule that gives them, as ``lambda sch: (sch.find("relu"),)``.
+        model: Makes the unmodified model, with few parameters. It runs with a seed, so that all models are equal.
+        inputs: One batch: a tuple of positional or a dict of keyword arguments, or a function that returns one.
+        path: Path of the module the primitive is called on.
+        args: Positional arguments, or a function of the schedule that returns them, as ``lambda sch: (sch.find("relu"),)``.
         kwargs: Keyword arguments.
-        before: Takes the steps that come before, given the top schedule.
-        after: Takes the steps without which the model is not whole, such as the syncs of what was sharded.
+        before: Takes the preceding steps, given the top schedule.
+        after: Takes the steps that complete the model, such as the syncs of a sharded layer.
         refused: Calls that are refused. A primitive with parameters needs at least one in one of its examples.
-        changes: What the step changes on purpose: ``"values"`` of parameters, ``"names"``: parameters that are gone,
-            ``"ties"``, ``"requires_grad"``, ``"training"`` modes, ``"state_dict"`` keys. Each must then really change.
-        numerics: ``"equal"``: outputs and gradients are those of the unmodified model, in evaluation and training;
-            ``"outputs"``: outputs alone; ``"distribution"``: in training the mean of many runs; ``"none"``: not compared.
-        tries: Whether the step runs code of the model to see what that does, and takes an error of it as an answer.
-        because: Why ``numerics`` is not ``"equal"``, why the journal cannot be written down, or what the step tries.
+        changes: Properties that the step changes on purpose: ``"values"`` of parameters, ``"names"`` (parameters disappear),
+            ``"ties"``, ``"requires_grad"``, ``"training"`` modes, ``"state_dict"`` keys. The step must change each.
+        numerics: ``"equal"``: outputs and gradients equal those of the unmodified model, in evaluation and training;
+            ``"outputs"``: only outputs; ``"distribution"``: the mean of many runs in training; ``"none"``: not compared.
+        tries: True if the step runs code of the model on trial, and handles its errors.
+        because: Reason why ``numerics`` is not ``"equal"``, why the step cannot be saved, or what the step tries.
         atol: Largest absolute difference.
         rtol: Largest relative difference.
-        writable: Whether ``save`` can write the step down; if not, it says why in one sentence.
-        ranks: Processes to run it on, by ``run_distributed``; the schedule's group is their world.
-        trust: Modules that ``load_schedule`` may take the arguments' classes and functions from.
-        plugins: Modules with hook implementations to use with core alone; default: all installed plugins.
-        name: What a failed check calls it.
+        writable: True if ``save`` can write the step; otherwise it must refuse in one sentence.
+        ranks: Number of processes, started by ``run_distributed``; the schedule's group is their world.
+        trust: Modules from which ``load_schedule`` may import classes and functions of the arguments.
+        plugins: Modules with hook implementations to use with core only; default: all installed plugins.
+        name: Name in messages of failed checks.
     """
 
     model: Callable[[], nn.Module]
@@ -98,7 +98,7 @@ class Example:
         if self.numerics not in NUMERICS:
             raise ValueError(f"{self}: numerics is {self.numerics!r}; known are {', '.join(NUMERICS)}")
         if self.ranks > 1:
-            _check_travels(self)
+            _check_module_level(self)
         if (self.numerics != "equal" or not self.writable or self.tries) and not self.because:
             odd = f"numerics={self.numerics!r}, writable={self.writable}, tries={self.tries}"
             raise ValueError(f"{self}: {odd}; say why with because=")
@@ -114,8 +114,8 @@ class RefusedOption:
     """Options of ``build`` that the dialect must refuse with a ``BuildError`` of one sentence.
 
     Args:
-        match: A regular expression that is found in the message.
-        options: For ``build``; they take the place of the example's.
+        match: Regular expression that matches a part of the message.
+        options: Options of ``build``, in place of the example's.
     """
 
     match: str
@@ -126,7 +126,7 @@ class RefusedOption:
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
-    """Momentum is state, which a checkpoint has to keep."""
+    """Return SGD with momentum, which is state that a checkpoint must save."""
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
@@ -135,18 +135,18 @@ class EngineExample:
     """A model that an engine of the dialect trains. All functions are at module level, and all values can be pickled.
 
     Args:
-        model: Makes the unmodified model; it runs with the seed 0.
-        batch: Makes the batch of a step, given its number: keyword arguments, with the batch in dimension 0, for all
-            data-parallel ranks together; one without dropout, or the engine's losses are other ones.
-        options: For ``build``.
-        loss_fn: ``loss_fn(outputs, labels)``, of the batch's ``labels``; None takes the loss from the model's output.
+        model: Makes the unmodified model; it runs with seed 0 and without dropout, so that losses are comparable.
+        batch: Makes the batch of a step, given its number: keyword arguments for all data-parallel ranks together, with the
+            batch in dimension 0.
+        options: Options of ``build``.
+        loss_fn: ``loss_fn(outputs, labels)``, for the batch's ``labels``; None takes the loss from the model's output.
         optimizer: A factory ``parameters -> optimizer``.
-        before: Takes the steps of the schedule, given the top schedule; by the mesh's ``tp`` and ``pp``, say.
+        before: Takes the steps of the schedule, given the top schedule, e.g. depending on the mesh's ``tp`` and ``pp``.
         mesh: Sizes of the axes ``pp``, ``dp`` and ``tp``; their product is the number of processes.
         refused: Options that are refused. A dialect needs at least one in one of its examples.
         atol: Largest absolute difference of a loss from the unmodified model's.
-        plugins: Modules with hook implementations to use with core alone; default: all installed plugins.
-        name: What a failed check calls it.
+        plugins: Modules with hook implementations to use with core only; default: all installed plugins.
+        name: Name in messages of failed checks.
     """
 
     model: Callable[[], nn.Module]
@@ -163,7 +163,7 @@ class EngineExample:
 
     def __post_init__(self) -> None:
         check_fields(self, RefusedOption)
-        _check_travels(self)
+        _check_module_level(self)
 
     @property
     def ranks(self) -> int:
@@ -178,8 +178,8 @@ class EngineExample:
         return (self.name or getattr(self.model, "__name__", "a model")) + (f" with {axes}" if axes else "")
 
 
-def _check_travels(example: Example | EngineExample) -> None:
-    """Other processes find functions by their names."""
+def _check_module_level(example: Example | EngineExample) -> None:
+    """Refuse functions that other processes cannot find by name."""
     for word, function in vars(example).items():
         if "<" in getattr(function, "__qualname__", ""):
             raise ValueError(f"{example}: {word} is a lambda or a function inside of one; write it at module level")

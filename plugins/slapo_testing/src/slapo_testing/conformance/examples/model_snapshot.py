@@ -1,4 +1,4 @@
-"""What a scheduled model is, to tell whether a refused or undone step left it as it was, to the bit."""
+"""Snapshot of a scheduled model, to detect to the bit what a refused or undone step changed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MISSING = object()
 
 
 class Snapshot:
-    """Everything that is reachable from the model by its modules: they and their tensors by identity, values by bits.
+    """State reachable from the model's modules: modules and tensors by identity, values by bits.
 
     Args:
         schedule: Any handle.
@@ -28,7 +28,7 @@ class Snapshot:
         self.facts: dict[str, Any] = dict(self._of_schedule(schedule.get_top_schedule()))
 
     def differences(self, later: Snapshot) -> list[str]:
-        """What is otherwise later, each as ``what, of which module or tensor``."""
+        """Return the differences of a later snapshot, each as ``what, of which module or tensor``."""
         found = []
         for what in dict.fromkeys(chain(self.facts, later.facts)):
             before, after = self.facts.get(what, _MISSING), later.facts.get(what, _MISSING)
@@ -71,7 +71,7 @@ class Snapshot:
             yield f"{name} of {here}", self._value(getattr(tensor, name, None) or {})
 
     def _value(self, value: Any) -> Any:
-        """Plain values and the content of containers; anything else by identity."""
+        """Return plain values and the contents of containers by value, others by identity."""
         if isinstance(value, ParameterFacts):
             return (value.names, value.spec, frozenset(value.tags))
         if isinstance(value, dict):
@@ -98,11 +98,11 @@ def _equal(before: Any, after: Any) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> bytes:
-    """NaN of the same bits are the same."""
+    """Return the bits of the values, by which equal NaN are equal."""
     return bytes(tensor.cpu().contiguous().flatten().view(torch.uint8).tolist()) if tensor.numel() else b""
 
 
 def first_of(differences: list[str]) -> str:
-    """The first few, and how many more there are."""
+    """Return the first three differences, and the number of the others."""
     more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
     return "; ".join(differences[:3]) + more

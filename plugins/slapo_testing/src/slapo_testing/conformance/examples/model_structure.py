@@ -1,4 +1,4 @@
-"""What two models of the same steps have in common."""
+"""Structure of a model, which is equal for models with the same steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from slapo_core import Schedule, parameter_facts, shard_spec
 
 
 def structure(schedule: Schedule) -> dict[str, Any]:
-    """Modules and tensors by path, as far as two models of the same steps have them in common."""
+    """Return facts of modules and tensors by path that are equal for models with the same steps."""
     found: dict[str, Any] = {}
     for path, module in schedule.mod.named_modules(remove_duplicate=False):
         hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
@@ -29,6 +29,6 @@ def structure(schedule: Schedule) -> dict[str, Any]:
 
 
 def first_difference(wanted: dict[str, Any], found: dict[str, Any]) -> str:
-    """What is otherwise in the second, and how."""
+    """Return the first difference of the second structure as text."""
     what = next(key for key in {**wanted, **found} if wanted.get(key) != found.get(key))
     return f"{what} is {found.get(what, 'missing')}, not {wanted.get(what, 'there')}"

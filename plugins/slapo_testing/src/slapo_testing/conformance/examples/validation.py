@@ -1,4 +1,4 @@
-"""What an author gives to the kit by mistake, said in one sentence where it is given."""
+"""Validation of examples, with errors of one sentence."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _are_inputs(value: Any) -> bool:
     return isinstance(value, (tuple, list, dict)) or _is_function(value)
 
 
-WANTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+FIELD_RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "model": (_is_function, "a function that makes one each time, such as its class"),
     "inputs": (_are_inputs, "a tuple of positional or a dict of keyword arguments, or a function that gives one"),
     "batch": (_is_function, "a function that gives the batch of a step"),
@@ -49,41 +49,41 @@ WANTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "rtol": (_is_distance, "a finite number from 0 on"),
     "ranks": (lambda value: type(value) is int and value >= 1, "a number of processes, 1 or more"),
 }
-"""What each field is to be, and in words."""
+"""Predicate of each field, and its description."""
 
 
 def check_fields(given: Any, refused: type | None = None) -> None:
-    """The fields of an example are what they are to be.
+    """Check the fields of an example.
 
     Args:
         given: A dataclass.
-        refused: Class of what ``refused`` has.
+        refused: Class of the elements of ``refused``.
 
     Raises:
-        ValueError: one is not.
+        ValueError: a field is invalid.
     """
     kind = type(given).__name__
     for each in fields(given):
         word, value = each.name, getattr(given, each.name)
-        if word in WANTED and value is not each.default and not WANTED[word][0](value):
-            raise ValueError(f"{word} of the {kind} is {_shown(value)}; give {WANTED[word][1]}")
+        if word in FIELD_RULES and value is not each.default and not FIELD_RULES[word][0](value):
+            raise ValueError(f"{word} of the {kind} is {_shown(value)}; give {FIELD_RULES[word][1]}")
     if refused is not None and not (
         isinstance(given.refused, (list, tuple)) and all(isinstance(each, refused) for each in given.refused)
     ):
         raise ValueError(f"refused of the {kind} is {_shown(given.refused)}; give a list of {refused.__name__}")
 
 
-def check_asked(kind: str, name: Any, examples: Any, wanted: type) -> list[Any]:
-    """The examples, as a list.
+def check_examples_list(kind: str, name: Any, examples: Any, wanted: type) -> list[Any]:
+    """Return the examples as a list.
 
     Args:
         kind: ``"primitive"`` or ``"dialect"``.
-        name: Of one.
-        examples: Of the name.
-        wanted: Their class.
+        name: Name of the primitive or dialect.
+        examples: Its examples.
+        wanted: Class of the examples.
 
     Raises:
-        ValueError: it is no name, or they are no examples of that kind.
+        ValueError: not a name, or not examples of that kind.
     """
     if not isinstance(name, str):
         raise ValueError(f"{_shown(name)} is no name of a {kind}; give the string by which it is registered")

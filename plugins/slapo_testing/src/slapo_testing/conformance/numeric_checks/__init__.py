@@ -1,4 +1,4 @@
 """Checks of numbers: outputs, gradients and training steps equal those of the unmodified model.
 
-May import ``examples``.
+This sub-package may import ``examples``.
 """

@@ -1,4 +1,4 @@
-"""The step beside ``trace`` and ``checkpoint``, which other people's schedules have."""
+"""Checks of the step combined with ``trace`` and ``checkpoint``."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from slapo_tracing.nodes import wrap_forward
 from ..examples.case import Case, check_sentence
 
 
-def traced_before(case: Case) -> None:
-    """The step on a traced model does what it does on the model, or is refused."""
-    _beside(case, "trace", _trace, first=True)
+def trace_before(case: Case) -> None:
+    """Check that the step on a traced model has the same effect, or is refused."""
+    _check_composition(case, "trace", _trace, first=True)
 
 
-def traced_after(case: Case) -> None:
-    """The scheduled model is traced, or that is refused."""
-    _beside(case, "trace", _trace, first=False)
+def trace_after(case: Case) -> None:
+    """Check that the scheduled model can be traced, or that this is refused."""
+    _check_composition(case, "trace", _trace, first=False)
 
 
-def checkpointed_before(case: Case) -> None:
-    """The step on a module that is recomputed does what it does on the module, or is refused."""
-    _beside(case, "checkpoint", _checkpoint, first=True)
+def checkpoint_before(case: Case) -> None:
+    """Check that the step on a checkpointed module has the same effect, or is refused."""
+    _check_composition(case, "checkpoint", _checkpoint, first=True)
 
 
-def checkpointed_after(case: Case) -> None:
-    """The module is recomputed after the step, or that is refused."""
-    _beside(case, "checkpoint", _checkpoint, first=False)
+def checkpoint_after(case: Case) -> None:
+    """Check that the module can be checkpointed after the step, or that this is refused."""
+    _check_composition(case, "checkpoint", _checkpoint, first=False)
 
 
-def _beside(case: Case, word: str, other: Callable[[Case, Schedule], Any], *, first: bool) -> None:
+def _check_composition(case: Case, word: str, other: Callable[[Case, Schedule], Any], *, first: bool) -> None:
     schedule = case.begin(plain=first)
     actions: list[tuple[str, Callable[[], Any]]] = [
         (f"the step after {word}()" if first else "the step", partial(case.step, schedule)),
@@ -55,7 +55,7 @@ def _beside(case: Case, word: str, other: Callable[[Case, Schedule], Any], *, fi
 
 
 def _taken(case: Case, schedule: Schedule, what: str, action: Callable[[], Any]) -> bool:
-    """As ``Case.takes``; of several steps the first may have been taken, so these are not compared."""
+    """Return the result of ``Case.takes``. Of several steps the first may have been taken, so the model is not compared."""
     if what.startswith("what comes"):
         try:
             action()

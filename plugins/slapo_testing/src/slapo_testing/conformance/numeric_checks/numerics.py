@@ -1,4 +1,4 @@
-"""What the scheduled model computes, beside the unmodified one, in one circumstance after the other."""
+"""Comparison of the scheduled model's results with the unmodified model's, in several circumstances."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import nn
 from slapo_core import Schedule, SlapoError, rng_state
 from slapo_verify.comparison import Run, Staged, as_built, weighted_sum
 
-from ..examples.case import LEFT, Case, ConformanceError, check_sentence
+from ..examples.case import BUFFER_LABEL, Case, ConformanceError, check_sentence
 from .training_steps import compare_trained
 
-BESIDE = "beside the unmodified model"
+COMPARED_WITH = "beside the unmodified model"
 
 
 @dataclass(frozen=True)
 class Circumstance:
-    """How a model is run, after others of it.
+    """Way to run a model, after other runs.
 
     Args:
-        what: Begins a sentence.
+        what: Beginning of a sentence.
         run: Runs a model.
     """
 
@@ -32,12 +32,12 @@ class Circumstance:
 
 
 @dataclass(frozen=True)
-class Ran:
-    """What came of it.
+class RunResult:
+    """Result of a run.
 
     Args:
-        run: What was computed.
-        draws: Whether the forward or backward drew random numbers.
+        run: The outputs and gradients.
+        draws: True if the forward or backward drew random numbers.
     """
 
     run: Run
@@ -45,21 +45,21 @@ class Ran:
 
 
 def numerics(case: Case) -> None:
-    """Outputs and gradients are those that the unmodified model had before the step, however the two are run."""
+    """Check that outputs and gradients equal those of the unmodified model before the step, in all circumstances."""
     if case.example.numerics == "none":
         return
-    reference, schedule = _compared(_with_input_gradients(case), [*_course(case)])
+    reference, schedule = _compare_circumstances(_with_input_gradients(case), [*_circumstances(case)])
     _stages(case, reference, schedule)
     if case.example.numerics == "equal":
         compare_trained(case, reference, schedule.mod)
     if len(case.modes) > 1 and "training" not in case.example.changes:
         _compare_switched(case, reference, schedule.mod)
     if not case.training:
-        _compared(replace(case, seed=7), [Circumstance("a model of another seed ")])
+        _compare_circumstances(replace(case, seed=7), [Circumstance("a model of another seed ")])
 
 
 def _with_input_gradients(case: Case) -> Case:
-    """One whose inputs require gradients, unless the unmodified model takes none such, as it works in place of them."""
+    """Return a case whose inputs require gradients, unless the unmodified model changes its inputs in place."""
     asked = replace(case, input_gradients=True)
     try:
         asked.run(asked.model())
@@ -68,27 +68,29 @@ def _with_input_gradients(case: Case) -> Case:
     return asked
 
 
-def _compared(case: Case, course: list[Circumstance]) -> tuple[nn.Module, Schedule]:
-    """An unmodified and a scheduled model that compute the same."""
+def _compare_circumstances(case: Case, course: list[Circumstance]) -> tuple[nn.Module, Schedule]:
+    """Return an unmodified and a scheduled model, after checking that they compute the same."""
     reference = case.model()
-    expected = [_expected(case, each, reference) for each in course]  # before the step, which may change what all compute
+    expected = [
+        _expected_result(case, each, reference) for each in course
+    ]  # before the step, which may change what all compute
     _has_numbers(expected)
     schedule = case.scheduled()
     for each, wanted in zip(course, expected, strict=True):
         if wanted is not None:
-            _found(case, each, schedule.mod, wanted)
+            _matches_expected(case, each, schedule.mod, wanted)
     return reference, schedule
 
 
-def _has_numbers(expected: list[Ran | None]) -> None:
-    """There is something to compare."""
-    outputs = [leaf for ran in expected[:1] if ran for path, leaf in ran.run.outputs if not path.startswith(LEFT)]
+def _has_numbers(expected: list[RunResult | None]) -> None:
+    """Check that there are floating-point outputs to compare."""
+    outputs = [leaf for ran in expected[:1] if ran for path, leaf in ran.run.outputs if not path.startswith(BUFFER_LABEL)]
     if not any(isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()) for leaf in outputs):
         more = 'give another model, or numerics="none"'
         raise ConformanceError(f"no output of the model has floating-point numbers, so nothing is compared; {more}")
 
 
-def _course(case: Case) -> Iterator[Circumstance]:
+def _circumstances(case: Case) -> Iterator[Circumstance]:
     yield Circumstance("")
     yield Circumstance("the second time, ")
     yield Circumstance("with gradients accumulated, ", _accumulated)
@@ -98,13 +100,13 @@ def _course(case: Case) -> Iterator[Circumstance]:
 
 
 def _compare_switched(case: Case, reference: nn.Module, model: nn.Module) -> None:
-    """Both compute the same in the other mode, and then in this one again; a traced graph may refuse to."""
+    """Check that both compute the same in the other mode, and then in this one again; a traced graph may refuse."""
     modes = ["training" if training else "evaluation" for training in (case.training, not case.training)]
     for training, what in ((not case.training, modes[0]), (case.training, " and ".join(modes))):
         each = Circumstance(f"after {what}, ")
         there = replace(case, training=training)
-        wanted = _expected(there, each, reference.train(training))
-        if wanted is None or not _found(there, each, model.train(training), wanted):
+        wanted = _expected_result(there, each, reference.train(training))
+        if wanted is None or not _matches_expected(there, each, model.train(training), wanted):
             return
 
 
@@ -118,7 +120,7 @@ def _without_gradients(case: Case, model: nn.Module) -> Run:
 
 
 def _accumulated(case: Case, model: nn.Module) -> Run:
-    """The gradients of two forwards and backwards."""
+    """Return the gradients of two forwards and backwards."""
 
     def loss(outputs: Any) -> torch.Tensor | None:
         first = weighted_sum(outputs)
@@ -130,20 +132,20 @@ def _accumulated(case: Case, model: nn.Module) -> Run:
     return case.run(model, loss)
 
 
-def _expected(case: Case, each: Circumstance, reference: nn.Module) -> Ran | None:
-    """Of the unmodified model; None where it does not run so."""
+def _expected_result(case: Case, each: Circumstance, reference: nn.Module) -> RunResult | None:
+    """Return the result of the unmodified model, or None if it does not run in this circumstance."""
     try:
-        return _ran(case, each, reference)
+        return _run_result(case, each, reference)
     except Exception:
         if not each.what:
             raise
         return None
 
 
-def _found(case: Case, each: Circumstance, model: nn.Module, wanted: Ran) -> bool:
-    """Whether the scheduled model computes what is wanted; it may refuse to run so, in one sentence."""
+def _matches_expected(case: Case, each: Circumstance, model: nn.Module, wanted: RunResult) -> bool:
+    """Return True if the scheduled model computes the expected result, False if it refuses to run, in one sentence."""
     try:
-        found = _ran(case, each, model)
+        found = _run_result(case, each, model)
     except Exception as error:
         if not each.what:
             raise
@@ -151,22 +153,22 @@ def _found(case: Case, each: Circumstance, model: nn.Module, wanted: Ran) -> boo
             check_sentence(error, f"running the model {each.what.strip(', ')}")
             return False
         raise ConformanceError(f"{each.what}the model raises {type(error).__name__}, as no other does: {error}") from error
-    case.same(wanted.run, found.run, each.what + BESIDE, case.keep(model))
+    case.same(wanted.run, found.run, each.what + COMPARED_WITH, case.keep(model))
     if found.draws and not wanted.draws:
-        raise ConformanceError(f"{each.what}{BESIDE}: the forward draws random numbers, which that does not")
+        raise ConformanceError(f"{each.what}{COMPARED_WITH}: the forward draws random numbers, which that does not")
     return True
 
 
-def _ran(case: Case, each: Circumstance, model: nn.Module) -> Ran:
+def _run_result(case: Case, each: Circumstance, model: nn.Module) -> RunResult:
     torch.manual_seed(2)
     before = rng_state().devices
     run = each.run(case, model)
     after = rng_state().devices
-    return Ran(run, any(not torch.equal(state, after[device]) for device, state in before.items()))
+    return RunResult(run, any(not torch.equal(state, after[device]) for device, state in before.items()))
 
 
 def _stages(case: Case, reference: nn.Module, schedule: Schedule) -> None:
-    """Where the steps make stages, these too compute what the model does."""
+    """Check that the pipeline stages, if there are any, compute the same as the model."""
     runs = as_built(schedule)
     if isinstance(runs, Staged):
         case.compare(reference, runs, f"in {runs.count} stages")

@@ -1,4 +1,4 @@
-"""Whether a scheduled model is right in the types that models train in, too: under autocast, and in bfloat16."""
+"""Checks of a scheduled model under autocast and in bfloat16."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from slapo_verify.comparison import Run, Tolerance, differences
 from ..examples.case import Case, ConformanceError, check_sentence, common_buffers
 
 HALF = torch.bfloat16
-NEAR = 2e-2
-"""How far apart numbers in bfloat16 may be, relative to themselves and to their tensor."""
-ROUNDED = 6
-"""How many times as far as the unmodified model is from itself in full precision they may be besides."""
+RELATIVE_TOLERANCE = 2e-2
+"""Relative difference allowed in bfloat16, to the number and to its tensor."""
+ROUNDING_FACTOR = 6
+"""Further difference allowed, in multiples of the unmodified model's own rounding error."""
 
 
 def autocast(case: Case) -> None:
-    """Under autocast the scheduled model computes what the unmodified one does, in the same types; it may refuse."""
+    """Check that under autocast the scheduled model computes the same, in the same dtypes; it may refuse."""
     _check(replace(case, training=False), "under autocast", torch.autocast("cpu", HALF))
 
 
-def half(case: Case) -> None:
-    """In bfloat16 the scheduled model computes what the unmodified one does; it may refuse."""
+def bfloat16(case: Case) -> None:
+    """Check that in bfloat16 the scheduled model computes the same; it may refuse."""
     _check(replace(case, training=False, dtype=HALF), "in bfloat16", nullcontext())
 
 
@@ -58,8 +58,8 @@ def _run(case: Case, model: nn.Module) -> Run:
 def _compare(case: Case, model: nn.Module, wanted: Run, found: Run, what: str) -> None:
     exact = _run(case, case.model())
     apart = differences(_wide(exact), _wide(wanted), Tolerance(0.0, 0.0))
-    noise = {each.what: ROUNDED * each.absolute for each in apart if each.absolute is not None}
-    tolerance = Tolerance(case.example.atol, max(NEAR, case.example.rtol), NEAR, noise)
+    noise = {each.what: ROUNDING_FACTOR * each.absolute for each in apart if each.absolute is not None}
+    tolerance = Tolerance(case.example.atol, max(RELATIVE_TOLERANCE, case.example.rtol), RELATIVE_TOLERANCE, noise)
     common_buffers(wanted, found)
     case.keep(model)(wanted, found)
     wanted.loss = found.loss = None  # a sum of all of them, in which errors may or may not be opposed
@@ -68,7 +68,7 @@ def _compare(case: Case, model: nn.Module, wanted: Run, found: Run, what: str) -
 
 
 def _wide(run: Run) -> Run:
-    """The same numbers in float64."""
+    """Return the same numbers in float64."""
 
     def wide(value: Any) -> Any:
         return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value

@@ -1,4 +1,4 @@
-"""Whether a scheduled model follows its weights: a step of SGD on it is one on the unmodified model."""
+"""Check that a step of SGD on the scheduled model equals one on the unmodified model."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from slapo_verify.comparison import dense, weighted_sum
 
 from ..examples.case import Case
 
-LARGEST = 0.1
-"""Change of a number by the step."""
-WIDER = 10
-"""How many times as far apart as before it the models may be after it, each with its own roundings."""
+MAX_CHANGE = 0.1
+"""Largest change of a number by the step."""
+TOLERANCE_FACTOR = 10
+"""Factor by which tolerances grow after the step, since each model has its own rounding errors."""
 
 
 def compare_trained(case: Case, reference: nn.Module, model: nn.Module) -> None:
-    """Both compute the same after the same step of SGD on the parameters that have gradients in both."""
+    """Check that both compute the same after the same step of SGD on the parameters with gradients in both."""
     if {"ties", "names", "values"} & {*case.example.changes}:
         return  # of parameters that are no longer the same ones, a step changes others
     mine, theirs = _backward(case, reference), _backward(case, model)
     common = mine.keys() & theirs.keys()
     largest = max((float(mine[name][1].abs().max()) for name in common if mine[name][1].numel()), default=0.0)
-    rate = LARGEST / max(largest, LARGEST)
+    rate = MAX_CHANGE / max(largest, MAX_CHANGE)
     for held in (mine, theirs):
         _descend({name: held[name] for name in common}, rate)
-    wider = replace(case.example, atol=WIDER * case.example.atol, rtol=WIDER * case.example.rtol)
+    wider = replace(case.example, atol=TOLERANCE_FACTOR * case.example.atol, rtol=TOLERANCE_FACTOR * case.example.rtol)
     replace(case, example=wider).compare(reference, model, "after a step of SGD, beside the unmodified model", case.keep(model))
 
 
 def _backward(case: Case, model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Parameters and their gradients by original name."""
+    """Return parameters and their gradients by original name."""
     torch.manual_seed(2)
     args, kwargs = case.inputs()
     total = weighted_sum(model(*args, **kwargs))
@@ -52,7 +52,7 @@ def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _descend(held: dict[str, tuple[torch.Tensor, torch.Tensor]], rate: float) -> None:
-    """Each parameter once, whatever names it has."""
+    """Update each parameter once, under whatever names."""
     with torch.no_grad():
         for tensor, gradient in {id(tensor): (tensor, gradient) for tensor, gradient in held.values()}.values():
             tensor.sub_(gradient, alpha=rate)

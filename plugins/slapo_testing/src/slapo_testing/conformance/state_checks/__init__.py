@@ -1,4 +1,4 @@
 """Checks of state: what a step must leave unchanged, undo, and reproduce from the journal.
 
-May import ``examples``.
+This sub-package may import ``examples``.
 """

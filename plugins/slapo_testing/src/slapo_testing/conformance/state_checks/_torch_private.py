@@ -1,4 +1,4 @@
-"""Private names of torch, behind plain functions. ``test_conformance_circumstances.py`` tells when they move."""
+"""Private names of torch, behind plain functions. ``test_conformance_process_state.py`` fails when torch moves one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def hooks_of_all_modules() -> dict[str, dict[Any, Any]]:
-    """The tables, by name, of the hooks that fire for every module."""
+    """Return the tables of the hooks that run for every module, by name."""
     return {
         name: table
         for name, table in vars(nn.modules.module).items()

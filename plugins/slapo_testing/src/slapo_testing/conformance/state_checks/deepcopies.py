@@ -1,4 +1,4 @@
-"""Deep copies of a scheduled model."""
+"""Check of deep copies of a scheduled model."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from slapo_tracing.nodes import forward_wrappers
 from ..examples.case import Case, ConformanceError
 
 
-def deepcopied(case: Case) -> None:
-    """A deep copy of the scheduled model computes the same, keeps the facts of parameters, and shares no memory with it."""
+def check_deepcopy(case: Case) -> None:
+    """Check that a deep copy of the scheduled model computes the same, keeps parameter facts, and shares no memory."""
     schedule = case.scheduled()
     copied = copy.deepcopy(schedule.mod)
     tensors = dict(schedule.mod.named_parameters(remove_duplicate=False))
@@ -33,7 +33,7 @@ def deepcopied(case: Case) -> None:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those that can change: parameters, buffers, and what wrappers hold."""
+    """Yield the mutable tensors: parameters, buffers, and tensors held by wrappers."""
     yield from ((repr(name), tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers()))
     for path, module in model.named_modules():
         for wrapper in forward_wrappers(module):
@@ -43,7 +43,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """Where it begins; 0 where there is none, or several."""
+    """Return the address of a tensor's storage; 0 if it has none, or several."""
     if is_lazy(tensor) or tensor.is_meta or tensor.layout is not torch.strided:
         return 0
     return tensor.untyped_storage().data_ptr() if tensor.numel() else 0

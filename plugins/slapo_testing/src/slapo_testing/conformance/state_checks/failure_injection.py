@@ -1,4 +1,4 @@
-"""Failures in the middle of a step: a call that the primitive's own code makes raises instead."""
+"""Failure injection: a call that the primitive's own code makes raises an error."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from typing import Any
 
 from slapo_core import Schedule, Transaction
 
-_UNDOES = (Schedule.on_undo, Schedule.touch, Transaction.on_undo, Transaction.touch)
-_ENDS: tuple[Callable[..., Any], ...] = (ExitStack.callback, ExitStack.push, ExitStack.enter_context)
-_BOOKKEEPING = {function.__code__ for function in (*_UNDOES, *_ENDS)}
-"""By these a primitive tells how to undo what it did, or to end what it began: between the two nothing else can fail."""
-_RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-"""What is called again to go on, or to end."""
-_WEAK = {weakref.WeakKeyDictionary.__init__.__code__.co_filename, weakref.WeakSet.__init__.__code__.co_filename}
-"""Their callbacks run wherever an object happens to die, and what they raise goes nowhere."""
-_NEVER = {"<module>", "__exit__", "__del__", "__init_subclass__", "__set_name__"}
+_UNDO_REGISTRATIONS = (Schedule.on_undo, Schedule.touch, Transaction.on_undo, Transaction.touch)
+_EXIT_REGISTRATIONS: tuple[Callable[..., Any], ...] = (ExitStack.callback, ExitStack.push, ExitStack.enter_context)
+_BOOKKEEPING = {function.__code__ for function in (*_UNDO_REGISTRATIONS, *_EXIT_REGISTRATIONS)}
+"""Calls that register an undo or exit action. These cannot fail between a change and its registration."""
+_RESUMABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+"""Flags of functions that are called again to resume or end."""
+_WEAK_REFERENCE_FILES = {weakref.WeakKeyDictionary.__init__.__code__.co_filename, weakref.WeakSet.__init__.__code__.co_filename}
+"""Files of weak reference callbacks, which run wherever an object dies, and whose errors are dropped."""
+_EXCLUDED_NAMES = {"<module>", "__exit__", "__del__", "__init_subclass__", "__set_name__"}
 
 
 class InjectedError(Exception):
-    """What the call raises."""
+    """Error that the call raises."""
 
 
-class Calls:
-    """Counts the Python functions that code of one folder calls, and lets one of the calls fail.
+class CallCounter:
+    """Counter of Python functions called by code of one folder, which makes one of the calls fail.
 
     Args:
-        folder: Where the primitive's code is.
+        folder: Folder of the primitive's code.
         fail_at: Number of the call that raises, from 1; 0: none.
     """
 
@@ -43,8 +43,8 @@ class Calls:
         self.failed = ""
 
     @contextmanager
-    def watching(self) -> Iterator[Calls]:
-        """Watch the calls of this thread, in place of a debugger."""
+    def watching(self) -> Iterator[CallCounter]:
+        """Count the calls of this thread in a ``with`` block, in place of a debugger."""
         before, logging.raiseExceptions = (sys.gettrace(), logging.raiseExceptions), False  # it would print what it swallows
         sys.settrace(self._called)
         try:
@@ -59,12 +59,12 @@ class Calls:
             return
         code = frame.f_code
         if (
-            code.co_flags & _RESUMED
+            code.co_flags & _RESUMABLE
             or code in _BOOKKEEPING
-            or code.co_name in _NEVER
-            or caller.f_code.co_name in _NEVER
+            or code.co_name in _EXCLUDED_NAMES
+            or caller.f_code.co_name in _EXCLUDED_NAMES
             or code.co_filename == __file__
-            or code.co_filename in _WEAK
+            or code.co_filename in _WEAK_REFERENCE_FILES
         ):
             return
         self.count += 1
@@ -73,11 +73,11 @@ class Calls:
             raise InjectedError(self.failed)
 
 
-def spread(count: int, most: int) -> list[int]:
-    """At most ``most`` numbers from 1 to ``count``, evenly, the last one among them."""
+def evenly_spaced(count: int, most: int) -> list[int]:
+    """Return at most ``most`` evenly spaced numbers from 1 to ``count``, including the last."""
     return sorted({max(1, round(count * part / most)) for part in range(1, most + 1)}) if count else []
 
 
 def folder_of(function: Callable[..., Any]) -> str:
-    """The folder of the file that defines a function."""
+    """Return the folder of the file that defines a function."""
     return os.path.dirname(os.path.abspath(function.__code__.co_filename))

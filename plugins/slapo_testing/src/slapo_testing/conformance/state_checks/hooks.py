@@ -1,4 +1,4 @@
-"""Hooks that were there before the step."""
+"""Check of hooks that were registered before the step."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from slapo_core import Schedule
 from ..examples.case import Case, ConformanceError
 
 Hook = Callable[[nn.Module, str, dict[str, int]], None]
-"""Hooks a module of some name, to count what fires by what it is."""
+"""Function that registers counting hooks on a module, given a label and the counters."""
 
 
 def hooks(case: Case) -> None:
-    """Hooks on the module, on the model and on its parameters fire as often as before."""
+    """Check that hooks of the module, of the model and of its parameters run as often as before."""
     _fire_as_before(case, _forward_hooks)
     if not {"names", "requires_grad"} & {*case.example.changes}:  # what has no gradients has none to give to a hook
         _fire_as_before(case, _backward_hooks)
@@ -46,7 +46,7 @@ def _fire_as_before(case: Case, hook: Hook) -> None:
 
 
 def _ran(case: Case, plain: Schedule, hook: Hook) -> bool:
-    """Whether the unmodified model runs with the hooks: one that works in place of an output does not with all of them."""
+    """Return True if the unmodified model runs with the hooks. One that modifies an output in place does not run with all."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch has no gradient of inputs to give to a hook
@@ -84,12 +84,12 @@ def _backward_hooks(module: nn.Module, label: str, fired: dict[str, int]) -> Non
 
 
 class _Counting:
-    """A hook that counts, by name; copies of it count there too.
+    """Hook that counts its calls; copies of it count there too.
 
     Args:
-        fired: Where.
-        what: The name.
-        arguments: How many it is to be given; 0: any.
+        fired: Counters by name.
+        what: Name of this hook.
+        arguments: Number of arguments it must receive; 0: any.
     """
 
     def __init__(self, fired: dict[str, int], what: str, arguments: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""The steps, written down and taken again."""
+"""Check of the journal: steps are saved and replayed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 from slapo_core import Schedule, ScheduleError, load_schedule
 
-from ..examples.argument_copies import own, same
+from ..examples.argument_copies import copy_containers, is_unchanged
 from ..examples.case import Case, ConformanceError, check_sentence
 from ..examples.model_structure import first_difference, structure
 
 
 def journal(case: Case) -> None:
-    """The steps, written down and taken again on a fresh model, give the same model, and nothing changes what is written."""
+    """Check that replaying the saved steps on a new model gives the same model, and that nothing changes the journal."""
     schedule = case.begin()
     before = str(schedule.journal)
     _step_once(case, schedule)
@@ -33,15 +33,15 @@ def journal(case: Case) -> None:
 
 
 def _step_once(case: Case, schedule: Schedule) -> None:
-    """One step of the journal, which leaves its arguments as they were."""
+    """Take the step; it must be one step of the journal and leave its arguments unchanged."""
     steps = len(schedule.journal)
     given = case.arguments(schedule)
-    before = own(given, clone=True)
+    before = copy_containers(given, clone=True)
     case.step(schedule, given=given)
     if len(schedule.journal) != steps + 1:
         raise ConformanceError(f"the call is {len(schedule.journal) - steps} steps of the journal, not one")
     for now, then in zip([*given[0], *given[1].values()], [*before[0], *before[1].values()], strict=True):
-        if not same(now, then):
+        if not is_unchanged(now, then):
             raise ConformanceError(f"the step changes its argument {then!r} to {now!r}, which the journal has, too")
 
 
@@ -73,7 +73,7 @@ def _replayed(case: Case, file: Path) -> Schedule:
 
 
 def _all_at_once(case: Case) -> Schedule:
-    """A model with all steps, which draw as those of a replay do."""
+    """Return the schedule of a model with all steps, with the random draws of a replay."""
     model = case.model()
     torch.manual_seed(2)
     schedule = case.begin(model)

@@ -1,4 +1,4 @@
-"""Functions that all models run by: those of torch, and the methods of the model's classes."""
+"""Detection of patched functions: those of torch, and the methods of the model's classes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ._torch_private import hooks_of_all_modules
 
 
 class Patches:
-    """The functions of now.
+    """Present functions of torch and of the model's classes.
 
     Args:
-        model: Its classes' methods are meant, with those of torch.
+        model: The model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -26,13 +26,13 @@ class Patches:
         self._hooks = {name: dict(table) for name, table in hooks_of_all_modules().items()}
 
     def differences(self) -> list[str]:
-        """Those that are other ones now."""
+        """Return the names of the functions that have been replaced since."""
         hooks = [name for name, table in hooks_of_all_modules().items() if dict(table) != self._hooks[name]]
         changed = [f"{_name(owner)}.{name}" for owner, name, _ in self._changed()]
         return [*changed, *(f"the hooks of all modules, torch.nn.modules.module.{name}" for name in hooks[:1])]
 
     def put_back(self) -> None:
-        """Make them those again."""
+        """Restore the functions."""
         for owner, name, value in [*self._changed()]:
             setattr(owner, name, value)
         for name, table in hooks_of_all_modules().items():

@@ -1,4 +1,4 @@
-"""What a step leaves of the process: nobody who schedules a model expects another random state or default type."""
+"""Check of process-wide state: a step must not change random states, defaults or functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 from slapo_core import RNGState, Schedule, parameter_facts, rng_state, set_rng_state
 from slapo_verify.comparison import Run
 
-from ..examples.argument_copies import own, same
+from ..examples.argument_copies import copy_containers, is_unchanged
 from ..examples.case import Case, ConformanceError
 from .patched_functions import Patches
 
@@ -37,20 +37,20 @@ SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "the number of threads": (torch.get_num_threads, torch.set_num_threads),
     "the working directory": (os.getcwd, os.chdir),
 }
-"""How each is read and set."""
-_TORCHS = "the random state of torch"
+"""Setting to the functions that read and set it."""
+_TORCH_STATE = "the random state of torch"
 
 
 def process(case: Case) -> None:
-    """A step leaves settings, functions and random states of the process as they were, no gradients, and the example inputs.
+    """Check that a step changes no setting, function or random state of the process, no gradient, and no example input.
 
-    What it found is put back, whatever the step has made of it.
+    Changed state is restored in any case.
     """
     wanted = _unmodified(case)
     schedule = case.begin()
-    inputs = own(schedule.example_inputs, clone=True)
-    _leaves_the_process(case, schedule)
-    if not same(schedule.example_inputs, inputs):
+    inputs = copy_containers(schedule.example_inputs, clone=True)
+    _check_process(case, schedule)
+    if not is_unchanged(schedule.example_inputs, inputs):
         raise ConformanceError("the step changes the example inputs")
     if kept := [name for name, tensor in schedule.mod.named_parameters() if tensor.grad is not None]:
         raise ConformanceError(f"the step leaves a gradient in {kept[0]!r}")
@@ -60,16 +60,16 @@ def process(case: Case) -> None:
 
 
 def _unmodified(case: Case) -> Run:
-    """What a model without the step computes."""
+    """Return the results of a model without the step."""
     quiet = replace(case, training=False)
     model = quiet.model()
     torch.manual_seed(2)
     return quiet.run(model)
 
 
-def _leaves_the_process(case: Case, schedule: Schedule) -> None:
-    settings, state = {what: read() for what, (read, _) in SETTINGS.items()}, _Random()
-    patches, brought = Patches(schedule.mod), _brought(schedule.mod)
+def _check_process(case: Case, schedule: Schedule) -> None:
+    settings, state = {what: read() for what, (read, _) in SETTINGS.items()}, _RandomStates()
+    patches, brought = Patches(schedule.mod), _num_new_parameters(schedule.mod)
     try:
         case.step(schedule, seeded=False)
         changed = [what for what, (read, _) in SETTINGS.items() if read() != settings[what]]
@@ -81,36 +81,36 @@ def _leaves_the_process(case: Case, schedule: Schedule) -> None:
                 put(settings[what])
         state.put_back()
         patches.put_back()
-    if _brought(schedule.mod) > brought:  # new parameters start at random
-        drawn = [what for what in drawn if what != _TORCHS]
+    if _num_new_parameters(schedule.mod) > brought:  # new parameters start at random
+        drawn = [what for what in drawn if what != _TORCH_STATE]
     if changed or drawn:
-        more = "; make modules whose parameters are replaced by torch.nn.utils.skip_init" if _TORCHS in drawn else ""
+        more = "; make modules whose parameters are replaced by torch.nn.utils.skip_init" if _TORCH_STATE in drawn else ""
         raise ConformanceError(f"the step changes for the whole process {' and '.join([*changed, *drawn])}{more}")
 
 
-def _brought(model: nn.Module) -> int:
-    """How many parameters the unmodified model does not have."""
+def _num_new_parameters(model: nn.Module) -> int:
+    """Return the number of parameters that the unmodified model does not have."""
     return sum(not parameter_facts(parameter).names for parameter in model.parameters())
 
 
-class _Random:
-    """The random states of now."""
+class _RandomStates:
+    """Present random states."""
 
     def __init__(self) -> None:
         self._torch, self._python, self._numpy = rng_state(), random.getstate(), _numpy()
 
     def differences(self) -> list[str]:
-        """Whose are others now."""
-        now = _Random()
+        """Return the names of the random states that have changed."""
+        now = _RandomStates()
         pairs = {
-            _TORCHS: (_plain(self._torch), _plain(now._torch)),
+            _TORCH_STATE: (_plain(self._torch), _plain(now._torch)),
             "the random state of Python": (self._python, now._python),
             "the random state of NumPy": (self._numpy and self._numpy[1], now._numpy and now._numpy[1]),
         }
         return [name for name, (before, after) in pairs.items() if before != after]
 
     def put_back(self) -> None:
-        """Make them those again."""
+        """Restore the random states."""
         set_rng_state(self._torch)
         random.setstate(self._python)
         if self._numpy is not None:
@@ -125,7 +125,7 @@ def _plain(state: RNGState) -> Any:
 
 
 def _numpy() -> Any:
-    """The state, and the same as plain numbers; None where NumPy is not loaded."""
+    """Return NumPy's random state, also as plain numbers; None if NumPy is not imported."""
     loaded: Any = sys.modules.get("numpy")
     if loaded is None:
         return None

@@ -1,4 +1,4 @@
-"""Calls that are refused: those that the example names, and those that were not thought of."""
+"""Checks of refused calls: those of the example, and calls on other modules, a second time, and on meta weights."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from torch import nn
 
 from slapo_core import Schedule, SlapoError, init_empty_weights
 
-from ..examples.argument_copies import own
+from ..examples.argument_copies import copy_containers
 from ..examples.case import Case, ConformanceError, check_sentence
 from ..examples.examples import Refused
 from ..examples.model_snapshot import Snapshot, first_of
 
 
 def refusals(case: Case) -> None:
-    """A wrong call is refused in one sentence, and nothing has changed; one elsewhere, again or on meta at most so."""
+    """Check that a wrong call is refused in one sentence without a change; other calls may succeed or be refused so."""
     for refused in case.example.refused:
         _refuse(case, refused, f"{case.name}({_shown(refused)})")
-    _elsewhere(case)
-    _again(case)
-    _on_meta(case)
+    _refuse_other_modules(case)
+    _refuse_second_call(case)
+    _refuse_meta_model(case)
 
 
 def _refuse(case: Case, refused: Refused, what: str) -> None:
     schedule = case.begin()
-    args = own(refused.args(schedule) if callable(refused.args) else refused.args)
+    args = copy_containers(refused.args(schedule) if callable(refused.args) else refused.args)
     with case.unchanged(schedule, f"after {what} was refused"):
         try:
-            case.at(schedule, refused).apply(case.name, *args, **own(dict(refused.kwargs)))
+            case.at(schedule, refused).apply(case.name, *args, **copy_containers(dict(refused.kwargs)))
         except Exception as error:
             check_sentence(error, what, case.name)
             if not re.search(refused.match, str(error)):
@@ -39,8 +39,8 @@ def _refuse(case: Case, refused: Refused, what: str) -> None:
             raise ConformanceError(f"{what} is taken; it is to be refused with {refused.match!r}")
 
 
-def _elsewhere(case: Case) -> None:
-    """On the other modules of the example's model, one of each class."""
+def _refuse_other_modules(case: Case) -> None:
+    """Call the primitive on the other modules of the example's model, one of each class."""
     schedule = case.begin()
     for path, module in _one_of_each_class(schedule.mod):
         if path != case.example.path:
@@ -55,14 +55,14 @@ def _one_of_each_class(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return iter([*found.values()])
 
 
-def _again(case: Case) -> None:
+def _refuse_second_call(case: Case) -> None:
     schedule = case.begin()
     case.step(schedule)
     _works_or_refuses(case, schedule, case.example.path, "the same call once more")
 
 
-def _on_meta(case: Case) -> None:
-    """Of a model that can be made there, and takes the steps before."""
+def _refuse_meta_model(case: Case) -> None:
+    """Call the primitive on a model on the meta device, if it can be made there and takes the steps of ``before``."""
     try:
         with init_empty_weights():
             model = case.model()
@@ -73,7 +73,7 @@ def _on_meta(case: Case) -> None:
 
 
 def _works_or_refuses(case: Case, schedule: Schedule, path: str, what: str) -> None:
-    """The call on some module, which leaves nothing once it is refused."""
+    """Check that the call succeeds, or is refused without a change."""
     try:
         args, kwargs = case.arguments(schedule)
     except Exception:  # the author's function has no answer there

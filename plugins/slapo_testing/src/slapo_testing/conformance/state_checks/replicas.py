@@ -1,4 +1,4 @@
-"""What is whole on each rank is the same on all of them."""
+"""Check that replicated parameters are equal on all ranks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ..examples.case import ConformanceError
 
 
 def check_replicas(schedule: Schedule) -> None:
-    """Parameters without a shard spec are the same on all ranks; collective.
+    """Check that parameters without a shard specification are equal on all ranks. Collective.
 
     Raises:
-        ConformanceError: one is not; on all ranks.
+        ConformanceError: on all ranks, if one differs.
     """
     if not dist.is_initialized() or dist.get_world_size(schedule.group) == 1:
         return
@@ -33,7 +33,7 @@ def check_replicas(schedule: Schedule) -> None:
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
-    """And has values."""
+    """Return True if the tensor is replicated and has values."""
     return not (is_sharded(tensor) or is_lazy(tensor) or tensor.is_meta or tensor.layout is not torch.strided)
 
 

@@ -1,4 +1,4 @@
-"""A step that fails, and one that is undone, leaves the model as it was."""
+"""Checks that a failed or undone step leaves the model as it was."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from slapo_core import Schedule, SlapoError, hookimpl
 from ..examples.case import Case, ConformanceError
 from ..examples.model_snapshot import Snapshot
 from ..examples.model_structure import first_difference, structure
-from .failure_injection import Calls, folder_of, spread
+from .failure_injection import CallCounter, evenly_spaced, folder_of
 
 INJECTIONS = 6
-"""Places at which a step is made to fail."""
+"""Number of places at which a step is made to fail."""
 
 
-def transactional(case: Case) -> None:
-    """A step that fails, wherever, leaves the model as it was, and can be taken afterwards."""
+def check_rollback(case: Case) -> None:
+    """Check that a step that fails at any place leaves the model as it was, and can be taken afterwards."""
     case.step(case.begin())  # what is imported or kept by the process now is not in the way of counting
     schedule = case.begin()
     with _observer_that_raises(case), case.unchanged(schedule, "after an error of slapo_after_apply"):
@@ -34,13 +34,13 @@ def transactional(case: Case) -> None:
 
 def _fails_in_the_middle(case: Case, schedule: Schedule) -> None:
     folder = folder_of(case.primitive.apply)
-    calls = Calls(folder)
+    calls = CallCounter(folder)
     with calls.watching():
         case.step(schedule)
     wanted = structure(schedule)
     schedule.undo()
-    for number in spread(calls.count, INJECTIONS):
-        calls, before = Calls(folder, number), Snapshot(schedule)
+    for number in evenly_spaced(calls.count, INJECTIONS):
+        calls, before = CallCounter(folder, number), Snapshot(schedule)
         try:
             with calls.watching():
                 case.step(schedule)
@@ -59,7 +59,7 @@ def _fails_in_the_middle(case: Case, schedule: Schedule) -> None:
 
 
 class _ObserverError(SlapoError):
-    """What a hook raises."""
+    """Error that a hook raises."""
 
 
 @contextmanager
@@ -85,8 +85,8 @@ def _fails(action: Callable[[], Any]) -> None:
     raise ConformanceError("the step hides the error of a hook")
 
 
-def undone(case: Case) -> None:
-    """``undo`` leaves the model as it was."""
+def check_undo(case: Case) -> None:
+    """Check that ``undo`` leaves the model as it was."""
     schedule = case.begin()
     with case.unchanged(schedule, "after undo()"):
         case.step(schedule)

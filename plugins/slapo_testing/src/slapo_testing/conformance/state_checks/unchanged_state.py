@@ -1,4 +1,4 @@
-"""What a step leaves as it was, but for what the example says it changes."""
+"""Check of the properties that a step must keep, except those that the example declares as changed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from .replicas import check_replicas
 
 
 def contracts(case: Case) -> None:
-    """Parameters keep names, values, ties and ``requires_grad``, modules their mode, and the weights can be loaded."""
+    """Check that parameters keep names, values, ties and ``requires_grad``, modules their mode, and that weights can be
+    loaded.
+    """
     broken = dict[str, str]()
     for training in (True, False):
         mine = replace(case, training=training)
-        before, schedule = _Facts(mine.model()), mine.scheduled()
-        for what, sentence in _broken(before, schedule, training):
+        before, schedule = _ModelFacts(mine.model()), mine.scheduled()
+        for what, sentence in _violations(before, schedule, training):
             broken.setdefault(what, sentence)
         check_replicas(schedule)
     declared = {*case.example.changes}
@@ -34,11 +36,11 @@ def contracts(case: Case) -> None:
         raise ConformanceError(f"the example says that the step changes {', '.join(unmet)}, which it does not")
 
 
-class _Facts:
-    """What is to be kept of a model.
+class _ModelFacts:
+    """Properties of a model that a step must keep.
 
     Args:
-        model: The unmodified one.
+        model: The unmodified model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -51,15 +53,15 @@ class _Facts:
 
 
 def _ties(owners: dict[str, int]) -> set[frozenset[str]]:
-    """Names of one tensor each, of those that have several."""
+    """Return the sets of names of tied parameters."""
     names: dict[int, set[str]] = {}
     for name, owner in owners.items():
         names.setdefault(owner, set()).add(name)
     return {frozenset(found) for found in names.values() if len(found) > 1}
 
 
-def _broken(before: _Facts, schedule: Schedule, training: bool) -> Iterator[tuple[str, str]]:
-    """What differs, by the word for it, and a sentence."""
+def _violations(before: _ModelFacts, schedule: Schedule, training: bool) -> Iterator[tuple[str, str]]:
+    """Yield each changed property, with a sentence."""
     model = schedule.mod
     held = [(name, tensor) for tensor in model.parameters() for name in parameter_facts(tensor).names]
     found = dict(held)
@@ -75,13 +77,13 @@ def _broken(before: _Facts, schedule: Schedule, training: bool) -> Iterator[tupl
                 yield "values", f"the full parameter {name!r} is {_shown(other)}, not {_shown(tensor)} of the same values"
         if name in found and found[name].requires_grad != before.requires_grad[name]:
             yield "requires_grad", f"requires_grad of {name!r} is {found[name].requires_grad}, which it was not"
-    yield from _of_modules(before, model, training)
+    yield from _module_violations(before, model, training)
 
 
 def _values(
-    schedule: Schedule, held: Sequence[tuple[str, torch.Tensor]], before: _Facts
+    schedule: Schedule, held: Sequence[tuple[str, torch.Tensor]], before: _ModelFacts
 ) -> Mapping[str, Sequence[torch.Tensor | None]]:
-    """The full parameters by name; not of parts where several parameters have one name, as nothing puts these together."""
+    """Return the full parameters by name. Shards of several parameters with one name cannot be assembled and are skipped."""
     names = [name for name, _ in held]
     if len(names) == len({*names}):
         return {name: [tensor] for name, tensor in full_state(schedule).items()}
@@ -92,7 +94,7 @@ def _values(
     }
 
 
-def _of_modules(before: _Facts, model: nn.Module, training: bool) -> Iterator[tuple[str, str]]:
+def _module_violations(before: _ModelFacts, model: nn.Module, training: bool) -> Iterator[tuple[str, str]]:
     for path, module in model.named_modules():
         if module.training != before.modes.get(path, training):
             yield "training", f"the module {path!r} is {'in' if module.training else 'not in'} training mode, which is wrong"

@@ -1,7 +1,7 @@
-"""Optimizer state of sharded stand-ins in the one form that checkpoints read and write.
+"""Optimizer state of sharded stand-ins in the form of checkpoints.
 
-A tensor with an element for each one of the parameter is sharded as the parameter is. Any other tensor is whole on every rank:
-a replicated DTensor, or a plain tensor where it is a single number.
+Per-element state is sharded like its parameter. Any other tensor is whole on every rank: a replicated DTensor, or a plain
+tensor for a scalar.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from torch.distributed.tensor import DTensor, Replicate
 from ..introspection.nested_optimizers import Optimizer, optimizers_in
 
 
-def settle(optimizer: Optimizer) -> None:
-    """Give the state of sharded parameters its form, after a step. Collective where the step left another form."""
+def normalize_state(optimizer: Optimizer) -> None:
+    """Bring the state of sharded parameters into this form after a step. Collective if the step left another form."""
     for each in optimizers_in(optimizer):
         for parameter, state in each.state.items():
             if isinstance(parameter, DTensor) and isinstance(state, dict):
                 for key, value in state.items():
-                    if isinstance(value, DTensor) and (new := _settled(value, parameter)) is not value:
+                    if isinstance(value, DTensor) and (new := _normalized(value, parameter)) is not value:
                         state[key] = new
 
 
-def _settled(value: DTensor, parameter: DTensor) -> torch.Tensor:
+def _normalized(value: DTensor, parameter: DTensor) -> torch.Tensor:
     if value.dim() == 0:
         return value.full_tensor()
     form = parameter.placements if value.shape == parameter.shape else (Replicate(),)
     return value if value.placements == form else value.redistribute(placements=form)
 
 
-def check_settled(optimizer: Optimizer) -> None:
-    """Refuse state that a checkpoint would not give back.
+def check_normalized(optimizer: Optimizer) -> None:
+    """Refuse state that a checkpoint could not restore.
 
     Raises:
-        ValueError: a tensor lies elsewhere than in the state of its parameter, or is neither sharded nor replicated.
+        ValueError: a sharded tensor is not in the state of its parameter, or a tensor is neither sharded nor replicated.
     """
     for each in optimizers_in(optimizer):
         for parameter, state in each.state.items():
@@ -53,19 +53,19 @@ def check_settled(optimizer: Optimizer) -> None:
 
 
 def has_parts(value: Any) -> bool:
-    """Return whether a DTensor is in a value, or in the lists, tuples and dicts that it consists of."""
+    """Return True if a value, or a nested list, tuple or dict, has a DTensor."""
     if isinstance(value, dict):
         return any(map(has_parts, value.values()))
     return any(map(has_parts, value)) if isinstance(value, list | tuple) else isinstance(value, DTensor)
 
 
 def loaded(parameter: torch.Tensor, elements: Mapping[Any, torch.Tensor], rest: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return the state of a parameter in the form that its steps leave.
+    """Return loaded state of a parameter in the form of its steps.
 
     Args:
         parameter: A sharded stand-in, or a plain parameter.
-        elements: Tensors with an element for each one that the rank has of it, by the optimizer's own names.
-        rest: What else there is.
+        elements: Per-element state of the rank's shard, by the optimizer's keys.
+        rest: Other state.
     """
     if not isinstance(parameter, DTensor):
         return {**elements, **rest}
@@ -82,16 +82,16 @@ def loaded(parameter: torch.Tensor, elements: Mapping[Any, torch.Tensor], rest: 
     return {**parts, **more}
 
 
-def share(parameter: DTensor) -> tuple[int, int, int]:
-    """Return the dimension along which a stand-in is sharded, where this rank's shard begins, and its size."""
+def shard_of(parameter: DTensor) -> tuple[int, int, int]:
+    """Return the sharded dimension of a stand-in, and start and size of this rank's shard."""
     dim = parameter.placements[0].dim  # type: ignore[attr-defined]
     size = parameter.to_local().shape[dim]
     return dim, parameter.device_mesh.get_local_rank() * size, size
 
 
 def shares_of(parameter: DTensor, state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return the state of a stand-in of that of the whole parameter."""
+    """Return the state of a stand-in from the state of the whole parameter."""
     elements = {key: each for key, each in state.items() if isinstance(each, torch.Tensor) and each.shape == parameter.shape}
     rest = {key: each for key, each in state.items() if key not in elements}
-    place = share(parameter)
+    place = shard_of(parameter)
     return loaded(parameter, {key: each.narrow(*place).clone() for key, each in elements.items()}, rest)

@@ -1,4 +1,4 @@
-"""Collective trial of an optimizer on DTensors: whether its own arithmetic steps shards, and sends statistics alone."""
+"""Collective probe of an optimizer on DTensors: tests that its arithmetic steps shards and sends statistics only."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from ..introspection.nested_optimizers import Optimizer, optimizers_in
 from ..probe.probe_runs import Cut, ProbeRuns, Size, is_close, isolation
 from ..probe.update_probe import sizes_of
 from ..whole_tensors.whole_tensor import local_of
-from .optimizer_state import check_settled, loaded, settle
+from .optimizer_state import check_normalized, loaded, normalize_state
 
 _STATISTIC = 2**10
-"""Elements of the largest message of a trial; for DTensor it may be as cheap to gather a smaller parameter as to reduce one."""
+"""Number of elements of the largest allowed message; DTensor may gather a smaller parameter instead of reducing it."""
 
 
 def steps_shards(optimizer: Optimizer, mesh: DeviceMesh) -> bool:
-    """Return whether an optimizer steps shards as it steps whole parameters, without gathering them. Collective over the mesh.
+    """Return True if an optimizer steps shards like whole parameters, without gathering them. Collective over the mesh.
 
-    Small copies are stepped, all sharded or beside whole ones, and after each phase the state is as a checkpoint gives it back.
+    Small copies are stepped, all sharded or some; after each phase the state goes through the form of a checkpoint.
 
     Args:
-        optimizer: As it was made; it has not stepped.
-        mesh: The ranks that hold the shards.
+        optimizer: A new optimizer that has not stepped.
+        mesh: Mesh of the ranks that hold the shards.
     """
     group, device = mesh.get_group(), mesh.device_type
     with isolation():
@@ -48,15 +48,15 @@ def steps_shards(optimizer: Optimizer, mesh: DeviceMesh) -> bool:
 
 
 def _is_right(runs: ProbeRuns, mesh: DeviceMesh) -> bool:
-    """Return whether this rank finds the shards stepped right. Collective: ranks meet the same errors at the same place."""
+    """Return True if this rank's shards are stepped right. Collective; an error occurs at the same point on all ranks."""
     try:
         whole = runs.run_first()
         if runs.is_sparse or runs.draws:
             return False
         number = len(runs.shapes)
         ways = [
-            _cuts(mesh, [0] * number),
-            *(_cuts(mesh, [1 if at % 2 == odd else None for at in range(number)]) for odd in (0, 1)),
+            _shard_functions(mesh, [0] * number),
+            *(_shard_functions(mesh, [1 if at % 2 == odd else None for at in range(number)]) for odd in (0, 1)),
         ]
         found = True
         for cuts in ways:
@@ -70,8 +70,8 @@ def _is_right(runs: ProbeRuns, mesh: DeviceMesh) -> bool:
 
 
 def _after_step(optimizer: Optimizer, is_last: bool) -> None:
-    settle(optimizer)
-    check_settled(optimizer)
+    normalize_state(optimizer)
+    check_normalized(optimizer)
     if is_last:
         for each in optimizers_in(optimizer):
             for parameter, state in each.state.items():
@@ -92,8 +92,8 @@ def _divisible(size: Size, ranks: int) -> Size:
     return Size(shapes, size.steps)
 
 
-def _cuts(mesh: DeviceMesh, dims: Sequence[int | None]) -> list[Cut]:
-    """Return for each parameter what makes a shard of it, along a dimension; those of None stay whole."""
+def _shard_functions(mesh: DeviceMesh, dims: Sequence[int | None]) -> list[Cut]:
+    """Return for each parameter the function that shards it along a dimension; None keeps it whole."""
 
     def sharded(tensor: torch.Tensor, dim: int) -> torch.Tensor:
         if not tensor.dim():

@@ -1,4 +1,4 @@
-"""Stand-ins of one group of ranks that each rank steps in place: DTensors over its own shards, of which nothing is gathered."""
+"""Stand-ins of one process group that each rank steps in place: DTensors over its shards, without a gather."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ...distributed._torch_private import set_local
-from ...gradient_hooks.sharded_attributes import matches
+from ...gradient_hooks.sharded_attributes import is_shaped_like
 from ...model.pieces import Piece
-from ..whole_tensors.owner_exchange import Holding
-from ..whole_tensors.whole_tensor import Whole, local_of, stand_in
+from ..whole_tensors.owner_exchange import LocalBox
+from ..whole_tensors.whole_tensor import WholeTensor, local_of, stand_in
 
 Tensors = Callable[[], Sequence[torch.Tensor]]
 
 
-class PartStandIns:
-    """Sharded parameters that an optimizer steps in the places of the rank's shards, and which share memory with these.
+class DTensorStandIns:
+    """DTensor parameters that an optimizer steps; they share memory with the rank's shards.
 
-    It has the interface of ``StandIns``. Every rank steps all parameters, and DTensor reduces the statistics of each.
+    The interface is that of ``StandIns``. Every rank steps all parameters, and DTensor reduces their statistics.
 
     Args:
-        wholes: The same on every rank of the group, in the order of the model.
-        dims: The dimension along which the ranks hold equal shards of each, in the order of their ranks.
-        group: The ranks that hold them.
+        wholes: Whole tensors, the same on every rank of the group, in the order of the model.
+        dims: Dimension along which ranks hold equal shards of each tensor, in rank order.
+        group: Process group of the ranks that hold the shards.
 
     Attributes:
-        wholes: As given.
-        parameters: The stand-in of each.
-        is_everywhere: Whether a step depends on all of them.
-        is_in_place: Whether ranks step shards in place.
+        wholes: The whole tensors.
+        parameters: Stand-in of each whole tensor.
+        is_on_all_ranks: True if every rank steps whole tensors.
+        is_in_place: True if ranks step shards in place.
     """
 
-    is_everywhere, is_in_place = False, True
+    is_on_all_ranks, is_in_place = False, True
 
-    def __init__(self, wholes: Sequence[Whole], dims: Sequence[int], group: dist.ProcessGroup) -> None:
+    def __init__(self, wholes: Sequence[WholeTensor], dims: Sequence[int], group: dist.ProcessGroup) -> None:
         self.wholes, self._dims, self._group = list(wholes), list(dims), group
         self.mesh = mesh_over(group, self.wholes[0].source.device)
         self._tensors: Tensors | None = None
-        self._holdings: list[Holding] = []
+        self._holdings: list[LocalBox] = []
         self._labels: Sequence[int] = ()
         self.parameters: list[nn.Parameter] = []
 
-    def keep(self, known: Container[int]) -> bool:
-        """Leave out stand-ins that no optimizer has, and return whether there were some; it is bound anew then.
+    def drop_unused(self, known: Container[int]) -> bool:
+        """Drop stand-ins that no optimizer has; return True if there were some, and ``bind`` must be called again.
 
         Args:
-            known: Ids of those that one has.
+            known: Ids of the parameters that an optimizer has.
         """
         kept = [number for number, parameter in enumerate(self.parameters) if id(parameter) in known]
         if len(kept) == len(self.wholes):
@@ -59,20 +59,20 @@ class PartStandIns:
         self.parameters = [self.parameters[number] for number in kept]
         return True
 
-    def bind(self, tensors: Tensors, holdings: Sequence[Holding], labels: Sequence[int] | None = None) -> None:
-        """Set the tensors in which this rank has values and gradients from now on.
+    def bind(self, tensors: Tensors, holdings: Sequence[LocalBox], labels: Sequence[int] | None = None) -> None:
+        """Set the tensors with this rank's values and gradients.
 
         Args:
-            tensors: Gives the rank's tensors, each with its gradient.
-            holdings: The shard of each stand-in in these.
-            labels: A number for each stand-in; an engine may step those of one number at a time.
+            tensors: Returns the rank's tensors, each with its gradient.
+            holdings: Shard of each stand-in within these tensors.
+            labels: Label of each stand-in; an engine may step the stand-ins of one label at a time.
         """
         self._tensors, self._labels = tensors, labels or [0] * len(self.wholes)
         self._holdings = sorted(holdings, key=lambda holding: holding.whole)
         assert [holding.whole for holding in self._holdings] == list(range(len(self.wholes)))
 
     def move(self, value_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Set other tensors of the same layout that have the rank's values from now on."""
+        """Replace the tensors with the rank's values by others of the same layout."""
         before = self._tensors
         assert before is not None
         self._tensors = lambda: [value_of(each) for each in before()]
@@ -84,17 +84,17 @@ class PartStandIns:
             self.parameters.append(stand_in(whole, value, {}))
 
     def owned(self, labels: Container[int] | None = None) -> list[nn.Parameter]:
-        """Return the stand-ins of some labels; all where none are given."""
-        return [self.parameters[number] for number in self._meant(labels)]
+        """Return the stand-ins with these labels; None for all labels."""
+        return [self.parameters[number] for number in self._indices_of(labels)]
 
     @torch.no_grad()
     def fetch_all(self, labels: Container[int] | None) -> None:
-        """Let the stand-ins of some labels have the rank's values and gradients as they are now. Collective."""
+        """Set values and gradients of the stand-ins with these labels from the rank's tensors. Collective."""
         values = self._values()
         gradients = [values[holding.place].grad for holding in self._holdings]
         known = self._has_gradient(gradients)
         locals_ = self._locals()
-        for number in self._meant(labels):
+        for number in self._indices_of(labels):
             parameter, local, gradient = self.parameters[number], locals_[number], gradients[number]
             set_local(parameter, local)
             parameter.grad = None
@@ -103,21 +103,21 @@ class PartStandIns:
                 parameter.grad = DTensor.from_local(own, self.mesh, [Shard(self._dims[number])], run_check=False)
 
     @torch.no_grad()
-    def put(self, labels: Container[int] | None = None) -> None:
-        """Copy new values to the rank's tensors where these are of another type than the stand-ins."""
+    def scatter(self, labels: Container[int] | None = None) -> None:
+        """Copy new values to the rank's tensors that do not share memory with the stand-ins."""
         values = self._values()
-        for number in self._meant(labels):
+        for number in self._indices_of(labels):
             holding, local = self._holdings[number], local_of(self.parameters[number].detach())
             value = holding.of(values[holding.place].detach())
             if value.data_ptr() != local.data_ptr():
                 value.copy_(local)
 
     def release(self) -> None:
-        """Let go of the gradients; the values are the rank's own."""
+        """Free the gradients; the values are the rank's own memory."""
         for parameter in self.parameters:
             parameter.grad = None
 
-    def _meant(self, labels: Container[int] | None) -> list[int]:
+    def _indices_of(self, labels: Container[int] | None) -> list[int]:
         return [number for number in range(len(self.wholes)) if labels is None or self._labels[number] in labels]
 
     def _values(self) -> list[torch.Tensor]:
@@ -129,12 +129,12 @@ class PartStandIns:
         return [self._own(number, values[holding.place].detach()) for number, holding in enumerate(self._holdings)]
 
     def _own(self, number: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the shard in the rank's tensor or its gradient, a view unless it is of another type."""
+        """Return the shard in the rank's tensor or gradient: a view, or a copy if the dtype differs."""
         dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
         return self._holdings[number].of(dense).to(self.wholes[number].source.device, self.wholes[number].dtype)
 
     def _has_gradient(self, gradients: Sequence[torch.Tensor | None]) -> list[bool]:
-        """Return whether some rank has a gradient of each: all are to reduce the same statistics. Collective."""
+        """Return for each stand-in whether some rank has a gradient; all ranks must reduce the same statistics. Collective."""
         flags = torch.tensor([int(each is not None) for each in gradients], dtype=torch.int32)
         flags = flags.to(self.wholes[0].source.device)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
@@ -142,21 +142,23 @@ class PartStandIns:
 
 
 def mesh_over(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
-    """Return the mesh of one axis over a group."""
-    # DTensor's caches take meshes of the same ranks and names for one, whose group may be gone
+    """Return a one-dimensional mesh over a process group."""
+    # DTensor caches by ranks and axis names; a cached mesh of the same name may have a destroyed group
     return DeviceMesh.from_group(group, device.type, mesh_dim_names=(f"shards_{group.group_name}",))
 
 
-def even_dim(whole: Whole, piece: Piece, group: dist.ProcessGroup) -> int | None:
-    """Return the dimension along which this rank's part is the equal share of its rank; None where it is anything else.
+def even_dim(whole: WholeTensor, piece: Piece, group: dist.ProcessGroup) -> int | None:
+    """Return the dimension along which ranks hold equal shards in rank order; None for any other layout.
 
     Args:
         whole: The whole tensor.
-        piece: What the rank holds of it.
-        group: The ranks that hold it.
+        piece: Piece of this rank.
+        group: Process group of the ranks that hold the tensor.
     """
     own = vars(whole.source).values()
-    if whole.spans is not None or any(matches(each, shape) for each in own for shape in (whole.shape, whole.source.shape)):
+    if whole.spans is not None or any(
+        is_shaped_like(each, shape) for each in own for shape in (whole.shape, whole.source.shape)
+    ):
         return None
     cut = [dim for dim, ranges in enumerate(piece.ranges) if ranges != ((0, whole.shape[dim]),)]
     if len(cut) != 1 or whole.shape[cut[0]] % group.size():

@@ -1,4 +1,4 @@
-"""Options of parameter groups that two optimizers share: what is set on one side reaches the other."""
+"""Options of parameter groups that two optimizers share; changes on one side are copied to the other."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _OWN = ("params", "param_names")
 
 
 class GroupOptions:
-    """Keeps the options of outer groups and those of an optimizer's groups equal.
+    """Keeps the options of outer groups equal to those of an optimizer's groups.
 
     Args:
-        inner: The optimizer; a load replaces its groups, so that they are known by their numbers.
+        inner: The optimizer; groups are known by index, since a load replaces them.
 
     Attributes:
-        outer: The outer groups, by the same numbers.
+        outer: Outer groups with the same indices.
     """
 
     def __init__(self, inner: Optimizer) -> None:
@@ -26,13 +26,13 @@ class GroupOptions:
         self._known: list[Group] = []
 
     def add(self, outer: Group) -> None:
-        """Keep a group equal to the next one of the optimizer, which it takes its options of."""
+        """Add an outer group, which takes the options of the optimizer's next group."""
         self.outer.append(outer)
         self._known.append({})
         self._take(len(self.outer) - 1)
 
     def exchange(self) -> None:
-        """Take over what was set on one side since the last time; the outer one goes first."""
+        """Copy options that changed since the last exchange; outer groups take precedence."""
         for number, outer in enumerate(self.outer):
             inner, known = self._inner.param_groups[number], self._known[number]
             for key in [*dict.fromkeys([*outer, *inner])]:
@@ -45,7 +45,7 @@ class GroupOptions:
             self._remember(number)
 
     def take_inner(self) -> None:
-        """Let the outer groups have the options of the optimizer's."""
+        """Copy the options of the optimizer's groups to the outer groups."""
         for number in range(len(self.outer)):
             self._take(number)
 

@@ -1,4 +1,4 @@
-"""Optimizers that an optimizer consists of: wrappers and composites hold others in their attributes."""
+"""Optimizers nested in an optimizer: wrappers and composites hold them in attributes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _DEEPEST = 5
 
 
 def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizer and all that it holds in attributes, in containers or in plain objects, each once."""
+    """Return the optimizer and its nested optimizers in attributes, containers or plain objects, each once."""
     return list(named_optimizers_in(optimizer).values())
 
 
 def named_optimizers_in(optimizer: Optimizer) -> dict[str, Optimizer]:
-    """Return the optimizer, under no name, and all that it holds by their places, as ``"parts.0"``, each once."""
+    """Return the optimizer under ``""`` and its nested optimizers by path, e.g. ``"parts.0"``, each once."""
     found: dict[str, Optimizer] = {}
     seen: set[int] = set()
 
@@ -43,26 +43,26 @@ def named_optimizers_in(optimizer: Optimizer) -> dict[str, Optimizer]:
 
 
 def groups_in(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the parameter groups of an optimizer and of all that it holds, each once."""
+    """Return the parameter groups of an optimizer and its nested optimizers, each once."""
     groups = (group for each in optimizers_in(optimizer) for group in each.param_groups)
     return list({id(group): group for group in groups}.values())
 
 
 def parameters_in(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return what an optimizer and all that it holds step, each once."""
+    """Return the parameters that an optimizer and its nested optimizers step, each once."""
     held = (parameter for group in groups_in(optimizer) for parameter in group["params"])
     return list({id(parameter): parameter for parameter in held}.values())
 
 
-def held_in(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return what an optimizer and all that it holds have in groups, or in lists that are attributes, each once."""
+def referenced_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters in groups and in list attributes of an optimizer and its nested optimizers, each once."""
     lists = (value for each in optimizers_in(optimizer) for value in vars(each).values() if isinstance(value, list))
     others = (item for value in lists for item in value if isinstance(item, nn.Parameter))
     return list({id(parameter): parameter for parameter in (*parameters_in(optimizer), *others)}.values())
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
-    """Iterate over the values inside a value that may hold an optimizer, by name."""
+    """Iterate by name over the values in a value that may hold an optimizer."""
     if isinstance(value, list | tuple):
         yield from ((str(number), each) for number, each in enumerate(value))
     elif isinstance(value, dict):

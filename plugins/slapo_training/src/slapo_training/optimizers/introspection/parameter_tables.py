@@ -1,4 +1,4 @@
-"""Tables of an optimizer that refer to parameters or their ids: its state, and sets, dicts and lists in attributes."""
+"""Tables of an optimizer with parameters or their ids: its state, and sets, dicts and lists in attributes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from .nested_optimizers import Optimizer, groups_in, held_in, optimizers_in
+from .nested_optimizers import Optimizer, groups_in, optimizers_in, referenced_parameters
 
 _PLAIN = (bool, int, float, str)
 Successors = Callable[[nn.Parameter], Sequence[nn.Parameter]]
 _Keys = Callable[[Any], list[Any]]
 
 
-def marks_at(optimizer: Optimizer, parameter: nn.Parameter) -> tuple[Any, ...]:
-    """Return the plain values that an optimizer and those inside it keep for a parameter, beside the tensors of its state."""
+def plain_values_of(optimizer: Optimizer, parameter: nn.Parameter) -> tuple[Any, ...]:
+    """Return the plain values that an optimizer and its nested optimizers keep for a parameter, without tensors."""
     found: list[Any] = []
     for each in optimizers_in(optimizer):
         state = each.state.get(parameter)
@@ -31,22 +31,22 @@ def marks_at(optimizer: Optimizer, parameter: nn.Parameter) -> tuple[Any, ...]:
 
 
 def has_positions(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer has a list with one item for each parameter of a group, or of all, by its position."""
+    """Return True if an optimizer has a list with one item per parameter of a group, or of all groups, by position."""
     for each in optimizers_in(optimizer):
         numbers = [len(group["params"]) for group in each.param_groups]
         tables = [table.items() for table in (vars(each), *each.param_groups)]
         lists = [value for table in tables for name, value in table if name not in _NO_POSITIONS]
-        if any(number > _FEW and _is_by_place(value, number) for number in {*numbers, sum(numbers)} for value in lists):
+        if any(number > _FEW and _is_positional(value, number) for number in {*numbers, sum(numbers)} for value in lists):
             return True
     return False
 
 
 def replace_parameters(optimizer: Optimizer, successors: Successors) -> None:
-    """Let others take the places of parameters in groups and tables, and of their ids.
+    """Replace parameters and their ids in groups, state and tables.
 
     Args:
-        optimizer: The optimizer, without tensors in its state or in those inside it.
-        successors: Gives what takes the place of a parameter, nothing where the rank has none of it.
+        optimizer: The optimizer; neither it nor its nested optimizers have tensors in their state.
+        successors: Returns the parameters that replace one; empty if the rank has none of it.
     """
     known = {id(parameter): parameter for parameter in _known(optimizer)}
     for group in groups_in(optimizer):
@@ -57,12 +57,12 @@ def replace_parameters(optimizer: Optimizer, successors: Successors) -> None:
 
 
 def replace_in_tables(optimizer: Optimizer, parameters: Sequence[nn.Parameter], successors: Successors) -> None:
-    """Let others take the places of parameters and of their ids in sets, keys of dicts, and lists that are attributes.
+    """Replace parameters and their ids in attributes: sets, lists, and keys of dicts.
 
     Args:
-        optimizer: The optimizer; those inside it are searched, too.
-        parameters: Parameters that are replaced.
-        successors: Gives what takes the place of one; nothing where the rank has none of it.
+        optimizer: The optimizer; its nested optimizers are included.
+        parameters: Parameters to replace.
+        successors: Returns the parameters that replace one; empty if the rank has none of it.
     """
     new_keys = _new_keys({id(parameter): parameter for parameter in parameters}, successors)
     for each in optimizers_in(optimizer):
@@ -71,7 +71,7 @@ def replace_in_tables(optimizer: Optimizer, parameters: Sequence[nn.Parameter], 
 
 
 def has_state(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer, or one that it holds, has tensors for its parameters, from a step or from the start."""
+    """Return True if an optimizer or a nested one has tensors for its parameters, from a step or its construction."""
     for each in optimizers_in(optimizer):
         tables = [table for _, table in _tables(each) if isinstance(table, dict)]
         for table in (each.state, *tables):
@@ -86,7 +86,7 @@ _NO_POSITIONS = ("params", "param_names", "param_groups")
 _FEW = 2
 
 
-def _is_by_place(value: Any, number: int) -> bool:
+def _is_positional(value: Any, number: int) -> bool:
     return isinstance(value, list) and len(value) == number and not any(isinstance(item, nn.Parameter) for item in value)
 
 
@@ -98,14 +98,14 @@ def _tables(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
 
 def _has(table: Any, key: Any) -> bool:
     if not isinstance(table, list):
-        kind = type(next(iter(table), None))  # a parameter and its id have one hash, and are not to be compared
+        kind = type(next(iter(table), None))  # a parameter and its id have the same hash; comparing them would compare tensors
         return kind is type(key) and key in table
     return any(item is key or (type(item) is int and type(key) is int and item == key) for item in table)
 
 
 def _known(optimizer: Optimizer) -> list[nn.Parameter]:
     states = (key for each in optimizers_in(optimizer) for key in each.state if isinstance(key, nn.Parameter))
-    return [*held_in(optimizer), *states]
+    return [*referenced_parameters(optimizer), *states]
 
 
 def _new_keys(known: Mapping[int, nn.Parameter], successors: Successors) -> _Keys:

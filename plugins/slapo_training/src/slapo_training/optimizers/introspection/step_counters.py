@@ -1,4 +1,4 @@
-"""Step counters of an optimizer: advanced to probe its steps after a warm-up, and put back between calls that are one step."""
+"""Step counters of an optimizer: advanced to probe steps after a warm-up, and restored between calls that form one step."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Counts = dict[tuple[int, Any], float]
 
 
 def counts(optimizer: Optimizer) -> Counts:
-    """Return the numbers in state, groups and attributes of an optimizer and those inside it, by table and key."""
+    """Return the numbers in state, groups and attributes of an optimizer and nested ones, by table and key."""
     return {(id(table), key): float(value) for table, key, value in _numbers(optimizer)}
 
 
 def advance(optimizer: Optimizer, before: Counts, steps: int) -> None:
-    """Add steps to every number that the last step raised by one.
+    """Add ``steps`` to each number that the last step increased by one.
 
     Args:
         optimizer: The optimizer, one step after ``before``.
-        before: Its numbers, as ``counts`` returned them.
+        before: Result of ``counts`` before that step.
         steps: Number of steps.
     """
     moved = set[int]()
@@ -38,10 +38,9 @@ def advance(optimizer: Optimizer, before: Counts, steps: int) -> None:
 
 
 class OneStep:
-    """Several calls of an optimizer's ``step`` that are one step, each of other parameters.
+    """Several calls of ``step`` that form one step, each of other parameters.
 
-    Numbers that it keeps in attributes, as a count of steps, would advance in each call: before all calls but the first they
-    are put back.
+    Numbers in attributes, e.g. a count of steps, would advance in each call. They are restored before each call but the first.
 
     Args:
         optimizer: The optimizer, before the first call.
@@ -53,8 +52,8 @@ class OneStep:
             (table, key, copy.deepcopy(value)) for table in tables for key, value in table.items() if _is_number(value)
         ]
 
-    def again(self) -> None:
-        """Put the numbers back for another call."""
+    def restore_counters(self) -> None:
+        """Restore the numbers for another call."""
         for table, key, value in self._before:
             table[key] = copy.deepcopy(value)
 

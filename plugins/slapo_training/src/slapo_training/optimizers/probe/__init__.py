@@ -1,10 +1,10 @@
-"""Numeric probe of an optimizer: which elements the update of one element depends on.
+"""Numeric probe of an optimizer: the elements that the update of one element depends on.
 
-Copies of the optimizer step a few small parameters, whole and in parts, together and apart. An optimizer enters; a
-``Finding`` leaves, and neither the optimizer nor the random state of the process is changed. It may import
+Copies of the optimizer step a few small parameters, whole and in parts, together and apart. An optimizer enters; an
+``UpdateDependence`` leaves. Neither the optimizer nor the random state of the process changes. It may import
 ``introspection``, ``gradient_hooks`` and the private torch names in ``distributed``.
 """
 
-from .update_probe import is_same_in_turns
+from .update_probe import is_step_divisible
 
-__all__ = ["is_same_in_turns"]
+__all__ = ["is_step_divisible"]

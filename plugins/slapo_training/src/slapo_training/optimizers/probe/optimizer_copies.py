@@ -1,4 +1,4 @@
-"""Copies of an optimizer that step a few small parameters in the places of its own."""
+"""Copies of an optimizer with a few small parameters in the places of its own."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import nn
 
 from slapo_core import shard_spec
 
-from ...gradient_hooks.sharded_attributes import matches
+from ...gradient_hooks.sharded_attributes import is_shaped_like
 from ..introspection.nested_optimizers import Optimizer, groups_in, optimizers_in
-from ..introspection.parameter_tables import marks_at
+from ..introspection.parameter_tables import plain_values_of
 
 _REPRESENTATIVES = 2
 _NUMBERS = ("_fsdp_orig_uid",)
-"""Attributes by which a library numbers parameters: each would be of a kind of its own."""
+"""Attributes that number parameters; they would make each parameter a kind of its own."""
 
 
-def copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
-    """Copy an optimizer and those that it holds; ``copy.deepcopy`` would lose all attributes but state and groups."""
+def copy_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+    """Copy an optimizer and its nested optimizers; ``copy.deepcopy`` would keep state and groups only."""
     found = optimizers_in(optimizer)
     for each in found:
         memo[id(each)] = object.__new__(type(each))
@@ -29,14 +29,14 @@ def copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
         for name, value in vars(each).items():
             if name.startswith("_optimizer_") and name.endswith("hooks"):
                 vars(memo[id(each)])[name] = type(value)()
-            elif name != "step":  # a learning-rate schedule puts a function there that steps the original
+            elif name != "step":  # a learning-rate schedule replaces ``step`` by a function of the original
                 vars(memo[id(each)])[name] = copy.deepcopy(value, memo)
     made: Optimizer = memo[id(optimizer)]
     return made
 
 
 def substituted_states(optimizer: Optimizer, memo: dict[int, Any]) -> dict[int, Any]:
-    """Return replacements for the tensors that an optimizer has made for each element of its parameters, by id."""
+    """Return replacements of an optimizer's per-element tensors, by id."""
     found: dict[int, Any] = {}
     for each in optimizers_in(optimizer):
         for table in (value for value in vars(each).values() if isinstance(value, dict)):
@@ -46,7 +46,7 @@ def substituted_states(optimizer: Optimizer, memo: dict[int, Any]) -> dict[int, 
                     if isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.shape:
                         kept[name].append((parameter, value))
             for pairs in kept.values():
-                # sums that start at zero are equal to parameters that do, as biases
+                # accumulators that start at zero equal parameters that start at zero, e.g. biases
                 are_copies = all(torch.equal(*pair) for pair in pairs) and any(bool(value.any()) for _, value in pairs)
                 for parameter, value in pairs:
                     new = memo[id(parameter)]
@@ -55,11 +55,11 @@ def substituted_states(optimizer: Optimizer, memo: dict[int, Any]) -> dict[int, 
 
 
 def representatives(optimizer: Optimizer, merges: bool) -> list[nn.Parameter]:
-    """Return some parameters of each kind that an optimizer may treat differently.
+    """Return a few parameters of each kind that an optimizer may treat differently.
 
     Args:
-        optimizer: The optimizer that has them.
-        merges: Whether groups that differ in numbers alone are of one kind: models have a rate for each layer.
+        optimizer: The optimizer.
+        merges: True to count groups that differ in numbers only as one kind, e.g. with one learning rate per layer.
     """
     seen: dict[Any, int] = {}
     chosen: dict[int, nn.Parameter] = {}
@@ -75,7 +75,7 @@ def representatives(optimizer: Optimizer, merges: bool) -> list[nn.Parameter]:
                 parameter.dim(),
                 parameter.dtype,
                 tuple(marks),
-                marks_at(optimizer, parameter),
+                plain_values_of(optimizer, parameter),
             )
             if parameter.requires_grad and seen.setdefault(kind, 0) < _REPRESENTATIVES:
                 seen[kind] += 1
@@ -88,19 +88,19 @@ def _options(group: dict[str, Any]) -> tuple[tuple[str, str], ...]:
     return tuple((key, repr(value != 0 if isinstance(value, float) else value)) for key, value in given)
 
 
-def substitute(old: nn.Parameter, value: torch.Tensor, is_bare: bool = False) -> nn.Parameter:
-    """Return a parameter with this value and the attributes of another; a bare one, as a flat range is, has none."""
+def probe_parameter(old: nn.Parameter, value: torch.Tensor, is_bare: bool = False) -> nn.Parameter:
+    """Return a parameter with this value and the attributes of ``old``; without attributes if ``is_bare``."""
     new = nn.Parameter(value.detach().to(old.dtype).clone())
     if is_bare:
         return new
     spec = shard_spec(old)
     shapes = [tuple(old.shape), *([] if spec is None else [tuple(spec.full_shape)])]
     for name, each in vars(old).items():
-        vars(new)[name] = _shaped_like(each, new) if any(matches(each, shape) for shape in shapes) else each
+        vars(new)[name] = _shaped_like(each, new) if any(is_shaped_like(each, shape) for shape in shapes) else each
     return new
 
 
 def _shaped_like(mask: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Return the first element of a mask in the shape of another tensor: whole and parts cannot have the same mask."""
+    """Return the first element of a mask expanded to another shape; whole and parts then have equal masks."""
     values = mask.detach().reshape(-1)[:1]
     return values.expand(new.numel()).reshape(new.shape).clone()

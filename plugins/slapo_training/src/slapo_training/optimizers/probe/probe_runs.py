@@ -1,4 +1,4 @@
-"""Steps of an optimizer's copies on small parameters: whole or in parts, together or apart."""
+"""Steps of copies of an optimizer on small parameters: whole or in parts, together or apart."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ...distributed._torch_private import CollectiveFound
+from ...distributed._torch_private import CollectiveCalledError
 from ..introspection.nested_optimizers import Optimizer, groups_in, optimizers_in, parameters_in
 from ..introspection.parameter_tables import replace_in_tables
 from ..introspection.step_counters import OneStep, advance, counts
-from .optimizer_copies import copied, representatives, substitute, substituted_states
+from .optimizer_copies import copy_optimizer, probe_parameter, representatives, substituted_states
 
 Cut = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Size(NamedTuple):
-    """Shapes of the parameters that are stepped, by their number of dimensions, and how often in each phase."""
+    """Shapes of the stepped parameters by number of dimensions, and number of steps of each phase."""
 
     shapes: dict[int, tuple[int, ...]]
     steps: tuple[int, ...]
 
 
 SMALL = Size({0: (), 1: (12,), 2: (8, 6), 3: (4, 4, 4), 4: (4, 4, 3, 3)}, (10, 2, 2))
-_AHEAD = (1_000, 1_000_000)
-"""Steps that counters are moved forward by, before the phases behind the first: optimizers have warm-ups."""
+_ADVANCES = (1_000, 1_000_000)
+"""Steps by which counters are advanced before each later phase, to pass warm-ups."""
 _SCALES = (1.0, 1.0, 10.0, 0.1)
-"""Scales of the gradients, step by step, so that a limit on norms is passed in some steps."""
+"""Scales of the gradients of each step, so that a limit on norms is exceeded in some steps."""
 _TOLERANCE = 1e-3
-_RATE = 0.01
+_LEARNING_RATE = 0.01
 
 
 class ProbeRuns:
-    """Steps of copies of an optimizer with few small parameters in the places of its own.
+    """Steps of copies of an optimizer with a few small parameters.
 
     Args:
-        optimizer: The optimizer that is copied.
-        size: Shapes of the parameters and number of steps.
+        optimizer: The optimizer to copy.
+        size: Shapes of the parameters and numbers of steps.
 
     Attributes:
-        is_sparse: Whether gradients are sparse ones, of all rows.
-        goes_ahead: Whether counters are moved forward between phases.
-        draws: Whether a run drew random numbers of the process.
-        keeps_factors: Whether a run left state that is neither a number nor one for each element.
+        is_sparse: True if gradients are sparse, with all rows.
+        goes_ahead: True if counters are advanced between phases.
+        draws: True if a run used the process's random numbers.
+        keeps_factors: True if a run left state that is neither scalar nor per-element.
     """
 
     def __init__(self, optimizer: Optimizer, size: Size, is_sparse: bool = False, goes_ahead: bool = True) -> None:
@@ -59,16 +59,16 @@ class ProbeRuns:
             raise ValueError("it has no parameters")
 
     def run_first(self) -> list[torch.Tensor]:
-        """Return what some steps add to whole parameters, of gradients as the optimizer takes them: dense, or sparse ones.
+        """Return the updates of whole parameters, with dense gradients, or sparse ones if the optimizer needs these.
 
         Raises:
-            Exception: it takes neither.
+            Exception: the optimizer fails with both.
         """
         failure: Exception | None = None
         for self.is_sparse, self.goes_ahead in ((False, True), (False, False), (True, True), (True, False)):
             try:
-                found = self.run(uncut)
-            except CollectiveFound:
+                found = self.run(identity_cut)
+            except CollectiveCalledError:
                 raise
             except Exception as err:
                 failure = failure or err
@@ -85,19 +85,19 @@ class ProbeRuns:
         calls: Sequence[Sequence[int]] = (),
         after_step: Callable[[Optimizer, bool], None] = lambda optimizer, is_last: None,
     ) -> list[torch.Tensor]:
-        """Return what each phase of steps adds to each parameter, phase by phase.
+        """Return the update of each parameter in each phase, phase by phase.
 
         Args:
-            cut: Gives the part of a parameter, or of its gradient, that is stepped; or one for each parameter.
-            places: Numbers of the parameters that are stepped, without the others; None for all.
-            calls: Numbers of those that are stepped by one call of ``step``, call by call; none for all by one.
-            after_step: Is called with the optimizer, and whether the step was the last of its phase.
+            cut: Returns the part of a parameter or gradient to step; or one function per parameter.
+            places: Indices of the parameters that exist in the run; None for all.
+            calls: Indices of the parameters of each call of ``step``; empty for one call.
+            after_step: Called with the optimizer, and True after the last step of a phase.
         """
         numbers = torch.Generator().manual_seed(0)
         whole = [torch.randn(shape, generator=numbers) for shape in self.shapes]
         cuts = cut if isinstance(cut, Sequence) else [cut] * len(whole)
         substitutes = [
-            substitute(old, own(value.to(old.device)), is_bare=cut in FLAT)
+            probe_parameter(old, own(value.to(old.device)), is_bare=cut in FLAT)
             for old, value, own in zip(self._chosen, whole, cuts, strict=True)
         ]
         stepped = range(len(substitutes)) if places is None else places
@@ -113,14 +113,14 @@ class ProbeRuns:
                     gradient = scale * torch.randn(value.shape, generator=numbers)
                     own = cuts[place](gradient.to(each.device)).to(each.dtype).clone()
                     each.grad = (own.to_sparse(1) if self.is_sparse else own) if place in stepped else None
-                is_last = number == steps - 1 and phase < len(_AHEAD)
+                is_last = number == steps - 1 and phase < len(_ADVANCES)
                 known = counts(trial) if is_last else None
                 if calls:
-                    _step_in_turns(trial, substitutes, calls)
+                    _step_in_several_calls(trial, substitutes, calls)
                 else:
                     type(trial).step(trial)
                 if known is not None and self.goes_ahead:
-                    advance(trial, known, _AHEAD[phase])
+                    advance(trial, known, _ADVANCES[phase])
                 after_step(trial, number == steps - 1)
                 step += 1
             added += [each.detach() - old for each, old in zip(substitutes, before, strict=True)]
@@ -130,15 +130,15 @@ class ProbeRuns:
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Shapes of the whole parameters that are stepped."""
+        """Shapes of the whole parameters."""
         return [self._shape(each) for each in self._chosen]
 
     def is_same_in_parts(self, whole: Sequence[torch.Tensor], cuts: tuple[Cut, Cut]) -> bool:
-        """Return whether two optimizers, each with its part of every parameter, add what one adds to the whole."""
+        """Return True if two optimizers, each with one part of every parameter, update as one does with whole ones."""
         for cut in cuts:
             try:
                 found = self.run(cut)
-            except CollectiveFound:
+            except CollectiveCalledError:
                 raise
             except Exception:
                 return False
@@ -146,21 +146,21 @@ class ProbeRuns:
                 return False
         return True
 
-    def is_coupled(self, whole: Sequence[torch.Tensor]) -> bool:
-        """Return whether some parameters are stepped differently when others are not there."""
+    def depends_on_other_parameters(self, whole: Sequence[torch.Tensor]) -> bool:
+        """Return True if the update of some parameters changes without the others."""
         for first in (0, 1):
             places = range(first, len(self._chosen), 2)
             if places:
-                found = self.run(uncut, places)
+                found = self.run(identity_cut, places)
                 pairs = [(found[at], whole[at]) for at in range(len(whole)) if at % len(self._chosen) in places]
                 if not all(is_close(own, full) for own, full in pairs):
                     return True
         return False
 
-    def is_same_in_turns(self, whole: Sequence[torch.Tensor]) -> bool:
-        """Return whether two calls of ``step``, each of half of the parameters, add what one call of all adds."""
+    def is_same_in_several_calls(self, whole: Sequence[torch.Tensor]) -> bool:
+        """Return True if two calls of ``step``, each of half of the parameters, update as one call of all does."""
         calls = [each for first in (0, 1) if (each := range(first, len(self._chosen), 2))]
-        return len(calls) < 2 or all(map(is_close, self.run(uncut, calls=calls), whole))
+        return len(calls) < 2 or all(map(is_close, self.run(identity_cut, calls=calls), whole))
 
     def _shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
         return self._size.shapes.get(parameter.dim(), (2,) * parameter.dim())
@@ -172,32 +172,32 @@ class ProbeRuns:
             place = self._places.get(id(parameter))
             if place is None:
                 if parameter.dim() not in dummies:
-                    dummies[parameter.dim()] = substitute(
+                    dummies[parameter.dim()] = probe_parameter(
                         parameter, torch.zeros(self._shape(parameter), device=parameter.device)
                     )
                 memo[id(parameter)] = dummies[parameter.dim()]
             else:
                 memo[id(parameter)] = substitutes[place]
         memo |= substituted_states(self._optimizer, memo)
-        trial = copied(self._optimizer, memo)
+        trial = copy_optimizer(self._optimizer, memo)
         replace_in_tables(trial, self._all, lambda old: [memo[id(old)]])
         kept = {id(substitutes[place]) for place in places}
         for group in groups_in(trial):
             group["params"] = [parameter for parameter in group["params"] if id(parameter) in kept]
             _set_rate(group)
         if self._size is not SMALL:
-            for each in optimizers_in(trial):  # some look at the first parameter of a group
+            for each in optimizers_in(trial):  # some optimizers read the first parameter of a group
                 each.param_groups[:] = [group for group in each.param_groups if group["params"]] or each.param_groups
         return trial
 
 
-def _step_in_turns(trial: Optimizer, parameters: Sequence[nn.Parameter], calls: Sequence[Sequence[int]]) -> None:
-    """Take one step by several calls, each of some parameters, as ZeRO does group by group."""
+def _step_in_several_calls(trial: Optimizer, parameters: Sequence[nn.Parameter], calls: Sequence[Sequence[int]]) -> None:
+    """Take one step by several calls of ``step``, each of some parameters, as ZeRO does group by group."""
     gradients, step = [each.grad for each in parameters], OneStep(trial)
     groups = [(group, group["params"]) for group in groups_in(trial)]
     for number, call in enumerate(calls):
         if number:
-            step.again()
+            step.restore_counters()
         own = {id(parameters[place]) for place in call}
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient if id(parameter) in own else None
@@ -209,16 +209,16 @@ def _step_in_turns(trial: Optimizer, parameters: Sequence[nn.Parameter], calls: 
 
 
 def _set_rate(group: dict[str, Any]) -> None:
-    """Set a learning rate that changes the weights: a warm-up begins with zero."""
+    """Set a nonzero learning rate; a warm-up starts with zero."""
     rate = group.get("lr")
     if isinstance(rate, torch.Tensor):
-        rate.fill_(_RATE)
+        rate.fill_(_LEARNING_RATE)
     elif isinstance(rate, float | int):
-        group["lr"] = _RATE
+        group["lr"] = _LEARNING_RATE
 
 
 def _keeps_factors(optimizer: Optimizer) -> bool:
-    """Return whether the state has tensors that are neither a number nor one for each element of a parameter."""
+    """Return True if the state has tensors that are neither scalar nor per-element."""
     for each in optimizers_in(optimizer):
         for parameter, state in each.state.items():
             shape = parameter.shape if isinstance(parameter, torch.Tensor) else None
@@ -230,14 +230,14 @@ def _keeps_factors(optimizer: Optimizer) -> bool:
 
 
 def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Return whether an update is the expected one, but for rounding."""
+    """Return True if an update equals the expected one up to rounding."""
     largest = expected.abs().max().item() if expected.numel() else 0.0
     return found.shape == expected.shape and bool((found - expected).abs().le(_TOLERANCE * largest).all())
 
 
 @contextmanager
 def isolation() -> Iterator[None]:
-    """Leave no trace in the process: random states stay, warnings are not shown."""
+    """Context that restores random states and hides warnings."""
     before, others = torch.get_rng_state(), random.getstate()
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
     try:
@@ -256,7 +256,7 @@ def _seed() -> None:
     random.seed(0)
 
 
-def uncut(tensor: torch.Tensor) -> torch.Tensor:
+def identity_cut(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole parameter, as a ``Cut``."""
     return tensor
 

@@ -1,4 +1,4 @@
-"""Numeric probe of an optimizer: what an element's update depends on, by stepping small parameters whole and in parts."""
+"""Numeric probe of the dependences of an optimizer's update, by steps of small parameters whole and in parts."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import torch
 
 from slapo_core import failure_reason, shard_spec
 
-from ...distributed._torch_private import CollectiveFound, CollectiveWatch
+from ...distributed._torch_private import CollectiveCalledError, CollectiveWatch
 from ..introspection.nested_optimizers import Optimizer, parameters_in
 from ..introspection.parameter_tables import has_positions
 from .optimizer_copies import representatives
-from .probe_runs import COLUMNS, CORNERS, FLAT, ROWS, SMALL, ProbeRuns, Size, isolation, uncut
+from .probe_runs import COLUMNS, CORNERS, FLAT, ROWS, SMALL, ProbeRuns, Size, identity_cut, isolation
 
 
-class Finding(NamedTuple):
+class UpdateDependence(NamedTuple):
     """Dependences of an optimizer's update.
 
     Args:
-        shape: Whether it changes where a rank has rows or columns of a parameter instead of the whole.
-        flat: Whether it changes where a rank has a range of the flattened parameter.
-        coupled: Whether the update of one parameter depends on which others there are.
-        draws: Whether a step draws random numbers of the process.
-        communicates: Whether a step calls collectives.
-        why_unknown: The reason why it could not be tried; it is then taken to depend on the shape.
+        shape: True if rows or columns of a parameter are updated differently than the whole.
+        flat: True if a range of the flattened parameter is updated differently than the whole.
+        coupled: True if the update of one parameter depends on the other parameters.
+        draws: True if a step uses the process's random numbers.
+        communicates: True if a step calls collectives.
+        why_unknown: The reason why the probe failed; the update is then assumed to depend on the shape.
     """
 
     shape: bool = False
@@ -38,42 +38,42 @@ class Finding(NamedTuple):
 
 
 _LARGE = Size({0: (), 1: (512,), 2: (192, 160), 3: (16, 16, 16), 4: (32, 16, 3, 3)}, (3, 1))
-"""Optimizers treat small parameters differently: Adafactor factors, Shampoo preconditions, from some size on."""
+"""Size from which optimizers treat parameters differently, e.g. Adafactor factors and Shampoo preconditions."""
 _LONGEST, _THIN, _SQUARE = 2**15, 4, 1280
-"""Limits of what stands for still larger parameters of the model: of a long side, of the other one, of two alike."""
-_MOST = 2**23
-"""Elements of all that are tried at once: a model may have a group for each layer."""
+"""Limits of probed shapes for larger parameters: of one long side, of its other side, and of both sides of a square."""
+_MAX_NUMEL = 2**23
+"""Limit of the elements of all parameters of a probe; a model may have one group per layer."""
 
 
-def probe(optimizer: Optimizer) -> Finding:
-    """Probe what the updates of an optimizer depend on.
+def probe(optimizer: Optimizer) -> UpdateDependence:
+    """Return the dependences of an optimizer's updates.
 
-    Neither the optimizer nor its parameters nor any random state are changed: copies of it step small parameters.
+    Copies of the optimizer step small parameters; the optimizer, its parameters and the random state do not change.
 
     Args:
-        optimizer: As it was made; it has not stepped.
+        optimizer: A new optimizer that has not stepped.
     """
     kind = _kind_of_torchs_own(optimizer)
     if kind in _known:
         return _known[kind]
     with isolation():
         try:
-            found = _probed(optimizer)
-        except CollectiveFound:
-            found = Finding(shape=True, flat=True, coupled=True, communicates=True)
+            found = _probe(optimizer)
+        except CollectiveCalledError:
+            found = UpdateDependence(shape=True, flat=True, coupled=True, communicates=True)
         except Exception as err:
-            found = Finding(shape=True, flat=True, coupled=has_positions(optimizer), why_unknown=failure_reason(err))
+            found = UpdateDependence(shape=True, flat=True, coupled=has_positions(optimizer), why_unknown=failure_reason(err))
     if kind is not None:
         _known[kind] = found
     return found
 
 
-_known: dict[object, Finding] = {}
-"""Findings by kind of optimizer: a process may build many engines."""
+_known: dict[object, UpdateDependence] = {}
+"""Cached results by kind of optimizer; a process may build many engines."""
 
 
 def _kind_of_torchs_own(optimizer: Optimizer) -> object:
-    """Return all that the finding of an optimizer of torch's own classes depends on; None for another class or a used one."""
+    """Return the facts that decide the probe of an optimizer of torch; None for other classes and used optimizers."""
     kind = type(optimizer)
     if getattr(torch.optim, kind.__name__, None) is not kind or optimizer.state:
         return None
@@ -90,55 +90,55 @@ def _kind_of_torchs_own(optimizer: Optimizer) -> object:
     return kind, kind.step, repr((groups, sizes_of(optimizer)))
 
 
-def is_same_in_turns(optimizer: Optimizer) -> bool:
-    """Return whether calls of ``step`` of some parameters each, put together as ``OneStep`` does, are a step of all.
+def is_step_divisible(optimizer: Optimizer) -> bool:
+    """Return True if several calls of ``step`` for some parameters each, as in ``OneStep``, equal one step of all.
 
     Args:
-        optimizer: As it was made; it has not stepped. Nothing is changed.
+        optimizer: A new optimizer that has not stepped; it does not change.
     """
     with isolation():
         try:
             runs = ProbeRuns(optimizer, SMALL)
             whole = runs.run_first()
-        except Exception:  # it was probed before, or shows itself in the first step
+        except Exception:  # an earlier probe, or the first step, reports the error
             return True
         try:
-            return runs.is_same_in_turns(whole)
+            return runs.is_same_in_several_calls(whole)
         except Exception:
             return False
 
 
-def _probed(optimizer: Optimizer) -> Finding:
+def _probe(optimizer: Optimizer) -> UpdateDependence:
     runs = ProbeRuns(optimizer, SMALL)
     with CollectiveWatch():  # type: ignore[no-untyped-call]
         whole = runs.run_first()
-    coupled = runs.draws or runs.is_coupled(whole)
+    coupled = runs.draws or runs.depends_on_other_parameters(whole)
     shape = runs.keeps_factors or not runs.is_same_in_parts(whole, ROWS) or not runs.is_same_in_parts(whole, COLUMNS)
     flat = shape or not runs.is_same_in_parts(whole, FLAT)
     for size in (_LARGE, *_larger(optimizer)) if not shape else ():
         large = ProbeRuns(optimizer, size, runs.is_sparse, runs.goes_ahead)
-        whole = large.run(uncut)
+        whole = large.run(identity_cut)
         shape = large.keeps_factors or not all(large.is_same_in_parts(whole, cuts) for cuts in (ROWS, COLUMNS, CORNERS))
         flat = flat or shape or not large.is_same_in_parts(whole, FLAT)
         if shape:
             break
-    return Finding(shape, flat, coupled or has_positions(optimizer), runs.draws)
+    return UpdateDependence(shape, flat, coupled or has_positions(optimizer), runs.draws)
 
 
 def sizes_of(optimizer: Optimizer) -> list[Size]:
-    """Return all sizes that tell how an optimizer steps parameters like its own."""
+    """Return all sizes to probe for an optimizer's own parameters."""
     return [SMALL, _LARGE, *_larger(optimizer)]
 
 
 def _larger(optimizer: Optimizer) -> Iterator[Size]:
-    """Sizes near those of the model, where these are larger than the largest that is always tried."""
+    """Iterate over sizes near those of the model's parameters, if these are larger than ``_LARGE``."""
     found: dict[int, tuple[int, ...]] = {}
     for parameter in parameters_in(optimizer):
         spec = shard_spec(parameter)
         shape = tuple(parameter.shape) if spec is None else tuple(spec.full_shape)
         if len(shape) in (1, 2):
             found[len(shape)] = tuple(map(max, found.get(len(shape), shape), shape))
-    most = max(_MOST // len(representatives(optimizer, merges=True)), _THIN)
+    most = max(_MAX_NUMEL // len(representatives(optimizer, merges=True)), _THIN)
     longest, square = min(_LONGEST, most // _THIN), min(_SQUARE, math.isqrt(most))
     long = {number: tuple(min(size, longest) for size in shape) for number, shape in found.items()}
     line, (rows, columns) = long.get(1, (1,)), long.get(2, (1, 1))

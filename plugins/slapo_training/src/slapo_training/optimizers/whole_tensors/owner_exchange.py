@@ -13,25 +13,25 @@ import torch.distributed as dist
 from slapo_core import BuildError
 
 from ...model.pieces import Chunk
-from .whole_tensor import Whole
+from .whole_tensor import WholeTensor
 
 Box = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""Number of a whole tensor, where a box begins in it, and its shape."""
+"""Index of a whole tensor, and offset and shape of a box in it."""
 
 _BUCKET = 2**24
-"""Elements of the whole tensors that are sent together."""
+"""Number of elements of the whole tensors in one bucket."""
 _IN_FLIGHT = 3
-"""Buckets whose memory exists at the same time."""
+"""Number of buckets in memory at the same time."""
 
 
-class Holding(NamedTuple):
-    """Box of a whole tensor that this rank has in its memory.
+class LocalBox(NamedTuple):
+    """Box of a whole tensor in this rank's memory.
 
     Args:
-        whole: Number of the whole tensor.
-        place: Number of the rank's tensor that has it.
-        chunk: Where it lies: in that tensor, or in the part of a flat one, and in the whole.
-        flat: Where a flat tensor has the elements around it, and their shape; None where the tensor has its own shape.
+        whole: Index of the whole tensor.
+        place: Index of the rank's tensor that has the box.
+        chunk: Offsets of the box in that tensor, or in a part of a flat tensor, and in the whole tensor.
+        flat: Start and shape of that part in a flat tensor; None if the tensor is not flat.
     """
 
     whole: int
@@ -40,7 +40,7 @@ class Holding(NamedTuple):
     flat: tuple[int, tuple[int, ...]] | None = None
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the box in the rank's tensor, or in one that is laid out like it, a view."""
+        """Return the box as a view of the rank's tensor, or of a tensor with the same layout."""
         if self.flat is not None:
             start, shape = self.flat
             tensor = tensor.narrow(0, start, math.prod(shape)).view(shape)
@@ -48,12 +48,12 @@ class Holding(NamedTuple):
 
     @property
     def box(self) -> Box:
-        """The box for other ranks."""
+        """Box in terms of the whole tensor, for other ranks."""
         return self.whole, self.chunk.offset, self.chunk.sizes
 
 
-def owners(wholes: Sequence[Whole], size: int) -> list[int]:
-    """Return the rank of the group that owns each tensor: all get about the same work. The same on every rank."""
+def assign_owners(wholes: Sequence[WholeTensor], size: int) -> list[int]:
+    """Return the owner rank of each tensor, with balanced work; the same on every rank."""
     loads, found = [0] * size, [0] * len(wholes)
     for number in sorted(range(len(wholes)), key=lambda number: (-wholes[number].cost, number)):
         found[number] = min(range(size), key=lambda rank: (loads[rank], rank))
@@ -62,7 +62,7 @@ def owners(wholes: Sequence[Whole], size: int) -> list[int]:
 
 
 class _Route(NamedTuple):
-    """Messages of one bucket: by rank the boxes that this rank sends, as numbers of holdings, and those that it receives."""
+    """Messages of one bucket: boxes that this rank sends to each rank, as indices of holdings, and boxes that it receives."""
 
     label: int
     wholes: tuple[int, ...]
@@ -70,35 +70,35 @@ class _Route(NamedTuple):
     incoming: list[list[Box]]
 
 
-class Exchange:
+class OwnerExchange:
     """Gathers whole tensors to their owners, and scatters them back. Collective over the group.
 
     Args:
-        wholes: The same on every rank of the group.
-        owner_of: The rank that owns each; None where every rank has all.
-        group: The ranks that hold something of them; None where this rank alone does.
+        wholes: Whole tensors, the same on every rank of the group.
+        owner_of: Owner rank of each tensor; None if every rank gets all tensors.
+        group: Process group of the ranks that hold boxes; None if this rank holds all.
 
     Attributes:
-        owned: Numbers of those that this rank has whole.
+        owned: Indices of the tensors that this rank gets whole.
     """
 
-    def __init__(self, wholes: Sequence[Whole], owner_of: Sequence[int] | None, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, wholes: Sequence[WholeTensor], owner_of: Sequence[int] | None, group: dist.ProcessGroup | None) -> None:
         self._wholes, self._group = wholes, group
         self._rank, self._size = (0, 1) if group is None else (group.rank(), group.size())
         everyone = tuple(range(self._size))
         self._owners = [everyone if owner_of is None else (owner_of[number],) for number in range(len(wholes))]
         self.owned = [number for number in range(len(wholes)) if self._rank in self._owners[number]]
-        self._holdings: Sequence[Holding] = ()
+        self._holdings: Sequence[LocalBox] = ()
         self._labels: Sequence[int] = ()
-        self._there: list[_Route] = []
-        self._back: list[_Route] = []
+        self._gather_routes: list[_Route] = []
+        self._scatter_routes: list[_Route] = []
 
-    def bind(self, holdings: Sequence[Holding], labels: Sequence[int]) -> None:
-        """Plan the messages for what this rank holds. Collective.
+    def bind(self, holdings: Sequence[LocalBox], labels: Sequence[int]) -> None:
+        """Plan the messages. Collective.
 
         Args:
-            holdings: The boxes in this rank's memory.
-            labels: A number for each tensor; those of one label may be exchanged without the others.
+            holdings: Boxes in this rank's memory.
+            labels: Label of each tensor; tensors of one label may be exchanged without the others.
 
         Raises:
             BuildError: on every rank: the ranks do not hold all of a tensor.
@@ -111,8 +111,8 @@ class Exchange:
         self._check(everyone)
         senders = _senders(everyone, self._owners)
         buckets = self._buckets()
-        self._there = [self._route(bucket, everyone, senders) for bucket in buckets]
-        self._back = [self._route_back(bucket, everyone) for bucket in buckets]
+        self._gather_routes = [self._gather_route(bucket, everyone, senders) for bucket in buckets]
+        self._scatter_routes = [self._scatter_route(bucket, everyone) for bucket in buckets]
 
     def _check(self, everyone: Sequence[Sequence[Box]]) -> None:
         volumes = [0] * len(self._wholes)
@@ -141,7 +141,9 @@ class Exchange:
     def _kind(self, number: int) -> tuple[int, torch.dtype]:
         return self._labels[number], self._wholes[number].dtype
 
-    def _route(self, bucket: tuple[int, ...], everyone: Sequence[Sequence[Box]], senders: dict[tuple[Box, int], int]) -> _Route:
+    def _gather_route(
+        self, bucket: tuple[int, ...], everyone: Sequence[Sequence[Box]], senders: dict[tuple[Box, int], int]
+    ) -> _Route:
         kept = set(bucket)
         outgoing: list[list[int]] = [[] for _ in range(self._size)]
         for place, holding in enumerate(self._holdings):
@@ -155,7 +157,7 @@ class Exchange:
         ]
         return _Route(self._labels[bucket[0]], bucket, outgoing, incoming)
 
-    def _route_back(self, bucket: tuple[int, ...], everyone: Sequence[Sequence[Box]]) -> _Route:
+    def _scatter_route(self, bucket: tuple[int, ...], everyone: Sequence[Sequence[Box]]) -> _Route:
         """Return the route of a scatter: this rank's holdings by their sender, and the boxes that it sends by receiver."""
         kept = set(bucket)
         held: list[list[int]] = [[] for _ in range(self._size)]
@@ -169,7 +171,7 @@ class Exchange:
         return _Route(self._labels[bucket[0]], bucket, held, sent)
 
     def _source(self, whole: int, rank: int) -> int:
-        """Return the rank that sends a tensor's boxes to another; an owner keeps its own."""
+        """Return the rank that sends a tensor's boxes to ``rank``; an owner uses its own."""
         owners = self._owners[whole]
         return rank if rank in owners else owners[0]
 
@@ -180,7 +182,7 @@ class Exchange:
 
         Args:
             gradients: Gradients of this rank's tensors, by place.
-            device: Where messages are.
+            device: Device of messages.
         """
         flags = torch.zeros(len(self._wholes), dtype=torch.int32)
         for holding in self._holdings:
@@ -196,21 +198,21 @@ class Exchange:
         targets: Sequence[Callable[[int], torch.Tensor | None]],
         labels: Container[int] | None = None,
     ) -> None:
-        """Put whole tensors together on their owners. Collective.
+        """Gather whole tensors to their owners. Collective.
 
         Args:
-            sources: For each kind of value this rank's tensors by place; where there is none zeros are sent.
-            targets: For each kind the whole tensor of a number, to be filled; None for one that has none.
-            labels: Labels of the tensors that are sent; None for all.
+            sources: This rank's tensors by place, for each kind of value; zeros are sent for None.
+            targets: Returns the whole tensor of an index to fill, for each kind of value; None to skip it.
+            labels: Labels of the tensors to exchange; None for all.
         """
 
         def post(route: _Route) -> tuple[_Route, torch.Tensor, dist.Work | None]:
-            parts = [self._packed(kind, place) for places in route.outgoing for kind in sources for place in places]
+            parts = [self._pack(kind, place) for places in route.outgoing for kind in sources for place in places]
             sizes = [len(sources) * sum(self._numel(place) for place in places) for places in route.outgoing]
             got = [len(sources) * sum(math.prod(box[2]) for box in boxes) for boxes in route.incoming]
             return (route, *self._send(self._flat(parts, route), sizes, got))
 
-        for route, received, work in self._posted(_labelled(self._there, labels), post):
+        for route, received, work in self._post_ahead(_labelled(self._gather_routes, labels), post):
             if work is not None:
                 work.wait()
             at = 0
@@ -225,12 +227,12 @@ class Exchange:
     def scatter(
         self, wholes: Callable[[int], torch.Tensor], targets: Sequence[torch.Tensor], labels: Container[int] | None = None
     ) -> None:
-        """Give every rank its boxes of the whole tensors. Collective.
+        """Scatter the whole tensors to the boxes of all ranks. Collective.
 
         Args:
-            wholes: The whole tensor of a number that this rank owns.
+            wholes: Returns the whole tensor of an index that this rank owns.
             targets: This rank's tensors by place.
-            labels: Labels of the tensors that are sent; None for all.
+            labels: Labels of the tensors to exchange; None for all.
         """
 
         def post(route: _Route) -> tuple[_Route, torch.Tensor, dist.Work | None]:
@@ -239,7 +241,7 @@ class Exchange:
             got = [sum(self._numel(place) for place in places) for places in route.outgoing]
             return (route, *self._send(self._flat(parts, route), sizes, got))
 
-        for route, received, work in self._posted(_labelled(self._back, labels), post):
+        for route, received, work in self._post_ahead(_labelled(self._scatter_routes, labels), post):
             if work is not None:
                 work.wait()
             at = 0
@@ -249,12 +251,12 @@ class Exchange:
                     holding.of(targets[holding.place]).copy_(received[at : at + size].view(holding.chunk.sizes))
                     at += size
 
-    def _posted(
+    def _post_ahead(
         self,
         routes: Sequence[_Route],
         post: Callable[[_Route], tuple[_Route, torch.Tensor, dist.Work | None]],
     ) -> Iterator[tuple[_Route, torch.Tensor, dist.Work | None]]:
-        """Post the messages of some buckets ahead of the one that is waited for."""
+        """Post messages ahead of the bucket that is waited for."""
         waiting: deque[tuple[_Route, torch.Tensor, dist.Work | None]] = deque()
         for route in routes:
             waiting.append(post(route))
@@ -262,7 +264,7 @@ class Exchange:
                 yield waiting.popleft()
         yield from waiting
 
-    def _packed(self, tensors: Sequence[torch.Tensor | None], place: int) -> torch.Tensor:
+    def _pack(self, tensors: Sequence[torch.Tensor | None], place: int) -> torch.Tensor:
         holding = self._holdings[place]
         if (tensor := tensors[holding.place]) is None:
             source = self._wholes[holding.whole].source
@@ -296,7 +298,7 @@ def _labelled(routes: Sequence[_Route], labels: Container[int] | None) -> list[_
 
 
 def _senders(everyone: Sequence[Sequence[Box]], owners: Sequence[tuple[int, ...]]) -> dict[tuple[Box, int], int]:
-    """Return the rank that sends each box to each owner: the owner itself if it holds the box, else holders by turns."""
+    """Return the rank that sends each box to each owner: the owner itself if it holds the box, else holders in turn."""
     holders: dict[Box, list[int]] = defaultdict(list)
     for rank, boxes in enumerate(everyone):
         for box in boxes:

@@ -1,4 +1,4 @@
-"""Stand-ins of one group of ranks: whole parameters, each with memory on its owner, and during a step alone."""
+"""Stand-ins of one process group: whole parameters with memory on their owner, during a step only."""
 
 from __future__ import annotations
 
@@ -9,47 +9,47 @@ import torch.distributed as dist
 from torch import nn
 
 from ...gradient_hooks.sharded_attributes import attributes_cut_with
-from .owner_exchange import Exchange, Holding, owners
-from .whole_tensor import Whole, stand_in
+from .owner_exchange import LocalBox, OwnerExchange, assign_owners
+from .whole_tensor import WholeTensor, stand_in
 
 Tensors = Callable[[], Sequence[torch.Tensor]]
 
 
 class StandIns:
-    """Whole parameters that an optimizer steps in the places of what ranks of a group hold of them. Collective.
+    """Whole parameters that an optimizer steps in the places of their shards. Made collectively.
 
     Args:
-        wholes: The same on every rank of the group, in the order of the model.
-        group: The ranks that hold something of them; None where this rank alone does.
-        everywhere: Whether every rank steps all of them, instead of one owner each.
+        wholes: Whole tensors, the same on every rank of the group, in the order of the model.
+        group: Process group of the ranks that hold shards; None if this rank holds all.
+        everywhere: True if every rank steps all tensors, instead of one owner each.
 
     Attributes:
-        wholes: As given.
-        parameters: The stand-in of each.
-        is_everywhere: As given.
-        is_in_place: Whether ranks step shards in place instead.
+        wholes: The whole tensors.
+        parameters: Stand-in of each whole tensor.
+        is_on_all_ranks: True if every rank steps all tensors.
+        is_in_place: True if ranks step shards in place.
     """
 
     is_in_place = False
 
-    def __init__(self, wholes: Sequence[Whole], group: dist.ProcessGroup | None, everywhere: bool) -> None:
+    def __init__(self, wholes: Sequence[WholeTensor], group: dist.ProcessGroup | None, everywhere: bool) -> None:
         size = 1 if group is None else group.size()
-        self.wholes, self._group, self.is_everywhere = list(wholes), group, everywhere
-        self._owners = None if everywhere else owners(wholes, size)
-        self._exchange = Exchange(self.wholes, self._owners, group)
+        self.wholes, self._group, self.is_on_all_ranks = list(wholes), group, everywhere
+        self._owners = None if everywhere else assign_owners(wholes, size)
+        self._exchange = OwnerExchange(self.wholes, self._owners, group)
         self._owned = set(self._exchange.owned)
         self._tensors: Tensors | None = None
         self._labels: Sequence[int] = ()
         self.parameters: list[nn.Parameter] = []
 
-    def keep(self, known: Container[int]) -> bool:
-        """Leave out stand-ins that no optimizer has; it is bound anew then.
+    def drop_unused(self, known: Container[int]) -> bool:
+        """Drop stand-ins that no optimizer has.
 
         Args:
-            known: Ids of those that one has.
+            known: Ids of the parameters that an optimizer has.
 
         Returns:
-            Whether some were left out.
+            True if some were dropped; ``bind`` must be called again.
         """
         kept = [number for number, parameter in enumerate(self.parameters) if id(parameter) in known]
         if len(kept) == len(self.wholes):
@@ -57,47 +57,47 @@ class StandIns:
         self.wholes = [self.wholes[number] for number in kept]
         self.parameters = [self.parameters[number] for number in kept]
         self._owners = None if self._owners is None else [self._owners[number] for number in kept]
-        self._exchange = Exchange(self.wholes, self._owners, self._group)
+        self._exchange = OwnerExchange(self.wholes, self._owners, self._group)
         self._owned = set(self._exchange.owned)
         return True
 
-    def bind(self, tensors: Tensors, holdings: Sequence[Holding], labels: Sequence[int] | None = None) -> None:
-        """Set the tensors in which this rank has values and gradients from now on. Collective.
+    def bind(self, tensors: Tensors, holdings: Sequence[LocalBox], labels: Sequence[int] | None = None) -> None:
+        """Set the tensors with this rank's values and gradients. Collective.
 
         Args:
-            tensors: Gives the rank's tensors, each with its gradient.
-            holdings: The boxes of the whole tensors in these.
-            labels: A number for each stand-in; an engine may step those of one number at a time.
+            tensors: Returns the rank's tensors, each with its gradient.
+            holdings: Boxes of the whole tensors within these tensors.
+            labels: Label of each stand-in; an engine may step the stand-ins of one label at a time.
         """
         self._tensors, self._labels = tensors, labels or [0] * len(self.wholes)
         self._exchange.bind(holdings, self._labels)
 
     def move(self, value_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Set other tensors of the same layout that have the rank's values from now on."""
+        """Replace the tensors with the rank's values by others of the same layout."""
         before = self._tensors
         assert before is not None
         self._tensors = lambda: [value_of(each) for each in before()]
 
     def make(self) -> None:
-        """Make the stand-ins, with the values that their parts have now; ``release`` frees them. Collective."""
+        """Make the stand-ins with current values; ``release`` frees their memory. Collective."""
         masks = self._masks()
         for number, whole in enumerate(self.wholes):
-            self.parameters.append(stand_in(whole, self._nothing(whole), masks[number]))
+            self.parameters.append(stand_in(whole, self._expanded_zero(whole), masks[number]))
         self.fetch()
 
     def owned(self, labels: Container[int] | None = None) -> list[nn.Parameter]:
-        """Return the stand-ins of some labels that this rank steps; of all where none are given."""
+        """Return the stand-ins with these labels that this rank steps; None for all labels."""
         return [self.parameters[number] for number in sorted(self._owned) if labels is None or self._labels[number] in labels]
 
     @torch.no_grad()
     def fetch(self) -> None:
-        """Give the owned stand-ins their values. Collective."""
+        """Gather the values of the owned stand-ins. Collective."""
         self._allocate()
         self._exchange.gather([self._values()], [self._target])
 
     @torch.no_grad()
     def fetch_all(self, labels: Container[int] | None) -> None:
-        """Give the owned stand-ins of some labels their values and gradients. Collective."""
+        """Gather values and gradients of the owned stand-ins with these labels. Collective."""
         values = self._values()
         gradients = [value.grad for value in values]
         known = self._exchange.has_gradient(gradients, self._device)
@@ -109,15 +109,15 @@ class StandIns:
         self._exchange.gather([values, gradients], [self._target, lambda number: self.parameters[number].grad], labels)
 
     @torch.no_grad()
-    def put(self, labels: Container[int] | None = None) -> None:
-        """Give each rank its parts of the new values. Collective."""
+    def scatter(self, labels: Container[int] | None = None) -> None:
+        """Scatter the new values to the ranks' shards. Collective."""
         self._exchange.scatter(self._target, self._values(), labels)
 
     def release(self) -> None:
         """Free the memory of the stand-ins."""
         for number, whole in enumerate(self.wholes):
             self.parameters[number].grad = None
-            self.parameters[number].data = self._nothing(whole)
+            self.parameters[number].data = self._expanded_zero(whole)
 
     @property
     def _device(self) -> torch.device:
@@ -137,13 +137,13 @@ class StandIns:
             whole = self.wholes[number]
             self.parameters[number].data = torch.empty(whole.shape, dtype=whole.dtype, device=self._device)
 
-    def _nothing(self, whole: Whole) -> torch.Tensor:
-        """Return a tensor of a shape with the memory of one element."""
+    def _expanded_zero(self, whole: WholeTensor) -> torch.Tensor:
+        """Return a tensor of the whole shape with the memory of one element."""
         return torch.zeros((), dtype=whole.dtype, device=self._device).expand(whole.shape)
 
     @torch.no_grad()
     def _masks(self) -> list[dict[str, torch.Tensor]]:
-        """Gather the attributes that were cut with the parts, for each stand-in by name. Collective."""
+        """Gather the tensor attributes that were sharded with the parameters, by name for each stand-in. Collective."""
         found: list[dict[str, torch.Tensor]] = [{} for _ in self.wholes]
         own = [attributes_cut_with(whole.source) for whole in self.wholes]
         values = self._values()

@@ -1,4 +1,4 @@
-"""Whole tensors that an optimizer steps, and the places of a rank's parts in them."""
+"""Whole tensors that an optimizer steps, and the places of a rank's shards in them."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch import nn
 from slapo_core import parameter_facts, successor
 
 from ...gradient_hooks.hook_tables import TABLES
-from ...model.pieces import Chunk, Span, chunks_of, replaced
-from ...options.optimizer_blocks import Blocks
+from ...model.pieces import Chunk, Span, chunks_of, with_dim
+from ...options.optimizer_blocks import OptimizerBlocks
 
 MADE_OF = "slapo_made_of"
 """Attribute that a fusing step sets on the new parameter, see ``slapo_weights.made_of``."""
 
 
-class Whole(NamedTuple):
+class WholeTensor(NamedTuple):
     """Tensor that the optimizer of the unmodified model would step.
 
     Args:
-        name: Its name there.
-        shape: Its shape.
-        source: This rank's parameter that has some of it.
-        dtype: Type of the values that the optimizer steps.
-        spans: The ranges of the scheduled model's parameter that it consists of; None where it is that parameter.
+        name: Name in the unmodified model.
+        shape: Shape of the whole tensor.
+        source: This rank's parameter with elements of the tensor.
+        dtype: Dtype of the values that the optimizer steps.
+        spans: Ranges of the scheduled model's parameter that form the tensor; None if it is that parameter.
     """
 
     name: str
@@ -37,57 +37,57 @@ class Whole(NamedTuple):
     spans: tuple[Span, ...] | None = None
 
     def chunks(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
-        """Give boxes of the scheduled model's parameter as boxes of this tensor."""
+        """Convert boxes of the scheduled model's parameter to boxes of this tensor."""
         return chunks_of(chunks, self.spans)
 
     @property
     def cost(self) -> int:
-        """Work of a step that multiplies the matrix by itself, in multiplications of some unit."""
+        """Relative work of a step that multiplies the matrix by itself."""
         return math.prod(self.shape) * (min(self.shape) if len(self.shape) > 1 else 1) + 1
 
 
-def wholes_of(
-    name: str, parameter: nn.Parameter, shape: Sequence[int], dtype: torch.dtype, blocks: Blocks | None = None
-) -> list[Whole]:
-    """Return the whole tensors that a parameter belongs to: several where a step fused them, or where blocks are asked for.
+def whole_tensors_of(
+    name: str, parameter: nn.Parameter, shape: Sequence[int], dtype: torch.dtype, blocks: OptimizerBlocks | None = None
+) -> list[WholeTensor]:
+    """Return the whole tensors of a parameter: several if a primitive fused them, or with ``optimizer_blocks``.
 
     Args:
-        name: Its name in the unmodified model.
+        name: Name in the unmodified model.
         parameter: This rank's parameter.
-        shape: That of the whole parameter in the scheduled model.
-        dtype: Type of the values that the optimizer steps.
-        blocks: Blocks that are stepped one by one, as the user asks.
+        shape: Shape of the whole parameter in the scheduled model.
+        dtype: Dtype of the values that the optimizer steps.
+        blocks: Blocks to step one by one, from the option ``optimizer_blocks``.
     """
     full = tuple(shape)
     made = getattr(parameter, MADE_OF, None)
     if made is not None and not parameter_facts(parameter).names and (spans := _spans(made)) is not None:
         return [
-            Whole(part, replaced(full, made[0], sum(span.size for span in own)), parameter, dtype, own)
+            WholeTensor(part, with_dim(full, made[0], sum(span.size for span in own)), parameter, dtype, own)
             for part, own in spans.items()
         ]
     if blocks is None:
-        return [Whole(name, full, parameter, dtype)]
+        return [WholeTensor(name, full, parameter, dtype)]
     found, at = [], 0
     for number, size in enumerate(blocks.sizes):
         own = (Span(blocks.dim, at, 0, size),)
-        found.append(Whole(f"{name}[{number}]", replaced(full, blocks.dim, size), parameter, dtype, own))
+        found.append(WholeTensor(f"{name}[{number}]", with_dim(full, blocks.dim, size), parameter, dtype, own))
         at += size
     return found
 
 
 def is_fused(parameter: nn.Parameter) -> bool:
-    """Return whether a step made the parameter of several of the unmodified model's, or of ranges of one."""
+    """Return True if a primitive made the parameter from several of the unmodified model's, or from ranges of one."""
     made = getattr(parameter, MADE_OF, None)
     return made is not None and not parameter_facts(parameter).names and _spans(made) is not None
 
 
-def stand_in(whole: Whole, value: torch.Tensor, masks: Mapping[str, torch.Tensor]) -> nn.Parameter:
-    """Return a whole parameter for the optimizer with all that was set on the rank's.
+def stand_in(whole: WholeTensor, value: torch.Tensor, masks: Mapping[str, torch.Tensor]) -> nn.Parameter:
+    """Return a whole parameter for the optimizer, with the attributes of the rank's parameter.
 
     Args:
-        whole: Which one.
-        value: Its memory.
-        masks: Attributes that are tensors of the whole shape.
+        whole: The whole tensor.
+        value: Memory of the parameter.
+        masks: Tensor attributes of the whole shape.
     """
     new = cast(nn.Parameter, successor(whole.source, value, spec=None, names=(whole.name,)))
     for table in TABLES:
@@ -98,12 +98,12 @@ def stand_in(whole: Whole, value: torch.Tensor, masks: Mapping[str, torch.Tensor
 
 
 def local_of(value: Any) -> Any:
-    """Return what a rank has of a DTensor in its memory, and any other value as it is."""
+    """Return the local tensor of a DTensor; return other values unchanged."""
     return value.to_local() if hasattr(value, "to_local") else value  # importing its class takes a second
 
 
 def _spans(made: Any) -> dict[str, tuple[Span, ...]] | None:
-    """Return the ranges of each parameter in a fused one; None where one of them is not there completely and once."""
+    """Return the ranges of each parameter in a fused one; None unless each is there completely and once."""
     dim, parts = made[0], made[1]
     spans: dict[str, list[Span]] = {}
     at = 0

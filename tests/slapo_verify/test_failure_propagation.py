@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import slapo_verify.ranks.failure_propagation as meeting
 from slapo_core import VerifyError, create_schedule
 from slapo_testing import run_distributed
 from slapo_verify import run_as_threads, verify, verify_engine
+from slapo_verify.ranks import failure_propagation
 from slapo_verify.ranks._torch_private import _COLLECTIVES, watched_collectives
 from tests.slapo_torch.layouts import mesh_of
 
@@ -64,12 +64,12 @@ def scheduled(change: Callable[[Any], Any] = lambda sch: None) -> tuple[nn.Modul
 
 @contextmanager
 def patience(seconds: float) -> Iterator[None]:
-    before = meeting.PATIENCE
-    meeting.PATIENCE = seconds
+    before = failure_propagation.COLLECTIVE_GRACE_SECONDS
+    failure_propagation.COLLECTIVE_GRACE_SECONDS = seconds
     try:
         yield
     finally:
-        meeting.PATIENCE = before
+        failure_propagation.COLLECTIVE_GRACE_SECONDS = before
 
 
 def told(work: Callable[[], Any]) -> tuple[str, str]:
@@ -111,7 +111,7 @@ def test_processes_that_wait_for_one_that_failed_are_let_go(where: str) -> None:
 
 @pytest.mark.parametrize("where", [before_the_sum, in_the_backward])
 def test_threads_tell_what_the_one_that_failed_said(where: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slapo_verify.ranks.thread_ranks._PATIENCE", 0.2)
+    monkeypatch.setattr("slapo_verify.ranks.thread_ranks._DEADLOCK_SECONDS", 0.2)
     with pytest.raises(ZeroDivisionError, match="of rank 1"):
         run_as_threads(lambda: verify(*scheduled(where)), 2)
     run_as_threads(lambda: verify(*scheduled()).check(), 2)
@@ -222,7 +222,7 @@ def test_an_engine_s_rank_that_fails_says_so() -> None:
 
 SCRIPT = """
 import torch.distributed as dist
-from tests.slapo_verify import test_meeting as own
+from tests.slapo_verify import test_failure_propagation as own
 
 dist.init_process_group("gloo")
 reference, sch = own.scheduled(own.before_the_sum)
@@ -243,7 +243,7 @@ def test_a_user_s_own_processes_end_with_the_reason(tmp_path: Path) -> None:
 
 
 SCHEDULE = """
-from tests.slapo_verify.test_meeting import fails
+from tests.slapo_verify.test_failure_propagation import fails
 
 
 def schedule(sch):
