@@ -277,7 +277,7 @@ def _one_sum(rank: int) -> dict[str, int]:
         assert_equivalent(before, model, *inputs)
         found[between] = _sums(model, *inputs)
         shared = [hook.shared for module in model.modules() for hook in module._forward_pre_hooks.values()]
-        assert shared[0].known is None or between != "nothing"
+        assert shared[0].current is None or between != "nothing"
     return found
 
 
