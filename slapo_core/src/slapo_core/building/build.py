@@ -63,8 +63,8 @@ def build(
             and ``loss_over``, for losses that are not a mean over rows or labels; ``gradient_hooks``; ``optimizer_blocks``, for
             optimizers such as Muon; ``check`` and ``strict``, for the checks of the first step.
             ``help(slapo_training.options.CommonOptions)`` explains each. ``slapo_weights`` takes ``weights``, a folder of
-            safetensors for weights on the meta device. The guide to engines lists the further options of each, such as ``config``,
-            the engine's own configuration.
+            safetensors for weights on the meta device. The guide to engines lists the further options of each,
+            such as ``config``, the engine's own configuration.
 
     Returns:
         An engine; it unpacks as ``module, optimizer``.
