@@ -76,7 +76,7 @@ def test_primitives_are_listed_with_their_providers() -> None:
     row = next(row for row in listed["primitives"] if row["name"] == "replace")
     assert row["distribution"] == "slapo-core"
     assert row["version"] == "0.1.0"
-    assert row["summary"].startswith("Put a module in the place of")
+    assert row["summary"].startswith("Replace this module")
     assert listed["problems"] == []
 
 

@@ -35,14 +35,14 @@ def largest_difference(record: dict[str, Any]) -> float:
 
 
 def test_tensor_parallel_stages_equal_the_unmodified_model(tmp_path: Path):
-    record = run_training(tmp_path, f"--tp 2 --pp 2 {SMALL} --lr 1e-2 --reference")
+    record = train(tmp_path, f"--tp 2 --pp 2 {SMALL} --lr 1e-2 --reference")
     assert largest_difference(record) <= 1e-4
     assert record["losses"][-1] < record["losses"][0], "it learns"
 
 
 @pytest.mark.slow
 def test_thirty_steps_equal_the_unmodified_model(tmp_path: Path):
-    record = run_training(tmp_path, "--tp 2 --pp 2 --steps 30 --reference")
+    record = train(tmp_path, "--tp 2 --pp 2 --steps 30 --reference")
     assert len(record["losses"]) == 30
     assert largest_difference(record) <= 1e-4
     assert record["losses"][-1] < record["losses"][0] - 1, "it learns"
@@ -50,7 +50,7 @@ def test_thirty_steps_equal_the_unmodified_model(tmp_path: Path):
 
 @pytest.mark.parametrize("layout", ["--tp 1 --pp 1", pytest.param("--tp 1 --pp 4 --layers 4", marks=pytest.mark.slow)])
 def test_layouts_equal_the_unmodified_model(tmp_path: Path, layout: str):
-    assert largest_difference(run_training(tmp_path, f"{SMALL} {layout} --reference")) <= 1e-4
+    assert largest_difference(train(tmp_path, f"{SMALL} {layout} --reference")) <= 1e-4
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_layouts_equal_the_unmodified_model(tmp_path: Path, layout: str):
     ],
 )
 def test_families_split_over_ranks_equal_the_unmodified_model(tmp_path: Path, flags: str):
-    assert largest_difference(run_training(tmp_path, f"{flags} --layers 1 --hidden 32 --seq 32 --steps 4 --reference")) <= 1e-4
+    assert largest_difference(train(tmp_path, f"{flags} --layers 1 --hidden 32 --seq 32 --steps 4 --reference")) <= 1e-4
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_families_split_over_ranks_equal_the_unmodified_model(tmp_path: Path, fl
 )
 def test_on_deepspeed_it_equals_the_unmodified_model(tmp_path: Path, flags: str):
     sizes = "--layers 2 --hidden 32 --seq 32 --steps 4 --reference"
-    assert largest_difference(run_training(tmp_path, f"{flags} {sizes} --target deepspeed")) <= 1e-4
+    assert largest_difference(train(tmp_path, f"{flags} {sizes} --target deepspeed")) <= 1e-4
 
 
 @pytest.mark.parametrize(
@@ -95,19 +95,19 @@ def test_on_deepspeed_it_equals_the_unmodified_model(tmp_path: Path, flags: str)
 )
 def test_on_megatron_it_equals_the_unmodified_model(tmp_path: Path, flags: str):
     sizes = "--layers 4 --hidden 32 --seq 32 --steps 4 --reference"
-    assert largest_difference(run_training(tmp_path, f"{flags} {sizes} --target megatron")) <= 1e-4
+    assert largest_difference(train(tmp_path, f"{flags} {sizes} --target megatron")) <= 1e-4
 
 
 @pytest.mark.slow
 def test_report_and_schedule_of_a_run(tmp_path: Path):
     flags = f"--tp 2 --pp 2 {SMALL} --dropout 0.2 --seed 3"
-    record = run_training(tmp_path, flags)
+    record = train(tmp_path, flags)
     assert {step["name"] for step in record["steps"] if step["depth"] == 0} == {"tensor_parallel", "cut_pipeline_stage"}
     assert [rank["stages"] for rank in record["ranks"]] == [[0], [0], [1], [1]]
     assert {event["rank"] for event in record["timeline"]} == {0, 1, 2, 3}
     assert {event["kind"] for event in record["timeline"]} == {"F", "B", "SEND_F", "SEND_B", "RECV_F", "RECV_B"}
     assert len(record["stage_paths"]) == 2
-    again = run_training(tmp_path / "again", f"{flags} --schedule {tmp_path / 'schedule.json'}")
+    again = train(tmp_path / "again", f"{flags} --schedule {tmp_path / 'schedule.json'}")
     assert again["losses"] == record["losses"], "the same steps and, with a seed, the same dropout"
 
 
@@ -121,7 +121,7 @@ def test_a_schedule_of_ones_own(tmp_path: Path):
         "        layer['mlp.c_proj'].shard('weight', axis=0).sync('fwd_post', 'all_reduce')\n"
         "    sch['transformer.h.0'].cut_pipeline_stage()\n"
     )
-    record = run_training(tmp_path, f"--tp 2 --pp 2 {SMALL} --reference --schedule {path}")
+    record = train(tmp_path, f"--tp 2 --pp 2 {SMALL} --reference --schedule {path}")
     assert largest_difference(record) <= 1e-4
 
 
@@ -162,9 +162,9 @@ def test_started_by_an_elastic_agent_it_joins_that_world(tmp_path: Path):
     ],
 )
 def test_other_runs_equal_the_unmodified_model(tmp_path: Path, flags: str):
-    assert largest_difference(run_training(tmp_path, f"{flags} --steps 10 --reference")) <= 1e-4
+    assert largest_difference(train(tmp_path, f"{flags} --steps 10 --reference")) <= 1e-4
 
 
 @pytest.mark.slow
 def test_bf16_stays_near(tmp_path: Path):
-    assert largest_difference(run_training(tmp_path, "--tp 2 --steps 10 --precision bf16 --reference")) <= 5e-2
+    assert largest_difference(train(tmp_path, "--tp 2 --steps 10 --precision bf16 --reference")) <= 5e-2

@@ -118,8 +118,8 @@ def test_each_check_is_switched_off_by_its_name_alone() -> None:
                 assert f"{name} alone" not in message, (name, message)  # another check may see the fault
 
 
-def test_the_readme_lists_each_check() -> None:
-    text = (Path(__file__).parents[3] / "plugins/slapo_sharding/README.md").read_text(encoding="utf-8")
+def test_the_guide_lists_each_check() -> None:
+    text = (Path(__file__).parents[3] / "docs/guides/sharding.md").read_text(encoding="utf-8")
     assert [name for name in CHECKS if f"\n| `{name}` | " not in text] == []
 
 

@@ -15,6 +15,8 @@ import slapo_memory.plugin
 import slapo_pipeline.plugin
 import slapo_sharding.plugin
 import slapo_torch.plugin
+import slapo_tracing.plugin
+import slapo_training.plugin
 from slapo_core import (
     Registry,
     RNGState,
@@ -32,7 +34,14 @@ from ..layouts import adamw, gpt2, mesh_of, tokens
 
 pytestmark = pytest.mark.multiproc
 
-PLUGINS = (slapo_memory.plugin, slapo_pipeline.plugin, slapo_sharding.plugin, slapo_torch.plugin)
+PLUGINS = (
+    slapo_tracing.plugin,
+    slapo_training.plugin,
+    slapo_memory.plugin,
+    slapo_pipeline.plugin,
+    slapo_sharding.plugin,
+    slapo_torch.plugin,
+)
 MICROBATCHES = 4
 LAYERS = 4
 Order = list[tuple[int, int]]

@@ -94,5 +94,7 @@ def compare_attributes(rank: int, expected: nn.Module, model: nn.Module) -> None
 @pytest.mark.parametrize("kind", [LeavesLoss, ReadsLength, ReadsMap])
 def test_attributes_stored_by_a_forward(kind: Any) -> None:
     for told, is_split in run_distributed(run, 2, kind):
-        parts = [message for message in told if "the attribute 'attn_map' of 'blocks.0.part' holds this rank's part" in message]
+        parts = [
+            message for message in told if "the attribute 'attn_map' of 'blocks.0.part' holds this rank's shard" in message
+        ]
         assert (len(parts), is_split) == {LeavesLoss: (1, True), ReadsLength: (0, False), ReadsMap: (0, False)}[kind]

@@ -397,7 +397,7 @@ def cannot_run(rank: int) -> None:
     model = net(Branching)
     build(split(model))
     model(tokens(2, 8))
-    with pytest.raises(TraceError, match=r"the Branching at 'blocks.0.part' counts whole sizes.*test_handwritten.py"):
+    with pytest.raises(TraceError, match=r"the Branching at 'blocks.0.part' uses whole sizes.*test_handwritten.py"):
         model(tokens(2, 9))
 
 

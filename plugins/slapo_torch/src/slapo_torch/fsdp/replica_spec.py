@@ -77,7 +77,7 @@ class ReplicaSpec(ShardSpec):
             raise BuildError("rows of a tensor-parallel part are no ranges of the full tensor; use local() and assemble()")
         return [self.rows(rank)]
 
-    def counted(self, shard: torch.Tensor) -> torch.Tensor:
+    def without_copies(self, shard: torch.Tensor) -> torch.Tensor:
         """Return the part of this rank's shard to count, so that each element of the full tensor counts on one rank."""
         if self.inner is None or self.inner.uneven_ranges is None:
             return shard
