@@ -24,7 +24,7 @@ def test_refused_groups_do_not_keep_the_process_group_of_one_process() -> None:
 
 
 def failed_behind_its_ties(rank: int) -> tuple[str, int]:
-    """What building says on groups of the user's, which ties are not summed over, and how many groups it has left."""
+    """Message of a build that fails after making the groups of its ties, and the number of groups that it leaves."""
     from megatron.core import parallel_state
 
     model, mesh = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), mesh_of(pp=2)

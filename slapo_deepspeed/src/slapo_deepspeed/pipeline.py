@@ -85,7 +85,7 @@ def in_pipeline(program: Program, stage: RunningStage, modes: TrainingMode) -> A
 
 @contextmanager
 def staying(stages: Any, training: bool) -> Iterator[None]:
-    """Let stages be in training mode inside, if they are to: DeepSpeed evaluates whatever it runs forward alone."""
+    """Keep the stages in the given mode inside: DeepSpeed switches to evaluation mode for every forward-only run."""
     stages.stays_in_training = training
     stages.train(training)
     try:
@@ -95,6 +95,6 @@ def staying(stages: Any, training: bool) -> Iterator[None]:
 
 
 def steps(number: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """What DeepSpeed reads as a batch: one for each micro-batch, of no values."""
+    """Return the iterator that DeepSpeed reads as a batch: one pair of placeholders for each micro-batch."""
     nothing = torch.zeros((), dtype=torch.int64)
     return iter([(nothing, nothing)] * number)

@@ -48,7 +48,7 @@ _PIPELINE = ("activation_checkpoint_interval", "grad_partitioned", "pipe_partiti
 
 
 def _check_pipeline(given: Mapping[str, Any]) -> None:
-    """DeepSpeed goes through all of this section, and reads these."""
+    """Refuse unknown keys: DeepSpeed iterates over the whole section, so unread keys do not show, but uses only these."""
     for key in given.get("pipeline", {}):
         if key not in _PIPELINE:
             notes = ["the schedule says what the stages are"]
@@ -56,7 +56,7 @@ def _check_pipeline(given: Mapping[str, Any]) -> None:
 
 
 class _Replicas:
-    """What DeepSpeed asks for as it reads sizes of batches."""
+    """Stand-in for the ``mpu`` that DeepSpeed asks for the number of replicas when it reads batch sizes."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -66,7 +66,7 @@ class _Replicas:
 
 
 class _Asked(dict[str, Any]):
-    """A dict that knows which keys were asked for, in the dicts in it too; whoever goes through all of one asks for all."""
+    """Dict that records which keys were read, in nested dicts too; iterating over a dict reads all of its keys."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__({key: _Asked(value) if isinstance(value, Mapping) else value for key, value in values.items()})

@@ -1,4 +1,4 @@
-"""What DeepSpeed cannot do; the table in `docs/limits.md` has the same words."""
+"""Table of what DeepSpeed cannot do; `docs/limits.md` has the same words."""
 
 from __future__ import annotations
 
@@ -124,4 +124,4 @@ LIMITS = (
     ),
     Limit("managed_gradient_accumulation off, as micro-batches are accumulated", "leave it on", _accumulates_nothing),
 )
-"""In the order in which they are asked."""
+"""Limits in the order in which they are checked."""
