@@ -44,7 +44,7 @@ def borders(program: Program, weights: torch.dtype, device: torch.device) -> Bor
 
 
 class RunningStage(StageForward):
-    """A stage as Megatron calls it, once for each micro-batch in order.
+    """Stage that Megatron calls once for each micro-batch, in order.
 
     Args:
         program: The program, cut into stages.

@@ -33,7 +33,7 @@ def pieces(model: Any, module: nn.Module, program: Program, zero_stage: int) -> 
 
 
 def values(model: Any, module: nn.Module, program: Program) -> Iterator[MasterValue]:
-    """Iterate over this rank's ranges of what DeepSpeed's optimizer steps, and the buffers."""
+    """Iterate over this rank's ranges of the tensors that DeepSpeed's optimizer steps, and over the buffers."""
     shares = Shares(model, module, program)
     stepped = ((share.name, share.value, share.start) for share in shares.held if share.stepped is not None)
     return master_values(stepped, buffers(module), shares.pieces)

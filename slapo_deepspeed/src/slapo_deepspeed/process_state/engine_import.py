@@ -69,7 +69,7 @@ class TorchLinear:
 
 
 def start(deepspeed: Any) -> SingleProcessGroup:
-    """Hand DeepSpeed the process group of this process, or one of this process alone where there is none."""
+    """Initialize DeepSpeed with the existing process group, or with a new group of this process if there is none."""
     world = SingleProcessGroup()
     deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False, verbose=False)
     _deepspeed_private.forget_mpu()

@@ -188,7 +188,7 @@ def _first(error: BaseException) -> str:
 
 
 def _stepped(held: Held) -> dict[str, torch.Tensor]:
-    """Return the tensors that Megatron's optimizer steps on this rank: fp32 copies where there are some."""
+    """Return this rank's tensors, with the optimizer's fp32 copy in place of each parameter that has one."""
     return {key: main_param(tensor) for key, tensor in held.tensors.items()}
 
 

@@ -37,7 +37,7 @@ def communicator(group: Any, config: Any) -> Any:
 
 
 def model_type() -> Any:
-    """Return the model type whose stages all have one input and one output."""
+    """Return Megatron's model type for a plain encoder or decoder, whose stages are all treated alike."""
     from megatron.core.enums import ModelType
 
     return ModelType.encoder_or_decoder
@@ -75,7 +75,7 @@ def gradient_buckets(chunks: Iterable[Any]) -> Iterator[tuple[list[nn.Parameter]
 
 
 def main_param(parameter: Any) -> Any:
-    """Return the fp32 copy of a parameter that the optimizer steps, or the parameter where there is none."""
+    """Return the fp32 copy of a parameter that the optimizer steps, or the parameter itself if there is no copy."""
     return getattr(parameter, "main_param", parameter)
 
 
