@@ -36,7 +36,7 @@ class _Part(NamedTuple):
 
 
 class Saved:
-    """A checkpoint by original names.
+    """Checkpoint whose tensors are read by original names.
 
     Args:
         folder: Directory of its files.
@@ -72,7 +72,7 @@ class Saved:
         """Read a range of a tensor's elements, flat; only rows that contain some of them are read from the files.
 
         Args:
-            name: In the unmodified model.
+            name: Name of the tensor in the unmodified model.
             key: An optimizer state, or ``WEIGHT``.
             wanted: Position of the shard that contains the elements.
             start: Offset of the elements in the shard.

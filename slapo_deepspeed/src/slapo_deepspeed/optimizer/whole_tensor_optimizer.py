@@ -39,7 +39,7 @@ def bind(model: Any, program: Program, in_turns: bool) -> None:
 
     Args:
         model: DeepSpeed's engine.
-        program: The program that it runs.
+        program: The program that the engine runs.
         in_turns: Result of ``steps_in_turns`` for the optimizer.
 
     Raises:

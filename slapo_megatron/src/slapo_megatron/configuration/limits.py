@@ -12,7 +12,7 @@ from .options import MegatronOptions
 
 
 def is_shared_out(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether Megatron's distributed optimizer takes an optimizer."""
+    """Return True if Megatron's distributed optimizer supports an optimizer."""
     return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
 
 
