@@ -24,7 +24,7 @@ def test_refused_groups_do_not_keep_the_process_group_of_one_process() -> None:
 
 
 def failed_behind_its_ties(rank: int) -> tuple[str, int]:
-    """Message of a build that fails after making the groups of its ties, and the number of groups that it leaves."""
+    """Message of a build on the user's groups that fails after its ties have theirs, and the number of groups left behind."""
     from megatron.core import parallel_state
 
     model, mesh = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), mesh_of(pp=2)

@@ -41,7 +41,7 @@ ROUNDING = {"blenderbot", "clip", "exaone4", "gemma2", "gemma3_text", "mpt", "mt
 
 
 class Whole(NamedTuple):
-    """Parts of a sharded family that stay whole: ``attention``, ``MLP`` or both; and the source that the warning names."""
+    """Parts of a sharded family that stay whole: ``attention``, ``MLP`` or both; and the place that a warning names."""
 
     what: str
     why: str

@@ -21,7 +21,7 @@ _OLD_NAMES = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tenso
 
 
 def imported(device_type: str) -> Any:
-    """Import DeepSpeed for a type of device.
+    """Import DeepSpeed for a type of device, and return the module.
 
     DeepSpeed chooses its accelerator at import, from ``DS_ACCELERATOR`` if that is set, and reads ``LOCAL_RANK``. This
     function sets ``LOCAL_RANK`` if it is unset, and on a CPU ``DS_ACCELERATOR`` too. On a CPU it disables DeepSpeed's

@@ -123,7 +123,10 @@ class ParallelState:
         self._world.close()
 
     def forget(self) -> bool:
-        """Drop all references to groups, whose threads end with the last one; return True for the last engine's call."""
+        """Drop all references to groups, whose threads end with the last reference.
+
+        Return True if engines made Megatron's groups and this was the last engine that used them.
+        """
         self._made.clear()
         was_ours, self.is_ours = self.is_ours, False
         ParallelState._users = max(ParallelState._users - was_ours, 0)
