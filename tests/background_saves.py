@@ -1,4 +1,4 @@
-"""What the tests of checkpoints in the background run on each rank, and what they kill, for the engines of all targets."""
+"""Rank functions of the tests of background saves, for the engines of all targets, and processes that the tests kill."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def went_on(rank: int, target: str, layout: Layout, chunks: int, options: dict[s
 
 
 def check_gone_on(found: list[Any]) -> None:
-    """What ``went_on`` is to give."""
+    """Check the result of ``went_on``."""
     losses, expected, extras, is_early, is_done = found
     assert losses == expected
     assert extras == [({"next": 1}, 1), ({"next": 3}, 3), ({"next": 5}, 5)]
@@ -101,10 +101,10 @@ def check_gone_on(found: list[Any]) -> None:
 
 
 def in_vain(rank: int, target: str, layout: Layout, options: dict[str, Any], folder: str) -> list[Any]:
-    """What a save says that not all ranks wait for; and saves that the second rank cannot write, and when; and what is left.
+    """Messages of saves that fail: one for which only some ranks wait, and several that the second rank cannot write.
 
-    Each of these is asked twice: by its ``wait``, by another save, by one that only the first rank has waited before, by a
-    load, and as the engine is closed.
+    Each failed write is reported twice: by its ``wait``, by another save, by a save after only the first rank has waited, by
+    a load, and by ``close``. The last entry says which checkpoint is left.
     """
     engine, mesh = engine_of(target, layout, **options)
     losses(engine, mesh, range(1))
@@ -139,7 +139,7 @@ def fail(*args: Any, **kwargs: Any) -> None:
 
 
 def check_in_vain(first: list[Any], second: list[Any]) -> None:
-    """What ``in_vain`` is to give."""
+    """Check the result of ``in_vain``."""
     for messages, found in (first, second):
         assert found == ("kept", 1, 1)
         assert messages[1::2] == ["no error"] * 6
@@ -166,7 +166,7 @@ def trains_and_saves(target: str, folder: str, layout: Layout, options: dict[str
 
 
 def killed(target: str, folder: Path, layout: Layout, options: dict[str, Any], seconds: float, victim: int) -> list[list[str]]:
-    """What ``trains_and_saves`` says on each rank before one is killed, so long after it first saved; the others end by it."""
+    """Output of ``trains_and_saves`` on each rank; one rank is killed ``seconds`` after the first save, and the others fail."""
     arguments = ", ".join(map(repr, (target, str(folder), layout, options)))
     call = f"from tests.background_saves import trains_and_saves; trains_and_saves({arguments})"
     with socket.socket() as found:

@@ -1,4 +1,4 @@
-"""What every test starts from."""
+"""Fixtures and hooks for all tests."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ class Turned(nn.Module):
 
 
 class Halves(nn.Module):
-    """What is sharded is in its first half alone."""
+    """Model with sharded parameters in its first half only."""
 
     def __init__(self) -> None:
         super().__init__()

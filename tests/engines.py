@@ -1,4 +1,4 @@
-"""What the tests of an engine run on each rank: the engine of some target beside the unmodified model in one process."""
+"""Rank functions of the engine tests: the engine of a target beside the unmodified model in one process."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PLUGINS = Registry(
     ]
 )
 FACTS = {"loss", "norm", "evaluation", "weight"}
-"""What ``train_beside_reference`` compares."""
+"""Facts that ``train_beside_reference`` compares."""
 NO_OPTIMIZER = "BuildError: this engine was built without an optimizer and only evaluates; pass optimizer= to build"
 
 Losses = tuple[list[float], list[float]]
@@ -369,7 +369,7 @@ def own_buffers(rank: int, target: str, path: str, options: dict[str, Any]) -> l
 
 
 def check_own_buffers(first: list[list[Any]], second: list[list[Any]]) -> None:
-    """What ``own_buffers`` is to give."""
+    """Check the result of ``own_buffers``."""
     for before, after in (first, second):
         assert before == after
     assert first[0][1] != second[0][1]

@@ -1,4 +1,4 @@
-"""What the tests of gradient hooks run on each rank: hooks as people write them, beside the unmodified model in one process."""
+"""Rank functions of the tests of gradient hooks: usual hooks, beside the unmodified model in one process."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def scheduled(model: nn.Module, layout: dict[str, int], tied: bool) -> Schedule:
 
 
 def differences(rank: int, target: str, layout: dict[str, int], cases: list[tuple[str, bool]], **config: Any) -> list[str]:
-    """What differs of each family from one process, by the largest change of the tensor; nothing where all is right."""
+    """Differences of each family from one process, relative to the tensor's largest change; empty if all are equal."""
     wrong = []
     for family, tied in cases:
         clip = config.get("clip", 0.0)

@@ -1,4 +1,4 @@
-"""What the tests of losses run on each rank: an engine beside the unmodified model and its whole batch in one process."""
+"""Rank functions of the tests of losses: an engine beside the unmodified model with the whole batch in one process."""
 
 from __future__ import annotations
 
@@ -333,7 +333,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
         "loss_over is 'batch'; give 'replicas'",
     ),
 }
-"""What is refused on all ranks before the first step, and what is said."""
+"""Cases that all ranks refuse before the first step, with their messages."""
 CASES = {**{f"weighed {name}": case for name, case in WEIGHED.items()}, **{f"over {name}": case for name, case in OVER.items()}}
 
 
@@ -404,7 +404,7 @@ def differences(target: str, case: Case, mesh: Any, **options: Any) -> float:
 
 
 def refusals(rank: int, target: str, layout: dict[str, int]) -> dict[str, str]:
-    """What the first step of each case says, or its build."""
+    """Error message of each refused case, from its build or first step."""
     found, mesh = {}, mesh_of(**layout)
     for name, (case, _) in REFUSED.items():
 

@@ -139,7 +139,7 @@ class GPT(nn.Module):
 
 
 def is_even(step: int) -> bool:
-    """Whether the batch of a step has as many targets in each row."""
+    """Return True if all rows of a step's batch have the same number of targets."""
     return step % 3 == 0
 
 
@@ -312,7 +312,7 @@ def _labelled(target: str, mesh: Any, name: str, make: Any, ignored: int, steps:
 
 
 def masked_later(rank: int, target: str) -> str:
-    """What an engine says where a model leaves out labels from its second step on."""
+    """Error message of an engine whose model ignores some labels from the second step on."""
     model, (idx, targets) = Labelled(OWN_LOSS.output), batch_of(0)
     engine, _ = engine_of(model, mesh_of(), target, 2, {"idx": idx[:4], "labels": targets[:4]}, check=False)
     engine.train_batch(idx=idx, labels=targets)
@@ -380,11 +380,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "both": (partial(GPT, two), {"loss": "nll", "loss_fn": F.mse_loss}, "and loss_fn= computes it; give one of them"),
     "terms": (partial(GPT, two), {"loss": "nll", "loss_weights": {"nll": "targets"}}, "leave out loss=, or give one count"),
 }
-"""What is refused, and what is said."""
+"""Refused cases: model, options of ``build`` and message."""
 
 
 def refusals(rank: int, target: str, layout: dict[str, int]) -> dict[str, str]:
-    """What the first step of each case says, or its build."""
+    """Error message of each refused case, from its build or first step."""
     found, mesh = {}, mesh_of(**layout)
     for name, (make, options, _) in REFUSED.items():
 

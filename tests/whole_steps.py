@@ -1,4 +1,4 @@
-"""What tests of optimizers run on each rank: weights after some steps beside those of the unmodified model in one process."""
+"""Rank functions of the tests of optimizers: weights after some steps, beside the unmodified model in one process."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def state_of(engine: Any, schedule: Schedule) -> dict[str, torch.Tensor]:
 def errors(
     rank: int, target: str, kind: str, layout: dict[str, int], names: list[str], options: dict[str, Any]
 ) -> dict[str, float | str]:
-    """Of each optimizer the largest error of the weights, as a share of the largest step of their tensor."""
+    """Largest error of the weights for each optimizer, as a share of the largest step of their tensor."""
     mesh, found = mesh_of(**layout), dict[str, float | str]()
     dp = mesh["dp"].size()
     for name in names:

@@ -94,7 +94,7 @@ class Environment:
         pip("install", "-q", "--find-links", self.wheels, name, python=self.python)
 
     def run(self, *command: str) -> str:
-        """What a command of this environment prints; ``python`` is its own."""
+        """Return the output of a command of this environment; ``python`` is the environment's interpreter."""
         program, *arguments = command
         result = subprocess.run(
             [str(self.python.with_name(program)), *(["-I"] if program == "python" else []), *arguments],

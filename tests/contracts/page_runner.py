@@ -18,7 +18,7 @@ from typing import NamedTuple
 FILE_NAME = re.compile(r"# ([\w./-]+\.(?:py|toml|json|txt))$")
 TOP = Path(__file__).parents[2]
 SITE = Path("site")
-"""Where ``pip`` installs."""
+"""Directory that ``pip`` installs into."""
 OPTIONS = [
     "-q",
     "--no-deps",
@@ -60,7 +60,7 @@ class Block(NamedTuple):
 
     @property
     def content(self) -> str:
-        """What is written to that file."""
+        """Content of that file."""
         return self.source.partition("\n")[2]
 
 

@@ -59,7 +59,7 @@ class Mlp(nn.Module):
 
 
 class Gated(nn.Module):
-    """What a kernel serves."""
+    """Gated MLP that the SwiGLU kernel can replace."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -409,7 +409,7 @@ ALWAYS = ("sync", "numerics")
 
 
 def parameters() -> list[Any]:
-    """Of each primitive the first example is for always, unless it runs on several processes."""
+    """Checks of all primitives; examples other than the first, and those with several processes, are mostly marked slow."""
     found = []
     for name, examples in PRIMITIVES.items():
         for check in primitive_checks(name, examples):

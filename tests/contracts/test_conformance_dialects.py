@@ -66,7 +66,7 @@ DIALECTS: dict[str, list[EngineExample]] = {
 
 
 def parameters() -> list[Any]:
-    """What runs processes is slow."""
+    """Checks of all dialects; those that start processes are marked slow."""
     found = []
     for name, examples in DIALECTS.items():
         for check in dialect_checks(name, examples):

@@ -46,7 +46,7 @@ PRIMITIVES = {
         "tensor_parallel",
     },
 }
-"""What ``list_primitives()`` shows when a distribution is installed alone."""
+"""Result of ``list_primitives()`` when a distribution is installed alone."""
 
 SCRIPT = """
 import json, {module}, slapo_core

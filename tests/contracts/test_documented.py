@@ -1,4 +1,4 @@
-"""What users can call is documented, and the commands in README.md exist."""
+"""Everything that users can call is documented, and the commands in README.md exist."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def gpt_neo() -> nn.Module:
 
 KINDS: dict[str, Callable[[], nn.Module]] = {"gpt2": gpt2, "llama": llama, "gpt_neo": gpt_neo}
 PATHS = {"gpt2": "transformer.h", "llama": "model.layers", "gpt_neo": "transformer.h"}
-"""Where their layers are."""
+"""Paths of the models' layers."""
 
 
 def batch_of(rows: int, device: str = DEVICE) -> dict[str, torch.Tensor]:

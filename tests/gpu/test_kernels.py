@@ -22,7 +22,7 @@ OTHERS = [
     for implementation in KERNELS[kernel].implementations[:-1]
 ]
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
-"""Of the difference, relative to the largest number."""
+"""Largest allowed difference, relative to the largest value."""
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)

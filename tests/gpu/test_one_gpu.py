@@ -1,4 +1,4 @@
-"""What only a GPU can show and one GPU is enough for; ``make gpu`` runs these, ``make test`` does not."""
+"""Tests that need exactly one GPU; ``make gpu`` runs them, ``make test`` does not."""
 
 from __future__ import annotations
 

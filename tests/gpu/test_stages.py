@@ -55,7 +55,7 @@ def test_a_model_without_weights_is_traced_where_its_inputs_are() -> None:
 
 
 def test_stages_cut_on_a_cpu_run_on_a_gpu() -> None:
-    """What the graph makes itself, positions and masks, follows the inputs."""
+    """Positions and masks that the graph creates are on the inputs' device."""
     plain, batch = KINDS["gpt2"](), batch_of(4)
     model = copy.deepcopy(plain)
     sch = create_schedule(model, example_inputs={name: tensor.cpu() for name, tensor in batch.items()})

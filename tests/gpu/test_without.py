@@ -1,4 +1,4 @@
-"""What the tests and benchmarks for GPUs are made of runs on CPUs too, so that it does not rot."""
+"""Parts of the GPU tests and benchmarks, run on a CPU so that they keep working."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed counts in a process, whose engines of another number of ranks went before."""
+"""Reset of DeepSpeed's counters in a process that ran engines on another number of ranks before."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import sys
 
 
 def count_again(rank: int) -> None:
-    """DeepSpeed numbers parameters and modules in a process; one that was alone has counted further than the other one."""
-    if "deepspeed" not in sys.modules:  # it has not counted yet, and takes seconds to import
+    """Reset DeepSpeed's numbers of parameters and modules, which are higher in a process that also ran alone."""
+    if "deepspeed" not in sys.modules:  # no numbers yet, and the import takes seconds
         return
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.runtime.zero.partition_parameters import Init

@@ -1,4 +1,4 @@
-"""What an engine on DeepSpeed does beside training like one process."""
+"""Behaviour of the DeepSpeed engine, apart from training like one process."""
 
 from __future__ import annotations
 

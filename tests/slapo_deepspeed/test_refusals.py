@@ -1,4 +1,4 @@
-"""What DeepSpeed cannot do, and what makes no sense, is one sentence, the same on all ranks, before anything is built."""
+"""Refusals of unsupported or contradictory options: one sentence, the same on all ranks, before anything is built."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ def test_what_deepspeed_cannot_do_is_refused_before_any_group_is_made() -> None:
 
 
 def misread(rank: int, file: str) -> dict[str, str]:
-    """What is said of configurations that DeepSpeed passes over or refuses, and of batches that are others than configured."""
+    """Messages for configurations that DeepSpeed ignores or refuses, and for batches of another size than configured."""
     flat, x = mesh_of(dp=2), torch.zeros(4, 4)
 
     def attempt(config: Any, rows: int = 4) -> str:

@@ -1,4 +1,4 @@
-"""What Megatron cannot do, and what makes no sense, is one sentence, the same on all ranks, before anything is built."""
+"""Refusals of unsupported or contradictory options: one sentence, the same on all ranks, before anything is built."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def asked(rank: int) -> dict[str, str]:
 
 
 def asked_as_it_is_built(rank: int) -> list[str]:
-    """What Megatron itself refuses, and what shows on one rank alone; nothing is left behind that a next build would meet."""
+    """Messages of refusals during the build, by Megatron or on one rank only; a later build works."""
     flat = mesh_of(dp=2)
 
     def attempt(**options: Any) -> str:

@@ -24,7 +24,7 @@ def test_refused_groups_do_not_keep_the_process_group_of_one_process() -> None:
 
 
 def failed_behind_its_ties(rank: int) -> tuple[str, int]:
-    """What building says on groups of the user's, which ties are not summed over, and how many groups it has left."""
+    """Message of a build on the user's groups that fails after its ties have theirs, and the number of groups left behind."""
     from megatron.core import parallel_state
 
     model, mesh = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), mesh_of(pp=2)

@@ -195,7 +195,7 @@ def test_following_elements_are_boxes_in_the_same_order(shape: tuple[int, ...]) 
 
 
 def read_by_megatron(rank: int, folder: str) -> list[bool]:
-    """Whether Megatron's own reader gives the weights, and what both replicas have of the optimizer's state."""
+    """Equality of the weights, and of the optimizer's state of both replicas, with those that Megatron's own reader returns."""
     from megatron.core import dist_checkpointing
 
     engine, mesh = engine_of({"dp": 2}, distributed_optimizer=True)
@@ -252,7 +252,7 @@ def per_stage(parameters: Any) -> torch.optim.Optimizer:
 
 
 def unsavable(rank: int, folder: str) -> list[str]:
-    """What saving says of an optimizer with other groups on each stage, and of one whose state has other shapes."""
+    """Messages of saving an optimizer whose groups differ by stage, and one whose state has other shapes, then of training."""
     messages = []
     for layout, optimizer in (({"pp": 2}, per_stage), ({"dp": 2}, torch.optim.Adafactor)):
         engine, mesh = engine_of(layout, optimizer=optimizer)
@@ -295,7 +295,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 def damaged(rank: int, folder: str) -> list[Any]:
-    """What a load says of a damaged file, and a save that fails; where training was then, of what is left."""
+    """Messages of a failed save, of loading a damaged file and of training afterwards, and the position of training."""
     engine, mesh = engine_of({"dp": 2})
     engine.train_batch(**my_part(batches(2)[0], mesh))
     engine.save(folder, extra={"next": 1})
@@ -338,7 +338,7 @@ def turned(parameters: Any) -> torch.optim.Optimizer:
 
 
 def in_other_groups(rank: int, folder: str, options: dict[str, Any]) -> list[str]:
-    """What a load says of the same groups in another order, and of the same one; and that the refusal changes nothing."""
+    """Messages of loading with the groups in the same order and in another; a refusal leaves the engine unchanged."""
     messages, data = [], batches(2)
     for optimizer in (grouped, turned, grouped):
         engine, mesh = engine_of({"dp": 2}, optimizer=optimizer, **options)
@@ -362,7 +362,7 @@ def test_groups_in_another_order_are_refused(options: dict[str, Any], tmp_path: 
 
 
 class Counting(nn.Linear):
-    """What it counts is no tensor."""
+    """Linear with an extra state that is not a tensor."""
 
     def get_extra_state(self) -> Any:
         return {"count": 3}
@@ -395,9 +395,9 @@ def in_two_groups(parameters: Any, **odd: Any) -> torch.optim.Optimizer:
 
 
 def kept_otherwise(rank: int, folder: str) -> list[Any]:
-    """What loads say of an optimizer that keeps more, or less, than was saved, and a save of one that keeps it for some.
+    """Messages of loads whose optimizer has more or fewer states than saved, and of a save with states for some parameters.
 
-    And the loss after each refusal, beside that of an engine that has never been asked.
+    Also the losses after each refusal, and those of an engine that never loaded.
     """
     messages, losses, data = [], [], batches(2)
     for saves, loads in ((False, True), (True, False)):

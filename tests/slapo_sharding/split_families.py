@@ -41,7 +41,7 @@ ROUNDING = {"blenderbot", "clip", "exaone4", "gemma2", "gemma3_text", "mpt", "mt
 
 
 class Whole(NamedTuple):
-    """What stays whole of a family that is split: ``attention``, ``MLP`` or both; and where the warning points, if any."""
+    """Parts of a sharded family that stay whole: ``attention``, ``MLP`` or both; and the place that a warning names."""
 
     what: str
     why: str

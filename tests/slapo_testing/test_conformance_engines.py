@@ -36,7 +36,7 @@ def batch(step: int) -> dict[str, torch.Tensor]:
 
 
 class Saved(NamedTuple):
-    """What ``wait`` writes."""
+    """Handle of a save; ``wait`` writes its content."""
 
     state: dict[str, Any]
     extra: Any

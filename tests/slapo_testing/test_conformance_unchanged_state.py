@@ -189,7 +189,7 @@ def example(**options: Any) -> Example:
 
 
 def told(name: str, check: str, **options: Any) -> str:
-    """What a check says, or nothing."""
+    """Return the error message of a check, or ''."""
     (found,) = [each for each in primitive_checks(name, [example(**options)]) if each.name == check]
     try:
         found()

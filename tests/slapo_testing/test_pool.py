@@ -96,7 +96,7 @@ left: list[weakref.ref[Named]] = []
 
 
 def leaves_garbage(rank: int) -> bool:
-    """Whether what the last call left is gone."""
+    """Return True if the garbage of the last call was collected, and leave new garbage."""
     gone = all(ref() is None for ref in left)
     circle = Named(0)
     circle.value = circle  # type: ignore[assignment]
@@ -299,7 +299,7 @@ def test_no_process_outlives_the_script(tmp_path: Path, end: str) -> None:
 
 
 def _alive(pid: int) -> bool:
-    """Whether the process runs; a zombie nobody has waited for yet does not."""
+    """Return True if the process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

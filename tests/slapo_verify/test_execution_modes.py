@@ -29,7 +29,7 @@ UNEVEN = {("t5", "together")}
 
 
 def verified(name: str, way: str | None, tp: int = 1, dtype: torch.dtype = torch.float32, **options: Any) -> Report:
-    """Of a step, in evaluation mode, in which what is traced is traced, too."""
+    """Report of ``verify`` for a step in evaluation mode; tensor-parallel ranks run as threads."""
 
     def work() -> Report:
         set_random_seed(0, tp_rank=dist.get_rank() if tp > 1 else 0)

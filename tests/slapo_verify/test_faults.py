@@ -122,7 +122,7 @@ class ChangesItsInput(nn.LayerNorm):
 
 
 class LosesKeywords(nn.Module):
-    """What is behind it gets positional arguments alone, as from a checkpoint that knows no others."""
+    """Wrapper that passes only positional arguments on, as some activation checkpoints do."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

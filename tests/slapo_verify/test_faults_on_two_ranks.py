@@ -109,7 +109,7 @@ def test_the_right_schedule_is_the_same_on_two_ranks() -> None:
 
 
 class Flat(nn.Module):
-    """What comes behind ``up`` takes its numbers in one line, whatever their dimensions are."""
+    """MLP that flattens the output of ``act``, so that a gather along a wrong dimension raises no error."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Flat(nn.Module):
 
 
 def gathered_along_1(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-    """What ``sync`` itself refuses to do."""
+    """Gather along dimension 1, which is wrong for a weight sharded along axis 0; ``sync`` itself refuses this."""
     return torch.cat(all_gather(output), 1)
 
 

@@ -1,4 +1,4 @@
-"""What hides a wrong step, or makes a right one look wrong: rounding, masks, types, containers, what a forward leaves."""
+"""Causes that hide a wrong step or make a right one look wrong: rounding, masks, types, containers, side effects."""
 
 from __future__ import annotations
 

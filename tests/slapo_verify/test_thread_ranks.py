@@ -210,7 +210,7 @@ def test_threads_run_the_unmodified_model_once_where_that_is_the_same(draws: boo
 
 
 def second_alone(what: str) -> dict[str, Any]:
-    """What only the second rank gives."""
+    """Arguments that only the second rank passes."""
     given: dict[str, dict[str, Any]] = {
         "level": {"level": "outputs"},
         "mode": {"eval_mode": False},

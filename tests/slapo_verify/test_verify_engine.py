@@ -92,7 +92,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 def with_adam(rank: int, name: str, layout: dict[str, int], target: str, fault: str) -> list[Report]:
-    """Of several models; the last one's schedule has the fault, too."""
+    """Reports for several models; the last model is also checked with the faulty schedule."""
     found = []
     for seed in range(3):
         reference = small(name)
@@ -139,7 +139,7 @@ def test_two_engines_against_each_other(layout: dict[str, int]) -> None:
 
 
 def with_rates(rank: int, optimizer: str) -> Report:
-    """Of three steps whose gradients are clipped, and whose rate falls."""
+    """Report of three steps with clipped gradients and a falling learning rate."""
     made = partial(torch.optim.AdamW, lr=1e-2) if optimizer == "adamw" else partial(torch.optim.SGD, lr=0.1)
     rate = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 0.5**step)
     options = {"steps": 3, "optimizer": made, "lr_scheduler": rate, "clip": 0.5, "microbatches": 2}

@@ -1,7 +1,8 @@
-"""What crosses from one stage to the next, as DeepSpeed sends it: tensors whose gradients come back, and integers.
+"""Conversion of stage outputs to the tensors that DeepSpeed sends: tensors whose gradients come back, and integers.
 
-DeepSpeed wants a gradient for every floating-point tensor it sends, and sends no truth values. So floating-point tensors
-without gradient cross as the integers of their bits, and truth values as bytes; the plan of the stages says which are which.
+DeepSpeed expects a gradient for every floating-point tensor that it sends, and does not send booleans. Floating-point
+tensors without a gradient are therefore sent as the integers of their bits, and booleans as bytes. The stages' plan
+records the original types.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class _Received(torch.autograd.Function):
-    """Gives each received tensor a gradient where one of them gets one: DeepSpeed sends them all back."""
+    """Autograd node that gives every received tensor a gradient if one of them gets one: DeepSpeed sends all of them back."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -29,15 +30,15 @@ class _Received(torch.autograd.Function):
 
 
 def pack(values: Sequence[torch.Tensor], planned: Sequence[Boundary], stage: int) -> tuple[torch.Tensor, ...]:
-    """What DeepSpeed sends for the values that a stage gives.
+    """Return the tensors that DeepSpeed sends for the outputs of a stage.
 
     Args:
-        values: Of any shapes and types.
-        planned: What was planned for each.
-        stage: Index of the stage that gives them, for errors.
+        values: Outputs of the stage, of any shapes and types.
+        planned: The plan of each value.
+        stage: Index of the stage that returns them, for errors.
 
     Raises:
-        BuildError: a value has another shape than planned, or a gradient where none was planned, or none.
+        BuildError: a value has another shape than planned, or its need for a gradient differs from the plan.
     """
     training = torch.is_grad_enabled()
     packed = []
@@ -56,12 +57,12 @@ def pack(values: Sequence[torch.Tensor], planned: Sequence[Boundary], stage: int
 
 
 def unpack(received: Sequence[torch.Tensor], planned: Sequence[Boundary], low: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """The values again.
+    """Return the values that ``pack`` converted.
 
     Args:
-        received: What ``pack`` gave on the rank before.
-        planned: As there.
-        low: The type of floating-point numbers of two bytes.
+        received: Tensors returned by ``pack`` on the previous rank.
+        planned: The same plan as in ``pack``.
+        low: Type of two-byte floating-point values whose planned type has another size.
     """
     training = torch.is_grad_enabled()
     carriers = [index for index, boundary in enumerate(planned) if boundary.requires_grad and training]

@@ -1,4 +1,4 @@
-"""The engine of the dialect ``deepspeed``: a program on DeepSpeed's own engine."""
+"""Engine of the dialect ``deepspeed``: a program on DeepSpeed's own engine."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ from .zero.gradient_order import UsedParameters
 
 
 class DeepSpeedEngine(ExternalEngine):
-    """Trains or evaluates a model on DeepSpeed's engine.
+    """Engine that trains or evaluates a model on DeepSpeed's engine.
 
-    Every method is collective over the mesh. An error within a step, which its other ranks may wait for, ends the engine.
+    Every method is collective over the mesh. An error inside a step closes the engine, because other ranks may wait.
 
     Attributes:
         model: DeepSpeed's engine.
         module: This rank's stage, or the model; with stage 3 of ZeRO its parameters are empty between steps.
-        optimizer: DeepSpeed's, around the one given; None where there is none.
-        lr_scheduler: The schedule of its learning rate, or None.
-        options: What it was built with.
+        optimizer: DeepSpeed's optimizer, around a given one; None without an optimizer.
+        lr_scheduler: The schedule of the learning rate, or None.
+        options: The options of ``build``.
     """
 
     def __init__(self, program: Program, options: DeepSpeedOptions) -> None:
@@ -82,7 +82,9 @@ class DeepSpeedEngine(ExternalEngine):
         if options.zero_stage == 3:
             number_alike(program)
         in_turns = optimizer is None or not options.zero_stage or whole_tensor_optimizer.steps_in_turns(optimizer)
-        self._initialize(pipelined or self.module, optimizer, own, rate, mpu)  # others may wait within for a rank that fails
+        self._initialize(
+            pipelined or self.module, optimizer, own, rate, mpu
+        )  # other ranks may wait inside for a rank that fails
         self._reads = ExternalReads(self.model, self.module) if options.zero_stage == 3 else None
         whole_tensor_optimizer.bind(self.model, program, in_turns)
         self._turns = whole_tensor_optimizer.Turns(self.model)
@@ -98,7 +100,7 @@ class DeepSpeedEngine(ExternalEngine):
         self._take_step = private.take_over(self.model, self._step, self._clip)
 
     def _made(self, program: Program, options: DeepSpeedOptions) -> tuple[Any, Any]:
-        """The optimizer and schedule given, or those of DeepSpeed's config that step whole tensors of parts."""
+        """Return the given optimizer and schedule, or the config's optimizer if it must step whole tensors, or two Nones."""
         layout = whole_tensor_optimizer.layout(program, self.module, options.zero_stage)
         if options.optimizer is not None or "optimizer" not in self._config:
             return make_on_all_ranks(options, layout, self.module, self._fit)
@@ -110,7 +112,7 @@ class DeepSpeedEngine(ExternalEngine):
         return optimizer, None
 
     def _initialize(self, model: nn.Module, optimizer: Any, own: list[nn.Parameter] | None, rate: Any, mpu: Any) -> None:
-        """Let DeepSpeed make its engine, and of its config's an optimizer of ``own``."""
+        """Let DeepSpeed make its engine; an optimizer of its config gets the parameters ``own``."""
         given = {"optimizer": optimizer, "model_parameters": own, "lr_scheduler": rate, "mpu": mpu, "config": self._config}
         try:
             with without_warnings():
@@ -127,15 +129,15 @@ class DeepSpeedEngine(ExternalEngine):
             )
 
     def _buffer(self, index: int, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
-        """Memory for one received tensor. DeepSpeed would give activations and gradients the same, whatever their types."""
+        """Allocate memory for one received tensor: DeepSpeed would reuse it for activations and gradients of other types."""
         return torch.empty(shape, dtype=dtype, device=self.model.device)
 
     def _clip(self) -> None:
-        """Clip as DeepSpeed does without ZeRO, but keep the norm."""
+        """Clip gradients as DeepSpeed does without ZeRO, and keep the norm."""
         self._clipped_norm = private.clip_gradients(self.model, self.module.parameters())
 
     def _step(self, *given: Any) -> None:
-        """Run the user's gradient hooks, and let DeepSpeed step."""
+        """Run the user's gradient hooks, then DeepSpeed's step."""
         self._run_hooks()
         self._turns.begin()
         self._take_step(*given)
@@ -150,7 +152,7 @@ class DeepSpeedEngine(ExternalEngine):
             )
 
     def _fit(self, optimizer: torch.optim.Optimizer) -> None:
-        """Leave out groups without a parameter of this rank, as DeepSpeed does, but before a schedule counts them."""
+        """Drop groups without a parameter on this rank, as DeepSpeed does, but before a schedule counts the groups."""
         if self._wants_its_own(optimizer):
             raise BuildError(
                 f"offload_optimizer steps DeepSpeed's own optimizers, and optimizer= gave {type(optimizer).__name__}; give the "
@@ -189,31 +191,32 @@ class DeepSpeedEngine(ExternalEngine):
         return found.beside.position
 
     def pieces(self) -> dict[str, Piece]:
-        """Return this rank's pieces of parameters, in fp32 where DeepSpeed's optimizer has them, and of buffers. Collective.
+        """Return this rank's pieces of parameters, in fp32 if DeepSpeed's optimizer keeps them so, and of buffers. Collective.
 
-        Each stands under its first original name.
+        Keys are the first original name of each tensor.
         """
         self._check_weights()
         return master_weights.pieces(self.model, self.module, self.program, self.options.zero_stage)
 
     def masters(self) -> Iterator[MasterValue]:
-        """Iterate over this rank's ranges of what DeepSpeed's optimizer steps, and the buffers."""
+        """Iterate over this rank's ranges of the tensors that DeepSpeed's optimizer steps, and over the buffers."""
         return master_weights.values(self.model, self.module, self.program)
 
     def use_masters(self) -> None:
-        """Let the model run with the values in what DeepSpeed's optimizer steps. Collective."""
+        """Copy the values of the tensors that DeepSpeed's optimizer steps to the model. Collective."""
         with Shares(self.model, self.module, self.program).writing():
             pass
 
     def averaging_problem(self) -> str:
-        """Return what of this engine cannot be averaged."""
+        """Return the reason why this engine cannot average its weights, or ''."""
         return why_not(self.model, self.module) or super().averaging_problem()
 
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:
-        """Let this rank have its parameters whole inside, as ``Schedule.full_state`` takes them. Collective.
+        """Gather this rank's parameters inside, for example for ``Schedule.full_state``. Collective.
 
-        With stage 3 of ZeRO they are empty else; with the others nothing is done. Changes made inside are lost.
+        Stage 3 of ZeRO leaves parameters empty outside of this context; for other stages the context does nothing. Changes
+        made inside are lost.
         """
         if self.options.zero_stage < 3:
             yield
@@ -222,7 +225,7 @@ class DeepSpeedEngine(ExternalEngine):
             yield
 
     def _abandon(self) -> None:
-        world = SingleProcessGroup()  # DeepSpeed asks for a rank as it lets go
+        world = SingleProcessGroup()  # DeepSpeed asks for its rank while it is destroyed
         try:
             self._detach()
             self._linear.leave()
@@ -238,7 +241,7 @@ class DeepSpeedEngine(ExternalEngine):
 
     def _release_process(self) -> None:
         self._linear.leave()
-        self._world.close(self._deepspeed.comm.destroy_process_group)  # it forgets its groups with it
+        self._world.close(self._deepspeed.comm.destroy_process_group)  # DeepSpeed has to forget its groups too
 
     # ---- one step
 
@@ -255,7 +258,7 @@ class DeepSpeedEngine(ExternalEngine):
             return self._mean([self._part(index, batch) for index in range(len(batch.parts))]), self._counted
 
     def _begin(self, stage: RunningStage, batch: MicroBatches, training: bool) -> None:
-        """Make the stage ready for micro-batches like these; DeepSpeed is told where what crosses has another shape."""
+        """Prepare the stage for these micro-batches; if the shapes of stage inputs change, let DeepSpeed send the new ones."""
         plans = microbatch_plans(self.program, training, batch.parts, "DeepSpeed")
         stage.begin(plans, *batch)
         if plans[0] is not self._plan:
@@ -265,7 +268,7 @@ class DeepSpeedEngine(ExternalEngine):
     def _train(self, batch: MicroBatches) -> tuple[torch.Tensor, list[LossReduction]]:
         self._skipped = private.num_skipped_steps(self.model)
         if not self.options.zero_stage:
-            self.model.zero_grad()  # another engine's backward may have made some
+            self.model.zero_grad()  # drop gradients of another engine's backward
         self._counted.clear()
         if self._stage is not None:
             self._begin(self._stage, batch, training=True)
@@ -297,14 +300,14 @@ class DeepSpeedEngine(ExternalEngine):
         return loss.detach()
 
     def _part(self, index: int, batch: MicroBatches) -> torch.Tensor:
-        """The loss of a micro-batch, by what it weighs."""
+        """Return the weighted loss of a micro-batch."""
         args, kwargs = call_arguments(self.program.module, batch.parts[index])
         loss, counted = self._loss(lambda: self.model(*args, **kwargs), batch.labels[index])
         self._counted.append(counted)
         return loss if batch.weights is None else batch.weights.weighted(index, loss, counted)
 
     def _mean(self, losses: list[torch.Tensor]) -> torch.Tensor:
-        """Over this rank's micro-batches and all replicas."""
+        """Return the mean over this rank's micro-batches and all replicas."""
         mean = torch.stack([loss.detach().float() for loss in losses]).mean()
         dp = self.program.axis_size("dp")
         if dp > 1:

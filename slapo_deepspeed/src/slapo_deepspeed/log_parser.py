@@ -1,4 +1,4 @@
-"""What DeepSpeed printed of a run, as numbers."""
+"""Parser of the numbers that DeepSpeed prints during a run."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _FIELDS = {
 
 
 class LoggedStep(NamedTuple):
-    """What was printed of one step; what was not is None.
+    """Numbers printed for one step; None for each that was not printed.
 
     Args:
         step: Counted from 1.
         loss: Mean over the batch; pipelines print it.
         samples_per_second: Rows a second over all replicas.
-        learning_rate: Of the first group of parameters.
-        skipped: How many steps before it were left out, as gradients overflowed.
+        learning_rate: Learning rate of the first parameter group.
+        skipped: Number of earlier steps skipped because gradients overflowed.
     """
 
     step: int
@@ -36,15 +36,17 @@ class LoggedStep(NamedTuple):
 
 
 class DeepSpeedLog:
-    """Reads the lines that DeepSpeed prints with ``steps_per_print`` in its config: pipelines print the loss, other engines log
-    at ``INFO``, which ``deepspeed.utils.logger`` leaves out unless told otherwise."""
+    """Parser of the lines that DeepSpeed prints with ``steps_per_print`` in its config.
+
+    Pipelines print the loss. Other engines log at ``INFO``, which ``deepspeed.utils.logger`` omits by default.
+    """
 
     @staticmethod
     def parse(lines: Iterable[str]) -> list[LoggedStep]:
-        """The steps that were printed, in order; other lines are passed over.
+        """Return the printed steps in order; other lines are ignored.
 
         Args:
-            lines: Of a log, of one rank or of several.
+            lines: Lines of a log of one or several ranks.
         """
         return [_step(number, values) for number, values in log_fields(lines, _FIELDS).items()]
 

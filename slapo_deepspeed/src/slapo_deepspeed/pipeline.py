@@ -1,4 +1,4 @@
-"""Stages in DeepSpeed's ``PipelineModule``: each rank has one, and what of it DeepSpeed has to know."""
+"""Stages in DeepSpeed's ``PipelineModule``, one on each rank."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from .process_state import _deepspeed_private as private
 
 
 class RunningStage(StageForward):
-    """A stage as DeepSpeed's pipeline calls it, once for each micro-batch in order.
+    """Stage that DeepSpeed's pipeline calls once for each micro-batch, in order.
 
-    What a stage reads from the batch it finds by the number of the micro-batch: DeepSpeed gives batches to the first and last
-    stage alone.
+    A stage keeps the micro-batches itself and reads them in order, because DeepSpeed passes batches only to the first and
+    the last stage.
 
     Args:
-        program: Its stages are on as many ranks.
+        program: The program, with as many stages as ranks along pp.
         loss_of: Computes the loss in the last stage.
-        dtype: Of the weights.
+        dtype: Type of the weights.
     """
 
     def __init__(self, program: Program, loss_of: CountedLoss, dtype: torch.dtype) -> None:
@@ -45,10 +45,10 @@ class RunningStage(StageForward):
         """Begin a step.
 
         Args:
-            programs: One for each micro-batch.
+            programs: The program of each micro-batch.
             parts: The micro-batches.
-            labels: Theirs, for the loss function.
-            weights: What each weighs in the loss; None for all alike.
+            labels: Labels of each micro-batch, for the loss function.
+            weights: Weight of each micro-batch in the loss; None for equal weights.
         """
         stages = programs[0].stages
         self._inputs, self._outputs = stages[self._index].inputs, () if self.is_last else stages[self._index + 1].inputs
@@ -56,14 +56,14 @@ class RunningStage(StageForward):
         self._begin(programs, weights)
 
     def forward(self, received: Any) -> Any:
-        """Run one micro-batch; the first stage receives nothing that counts."""
+        """Run one micro-batch; the first stage ignores ``received``."""
         values = unpack(received, self._inputs, self._dtype) if self._index else ()
         given = self._run(*next(self._parts), values)
         return given if self.is_last else pack(given, self._outputs, self._index)
 
 
 def in_pipeline(program: Program, stage: RunningStage, modes: TrainingMode) -> Any:
-    """DeepSpeed's ``PipelineModule`` of one stage on each rank, this rank's being ``stage``. Collective."""
+    """Return DeepSpeed's ``PipelineModule`` with one stage on each rank, ``stage`` on this one. Collective."""
     from deepspeed.pipe import LayerSpec
 
     pp, dp, tp = (program.axis_size(axis) for axis in ("pp", "dp", "tp"))
@@ -78,14 +78,14 @@ def in_pipeline(program: Program, stage: RunningStage, modes: TrainingMode) -> A
 
     own = program.axis_rank("pp")
     layers = [stage if index == own else LayerSpec(nn.Identity) for index in range(pp)]
-    with redirect_stdout(io.StringIO()):  # it prints these layers, which are none of the model's
+    with redirect_stdout(io.StringIO()):  # DeepSpeed prints these placeholder layers
         topology = private.pipeline_topology(pp, dp, tp)
         return Stages(layers, topology=topology, loss_fn=None, partition_method="uniform")
 
 
 @contextmanager
 def staying(stages: Any, training: bool) -> Iterator[None]:
-    """Let stages be in training mode inside, if they are to: DeepSpeed evaluates whatever it runs forward alone."""
+    """Keep the stages in the given mode inside: DeepSpeed switches to evaluation mode for every forward-only run."""
     stages.stays_in_training = training
     stages.train(training)
     try:
@@ -95,6 +95,6 @@ def staying(stages: Any, training: bool) -> Iterator[None]:
 
 
 def steps(number: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """What DeepSpeed reads as a batch: one for each micro-batch, of no values."""
+    """Return the iterator that DeepSpeed reads as a batch: one pair of placeholders for each micro-batch."""
     nothing = torch.zeros((), dtype=torch.int64)
     return iter([(nothing, nothing)] * number)

@@ -1,4 +1,4 @@
-"""What this plugin registers."""
+"""Hook implementations of this plugin."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""What crosses from one stage to the next, as Megatron sends it: one tensor of one type whose gradient comes back.
+"""Packing of stage outputs into the tensor that Megatron sends: one tensor of one type whose gradient comes back.
 
-The plan of the stages is known on all ranks, so nothing of it is sent: values with a gradient come first, behind them the
-bits of all others.
+The stages' plan is known on all ranks and is not sent. Values with a gradient come first, then the bits of all others.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from slapo_core import Boundary, BuildError
 
 
 class Layout:
-    """Where each value of one boundary lies in its carrier.
+    """Layout of one boundary's values in the carrier, the tensor that is sent.
 
     Args:
-        planned: What crosses.
-        dtype: Of the carrier, see ``carrier_dtype``.
-        stage: Index of the stage that gives them, for errors.
-        device: Where this rank sends from.
+        planned: The plan of each value.
+        dtype: Type of the carrier, see ``carrier_dtype``.
+        stage: Index of the stage that returns the values, for errors.
+        device: Device that this rank sends from.
 
     Attributes:
-        size: Elements of the carrier.
+        size: Number of elements of the carrier.
     """
 
     def __init__(self, planned: Sequence[Boundary], dtype: torch.dtype, stage: int, device: torch.device) -> None:
@@ -37,21 +36,21 @@ class Layout:
         self.size = max(1, sum(self._sizes))
 
     def _elements(self, boundary: Boundary) -> int:
-        """Of the carrier, for one value."""
+        """Return the number of carrier elements for one value."""
         number = prod(boundary.shape)
         if boundary.requires_grad:
             return number * (2 if boundary.dtype.is_complex else 1)
         return -(-number * boundary.dtype.itemsize // self._dtype.itemsize)
 
     def pack(self, values: Sequence[torch.Tensor], size: int) -> torch.Tensor:
-        """One tensor for what a stage gives.
+        """Pack the outputs of a stage into one tensor.
 
         Args:
-            values: In the order of the plan.
-            size: Elements to send, at least those of the layout.
+            values: Outputs in the order of the plan.
+            size: Number of elements to send, at least the layout's.
 
         Raises:
-            BuildError: a value has another shape than planned, or a gradient where none was planned, or none.
+            BuildError: a value has another shape or type than planned, or its need for a gradient differs from the plan.
         """
         training = torch.is_grad_enabled()
         for value, boundary in zip(values, self._planned, strict=True):
@@ -63,7 +62,7 @@ class Layout:
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(1, 1, -1)
 
     def unpack(self, carrier: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The values again."""
+        """Return the values that ``pack`` packed."""
         flat = carrier.view(-1)
         rest = flat.numel() - sum(self._sizes)
         parts = torch.split(flat, [*self._sizes, rest] if rest else self._sizes) if self._sizes else ()
@@ -75,7 +74,7 @@ class Layout:
 
 
 def carrier_dtype(boundaries: Sequence[Boundary], weights: torch.dtype) -> torch.dtype:
-    """The type that holds every value with a gradient exactly; that of the weights where there is none."""
+    """Return the type that holds every value with a gradient exactly, or the weights' type if there is none."""
     found = [_real_type(boundary.dtype) for boundary in boundaries if boundary.requires_grad]
     return reduce(torch.promote_types, found) if found else weights
 
@@ -92,9 +91,9 @@ class _Reached(torch.autograd.Function):
 
 
 def reached(output: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-    """The output of a stage, whose backward gives what the stage received a gradient, of zeros where nothing uses it.
+    """Return a stage's output, with a backward that gives ``received`` a gradient of zeros even if nothing uses it.
 
-    The stage before waits for one.
+    The previous stage waits for a gradient.
     """
     return _Reached.apply(output, received)  # type: ignore[no-untyped-call,no-any-return]
 
@@ -123,13 +122,13 @@ def _valued(part: torch.Tensor, boundary: Boundary) -> torch.Tensor:
 
 
 def _bits(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The bytes of a tensor as numbers of this type, padded with zeros."""
+    """Return the bytes of a tensor as elements of ``dtype``, padded with zeros."""
     raw = value.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     rest = -raw.numel() % dtype.itemsize
     return (torch.cat([raw, raw.new_zeros(rest)]) if rest else raw).view(dtype)
 
 
 def _from_bits(part: torch.Tensor, boundary: Boundary) -> torch.Tensor:
-    """Its own memory: that of the carrier may start where this type cannot, and a module may write into it."""
+    """Return the value in new memory: the carrier's may be misaligned for its type, and a module may write into it."""
     raw = part.contiguous().view(torch.uint8)[: prod(boundary.shape) * boundary.dtype.itemsize]
     return raw.clone().view(boundary.dtype).view(boundary.shape)

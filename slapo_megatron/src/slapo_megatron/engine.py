@@ -1,4 +1,4 @@
-"""The engine of the dialect ``megatron``: a program on Megatron-Core's data parallelism, schedules and optimizers."""
+"""Engine of the dialect ``megatron``: a program on Megatron-Core's data parallelism, schedules and optimizers."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ from .process_state.process_groups import ParallelState, config_of, device_of
 
 
 class MegatronEngine(ExternalEngine):
-    """Trains or evaluates a model on Megatron-Core.
+    """Engine that trains or evaluates a model on Megatron-Core.
 
-    Every method is collective over the mesh. An error within a step, which its other ranks may wait for, ends the engine.
+    Every method is collective over the mesh. An error inside a step closes the engine, because other ranks may wait.
 
     Attributes:
         model: Megatron's ``DistributedDataParallel`` around each stage of this rank.
         module: This rank's stage, or the model; with several stages a list of them.
-        optimizer: Megatron's, around the one given; None where there is none.
-        lr_scheduler: The schedule of its learning rate, or None.
-        options: What it was built with.
-        has_stepped: Whether the optimizer has, here or before the checkpoint that was loaded.
+        optimizer: Megatron's optimizer, around a given one; None without an optimizer.
+        lr_scheduler: The schedule of the learning rate, or None.
+        options: The options of ``build``.
+        has_stepped: True if the optimizer has stepped, here or before the loaded checkpoint.
         config: Megatron's ``TransformerConfig``.
         groups: Megatron's ``ProcessGroupCollection``.
-        files: Those of its checkpoints.
+        files: Writer of the checkpoint files.
     """
 
     def __init__(self, program: Program, options: MegatronOptions) -> None:
@@ -73,7 +73,7 @@ class MegatronEngine(ExternalEngine):
                 self._make(program, own, chunks, optimizer)
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In the type of the weights, where it is an ordinary number."""
+        """Convert a float32 tensor to the type of the weights; return any other tensor as it is."""
         return tensor.to(self.options.dtype) if tensor.dtype is torch.float32 else tensor
 
     def _mode(self) -> AbstractContextManager[None]:
@@ -125,7 +125,7 @@ class MegatronEngine(ExternalEngine):
 
         given = self.options.section("transformer")
         tp, pp = program.axis_size("tp"), program.axis_size("pp")
-        # it describes a transformer, which the program need not be; what Megatron's schedules read of it is below
+        # placeholders: the program need not be a transformer, and Megatron's schedules read only the settings below
         given = {"num_layers": len(program.stages), "hidden_size": tp, "num_attention_heads": tp, **given}
         if chunks > 1:
             given = {"overlap_p2p_comm": True, "batch_p2p_comm": False, **given}
@@ -144,7 +144,10 @@ class MegatronEngine(ExternalEngine):
         )
 
     def _fit(self, optimizer: torch.optim.Optimizer) -> None:
-        """Leave out what is frozen; refuse what the distributed optimizer does not take, as a rank's own may show alone."""
+        """Drop frozen parameters from the optimizer, and refuse optimizers that Megatron does not support.
+
+        The check is made here because the type of a factory's optimizer is not known earlier.
+        """
         if self.options.distributed_optimizer and not is_shared_out(optimizer):
             raise ANOTHER_OPTIMIZER.error(self.options.target)
         for group in optimizer.param_groups:
@@ -174,9 +177,9 @@ class MegatronEngine(ExternalEngine):
         return save_load.load(self, path, self._reading)
 
     def pieces(self) -> dict[str, Piece]:
-        """Return this rank's pieces of the parameters, in fp32 where they are trained, and of persistent buffers. Collective.
+        """Return this rank's pieces of the parameters, in fp32 if they are trained, and of persistent buffers. Collective.
 
-        Each stands under its first original name.
+        Keys are the first original name of each tensor.
         """
         self._check_weights()
         held = Held(self.program)
@@ -184,13 +187,13 @@ class MegatronEngine(ExternalEngine):
         return {key: piece_of(masters.get(key, tensor), shard_spec(tensor)) for key, tensor in held.tensors.items()}
 
     def masters(self) -> Iterator[MasterValue]:
-        """Iterate over this rank's parts of what Megatron's optimizer steps, and the buffers."""
+        """Iterate over this rank's parts of the tensors that Megatron's optimizer steps, and over the buffers."""
         held = Held(self.program)
         places = {key: piece_of(tensor, shard_spec(tensor)) for key, tensor in held.tensors.items()}
         return master_values(OptimizerState(self, held).mains(), held.buffers(), places)
 
     def use_masters(self) -> None:
-        """Let the model run with the values in what Megatron's optimizer steps. Collective."""
+        """Copy the values of the tensors that Megatron's optimizer steps to the model. Collective."""
         with self._calling():
             if self.options.precision != "fp32":
                 private.copy_main_params(self.optimizer)
@@ -199,7 +202,7 @@ class MegatronEngine(ExternalEngine):
                     chunk.start_param_sync(force_sync=True)
 
     def _release_process(self) -> None:
-        self._state.close()  # a next engine would take it for the user's
+        self._state.close()  # the next engine would take an open state for the user's
 
     def _abandon(self) -> None:
         self._detach()
@@ -208,7 +211,7 @@ class MegatronEngine(ExternalEngine):
     def _detach(self) -> None:
         for chunk in self.model:
             private.release_hooks(chunk)
-        # all that holds groups, which end their threads with the last reference
+        # drop all references to process groups: their threads end with the last one
         self.model, self._stages, self.optimizer, self._sender, self._run = [], [], None, None, None
         self.config.finalize_model_grads_func = self.config.no_sync_func = None
         self._ties.clear()
@@ -244,7 +247,7 @@ class MegatronEngine(ExternalEngine):
         return loss, self._stages[-1].counted
 
     def _scheduled(self, batch: MicroBatches, training: bool) -> torch.Tensor:
-        """Run all micro-batches; their mean loss over all replicas."""
+        """Run all micro-batches and return their mean loss over all replicas."""
         iterators = [numbered(batch.parts, batch.labels) for _ in self.model]
         several = len(self.model) > 1
         options: dict[str, Any] = {}
@@ -267,11 +270,11 @@ class MegatronEngine(ExternalEngine):
         mean = torch.zeros((), device=self.device)
         if self._stages[-1].post_process:
             mean = torch.stack([loss.float() for loss in losses]).mean()
-        # each replica's last stage has it, once on every tensor-parallel rank
+        # only last stages contribute: one loss for each replica and tensor-parallel rank
         return all_reduce(mean, self.program.mesh) / (self.program.axis_size("dp") * self.program.axis_size("tp"))
 
     def _begin(self, batch: MicroBatches, training: bool) -> None:
-        """Make the stages ready for micro-batches like these."""
+        """Prepare the stages for the shapes of these micro-batches."""
         programs = [self.program] * len(batch.parts)
         if len(self.program.stages) > 1:
             programs = microbatch_plans(self.program, training, batch.parts, "Megatron")
@@ -283,7 +286,7 @@ class MegatronEngine(ExternalEngine):
             stage.begin(programs, self._plan[1], batch.weights)
 
     def _finalize(self, model: Any, num_tokens: Any = None, **given: Any) -> None:
-        """Megatron's end of a step, and the ties of the program."""
+        """Finish the gradients of a step: Megatron's reductions, the all-reduce of tied parameters, then the user's hooks."""
         from megatron.core.distributed import finalize_model_grads
 
         with without_warnings():
@@ -295,15 +298,15 @@ class MegatronEngine(ExternalEngine):
 
 
 def _named(chunks: nn.ModuleList) -> dict[str, nn.Parameter]:
-    """The parameters of this rank's stages by their names in the model."""
+    """Return the parameters of this rank's stages by name."""
     return {name: parameter for chunk in chunks for name, parameter in chunk.named_parameters()}
 
 
 def _forward_step(iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
-    # packed outside of any module: what is sharded crosses in parts, which no module's forward may mix
+    # Packed outside of any module: sharded values cross as shards, which no module's forward may mix.
     return model.module.sent(model(*next(iterator))), _loss
 
 
 def _loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss, which Megatron divides in place, and the number to keep."""
+    """Return the loss, which Megatron divides in place, and a copy to keep."""
     return output, output.detach().clone()

@@ -1,4 +1,4 @@
-"""Log parser: what Megatron's training script printed of a run, as numbers."""
+"""Parser of the numbers that Megatron's training script prints during a run."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _FIELDS = {name: re.compile(rf"\biteration\s+(?P<step>\d+)\s*/.*\b{words}:\s*(?P
 
 
 class LoggedStep(NamedTuple):
-    """Numbers that were printed of one step; None for those that were not.
+    """Numbers printed for one step; None for each that was not printed.
 
     Args:
         step: Counted from 1.
         loss: Mean over the batch.
-        seconds: That a step took, mean since the line before.
-        learning_rate: Of the first group of parameters.
-        grad_norm: Before clipping.
-        skipped: How many steps since the line before were left out, as gradients overflowed.
+        seconds: Mean time of a step since the previous line.
+        learning_rate: Learning rate of the first parameter group.
+        grad_norm: Gradient norm before clipping.
+        skipped: Number of steps since the previous line skipped because gradients overflowed.
         batch_size: Rows a step over all replicas.
     """
 
@@ -42,14 +42,14 @@ class LoggedStep(NamedTuple):
 
 
 class MegatronLog:
-    """Reads the lines of Megatron-LM's training loop; megatron-core itself prints none."""
+    """Parser of the lines of Megatron-LM's training loop; megatron-core itself prints none."""
 
     @staticmethod
     def parse(lines: Iterable[str]) -> list[LoggedStep]:
-        """The steps that were printed, in order; other lines are passed over.
+        """Return the printed steps in order; other lines are ignored.
 
         Args:
-            lines: Of a log, of one rank or of several.
+            lines: Lines of a log of one or several ranks.
         """
         return [_step(number, values) for number, values in log_fields(lines, _FIELDS).items()]
 

@@ -1,4 +1,4 @@
-"""Stages in Megatron's forward and backward functions: 1F1B, and with several stages on a rank interleaved 1F1B."""
+"""Stages for Megatron's pipeline schedules: 1F1B, or interleaved 1F1B with several stages on a rank."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Borders(NamedTuple):
     """Communication of the values between the stages of one plan.
 
     Args:
-        dtype: Of every carrier.
-        layouts: For each stage what it receives.
-        size: Elements of the largest carrier.
+        dtype: Type of every carrier.
+        layouts: Layout of the carrier that each stage receives.
+        size: Number of elements of the largest carrier.
     """
 
     dtype: torch.dtype
@@ -37,25 +37,25 @@ class Borders(NamedTuple):
 
 
 def borders(program: Program, weights: torch.dtype, device: torch.device) -> Borders:
-    """Those of a plan; the same on every rank."""
+    """Return the borders of a plan; they are the same on every rank."""
     dtype = carrier_dtype([boundary for stage in program.stages for boundary in stage.inputs], weights)
     layouts = tuple(Layout(stage.inputs, dtype, stage.index - 1, device) for stage in program.stages)
     return Borders(dtype, layouts, max(layout.size for layout in layouts))
 
 
 class RunningStage(StageForward):
-    """A stage as Megatron calls it, once for each micro-batch in order.
+    """Stage that Megatron calls once for each micro-batch, in order.
 
     Args:
-        program: In stages.
-        index: Which of them.
+        program: The program, cut into stages.
+        index: Index of the stage.
         loss_of: Computes the loss in the last stage.
         config: Megatron's ``TransformerConfig``.
-        before: The stages of this rank before it. What these hold, too, Megatron finds in them alone: it keeps each parameter
-            and its gradient in one place.
+        before: Earlier stages of this rank. A parameter that they share is reported by the first of them only, because Megatron
+            keeps one gradient buffer for each parameter.
     """
 
-    share_embeddings_and_output_weights = False  # ties are those of the program, see ``ties_of``
+    share_embeddings_and_output_weights = False  # ``ties_of`` handles the program's ties
 
     def __init__(self, program: Program, index: int, loss_of: CountedLoss, config: Any, before: Sequence[RunningStage]) -> None:
         super().__init__(program, index, loss_of)
@@ -71,25 +71,25 @@ class RunningStage(StageForward):
         """Begin a step.
 
         Args:
-            programs: One for each micro-batch.
-            borders: Those of all of them.
-            weights: What each micro-batch weighs in the loss; None for all alike.
+            programs: The program of each micro-batch.
+            borders: Borders that all these programs share.
+            weights: Weight of each micro-batch in the loss; None for equal weights.
         """
         self._borders = borders
         self._begin(programs, weights)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those that no stage before it on this rank has."""
+        """Iterate over the parameters that no earlier stage of this rank has."""
         return (each for each in super().named_parameters(*args, **kwargs) if id(each[1]) not in self._elsewhere)
 
     def sizes(self) -> tuple[int, int]:
-        """Elements of what this stage receives and of what it gives."""
+        """Return the number of elements that this stage receives, and that it sends."""
         assert self._borders is not None
         layouts = self._borders.layouts
         return layouts[self._index].size, self._borders.size if self.post_process else layouts[self._index + 1].size
 
     def set_input_tensor(self, tensors: Any) -> None:
-        """Take what the stage before sent for the next micro-batch; Megatron calls this."""
+        """Store the tensor that the previous stage sent for the next micro-batch; Megatron calls this."""
         (self._received,) = tensors if isinstance(tensors, list) else (tensors,)
 
     def forward(self, index: int, part: Batch, labels: Any) -> Any:
@@ -103,12 +103,12 @@ class RunningStage(StageForward):
             return self._run(index, part, labels, values)
 
     def sent(self, output: Any) -> torch.Tensor:
-        """Return what Megatron gets of ``forward``'s result: one tensor, whose backward reaches what this stage received."""
+        """Return ``forward``'s result as the one tensor that Megatron sends; its backward reaches the received tensor."""
         one: torch.Tensor = output if self.post_process else self._packed(output)
         if self._index and torch.is_grad_enabled():
             assert self._received is not None
             one = reached(one, self._received)
-        # Megatron divides a loss in place, and may free what it has sent
+        # Megatron divides a loss in place, and may free a tensor after sending it
         is_changed = self.post_process or self.config.deallocate_pipeline_outputs
         return one.clone() if is_changed else one
 
@@ -119,9 +119,9 @@ class RunningStage(StageForward):
 
 
 def ties_of(program: Program, state: ParallelState) -> list[Tie]:
-    """Return this rank's parameters that other stages' ranks have too; ``state`` ends the groups that are made. Collective."""
-    ends = (0, program.axis_size("pp") - 1) if state.is_ours else ()  # a user's embedding group may have other ranks
-    # Megatron has a group of the ends already, whose ranks are the same on all
+    """Return this rank's parameters that are tied to other ranks' stages; ``state`` destroys the new groups. Collective."""
+    ends = (0, program.axis_size("pp") - 1) if state.is_ours else ()  # the user's embedding group may differ
+    # reuse Megatron's group of the first and the last stage; all ranks take the same branch
     ties = tied_groups(program, lambda places, ranks: state.groups.embd if places == ends else state.group(ranks))
     for tie in ties:
         private.mark_tie(tie.parameter, is_first=dist.get_rank() == tie.first)

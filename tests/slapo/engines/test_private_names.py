@@ -31,7 +31,7 @@ PUBLIC = {
 """The documented packages of an engine, which any module may import."""
 OF_OTHERS = {"_apply", "_buffers", "_load_state_dict_pre_hooks", "_modules", "_parameters", "_replace", "_unsafe_view"}
 OF_OTHERS |= {"_getframe"}
-"""Of torch's and Python's."""
+"""Private names of torch and Python."""
 COMMON_WORDS = {"__name__", "buffers", "clip_grad", "save", "shared", "tp_group"}
 """Attributes of Megatron's or DeepSpeed's whose names other objects have, too."""
 

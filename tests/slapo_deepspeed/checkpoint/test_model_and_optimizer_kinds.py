@@ -33,11 +33,11 @@ def _counters() -> Iterator[None]:
 
 
 class Side(NamedTuple):
-    """What is built on one side of a checkpoint.
+    """Engine on one side of a checkpoint, the saving or the loading one.
 
     Args:
         layout: Sizes of the mesh.
-        options: Of ``build``.
+        options: Options of ``build``.
         make: The function of this file that makes the schedule.
     """
 
@@ -51,7 +51,7 @@ class Side(NamedTuple):
 
 
 def options(stage: int, zero: dict[str, Any] | None = None, **config: Any) -> dict[str, Any]:
-    """Of DeepSpeed's config."""
+    """Options of ``build`` with a DeepSpeed config."""
     return {"config": {"zero_optimization": {"stage": stage, **(zero or {})}, **config}}
 
 
@@ -226,7 +226,7 @@ def test_groups_in_another_order_are_known_by_names(stage: int, tmp_path: Path) 
 
 
 def rescheduled(rank: int, folder: str) -> str:
-    """What loading says in an engine whose schedule is of groups in another order."""
+    """Message of loading into an engine whose learning-rate schedule has the groups in another order."""
     engine, _ = engine_of(Side({}, options(1)), other_way)
     message = message_of(lambda: engine.load(folder))
     engine.close()

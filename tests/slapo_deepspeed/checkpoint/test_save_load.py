@@ -163,7 +163,7 @@ def unscheduled(parameters: Any) -> torch.optim.Optimizer:
 
 
 def refused(rank: int, folder: str) -> dict[str, tuple[str, bool, str]]:
-    """What loading says, whether the weights are unchanged, and what training says then."""
+    """Message of each load, True if the weights are unchanged, and the message of training afterwards."""
     found = {}
     for name, zero, optimizer, is_frozen, width in [
         ("factored", 1, factored, False, 16),
@@ -215,7 +215,7 @@ def test_what_cannot_be_loaded_changes_nothing(tmp_path: Path) -> None:
 
 
 def half_read(rank: int, folder: str) -> list[str]:
-    """What an engine says that loads a checkpoint of which one rank's file is torn, and goes on."""
+    """Messages of an engine that loads a checkpoint with one truncated file, and of later calls."""
     engine = engine_of(Counts(0), 2, adamw)
     for name in ("whole", "torn"):
         engine.save(f"{folder}/{name}")
@@ -328,7 +328,7 @@ def test_weights_are_whole_where_they_are_asked_for(layout: dict[str, int]) -> N
 
 
 def unchanged(rank: int, case: str) -> tuple[str, bool]:
-    """What building says, and whether the optimizer that was given is as it was."""
+    """Message of ``build``, and True if the given optimizer is unchanged."""
     mesh = mesh_of(pp=2)
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -371,7 +371,7 @@ def test_an_optimizer_that_is_refused_is_unchanged(case: str, expected: str) -> 
 
 
 def placed(rank: int, folder: str) -> list[Any]:
-    """What a save that fails says, and where training was and how it goes on by what is left."""
+    """Message of a failed save, the position in the checkpoint that is left, and True if training resumes equally from it."""
     engine = engine_of(Counts(0), 2)
     losses(engine, range(2))
     engine.save(folder, extra=[2])
@@ -417,7 +417,7 @@ class Keeps(nn.Module):
 
 
 def kept_apart(rank: int, folder: str, zero: int, saves: bool) -> list[Any]:
-    """What loading says, and the state of a module then; and what Adagrad with a schedule says."""
+    """Message of a load, the extra state that a module got, and the message of building with Adagrad."""
     model = Keeps()
     engine = engine_of(model, zero, adamw)
     losses(engine, range(1 + 4 * saves))

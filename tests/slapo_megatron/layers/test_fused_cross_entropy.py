@@ -25,7 +25,7 @@ from tests.zoo.families import FAMILIES
 pytestmark = pytest.mark.multiproc
 
 MEGATRON = {"_VocabParallelCrossEntropy", "_VocabParallelCrossEntropyBackward"}
-"""What autograd calls Megatron's function, forward and backward."""
+"""Names of Megatron's function in autograd, forward and backward."""
 OUTSIDE = "a target is outside of the vocabulary of 64 and is not ignore_index (-100)"
 
 
@@ -47,7 +47,7 @@ def _split(model: Any, backend: str | None = "megatron") -> Any:
 
 
 def _calls(run: Callable[[], Any]) -> set[str]:
-    """Which functions run: all that were ever compiled, and of the others Megatron's."""
+    """Names of the compiled functions, and of Megatron's functions, that run."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         run()
     names = {event.name for event in profile.events() or ()}

@@ -166,7 +166,7 @@ def test_undo_brings_the_layers_back():
 
 
 def _copied(rank: int) -> None:
-    """Of a model, and of its schedule, which then has a history."""
+    """Check that a deep copy of a sharded model is independent, that pickling is refused, and that a state loads."""
     model, batch = _model("llama", tie_word_embeddings=True)
     sch = create_schedule(model)
     sch.tensor_parallel(backend="megatron")
@@ -268,7 +268,7 @@ def test_parameters_have_the_attributes_megatron_looks_for():
 
 
 def _refused(rank: int) -> list[str]:
-    """What a layer of Megatron's would get wrong, or not say."""
+    """Messages for cases that Megatron's layers would compute wrongly without an error."""
     said = []
     model, batch = _model("llama")
     sch = create_schedule(model)

@@ -1,4 +1,4 @@
-"""What a forward reads of its modules may be another thing after the trace: a traced module follows."""
+"""A traced module follows changes made after the trace to attributes that its forward reads."""
 
 from __future__ import annotations
 

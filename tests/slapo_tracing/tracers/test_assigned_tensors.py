@@ -1,4 +1,4 @@
-"""What a forward leaves in attributes, and does not use in the next call, is noted in a graph or returned by it."""
+"""Tensors that a forward assigns to attributes and does not read in the next call are recorded in the graph or returned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of DeepSpeed's checkpoint: as it hands them to what writes, which may do so later."""
+"""Files of DeepSpeed's checkpoint, intercepted before DeepSpeed writes them so that they can be written later."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .tensor_index import Places, tensors_in
 
 
 class Files:
-    """Those of this rank.
+    """Checkpoint files of this rank.
 
     Args:
-        folder: Where they go.
-        noting: Sees each before it is written.
-        copies: Memory that their tensors are copied to as they are now; None to write each at once.
+        folder: Directory of the files.
+        noting: Index that records each file's tensors before the file is written.
+        copies: Buffers for copies of the tensors' present values; None to write each file at once.
     """
 
     def __init__(self, folder: Path, noting: Places, copies: Buffers | None) -> None:
@@ -31,13 +31,15 @@ class Files:
         self._left: list[Callable[[], None]] = []
 
     def take(self, model: Any) -> None:
-        """Have DeepSpeed hand them over. Collective; what one rank cannot write is an error behind it, as others wait in it.
+        """Have DeepSpeed hand over its files. Collective.
+
+        An error of one rank is raised after DeepSpeed's save, because the other ranks wait inside it.
 
         Args:
             model: DeepSpeed's engine.
 
         Raises:
-            BuildError: what writes does so behind a save by itself.
+            BuildError: DeepSpeed's config has its own background writer.
         """
         errors, keys = list[Exception](), set[Any]()
         if saves_in_background(model):
@@ -64,19 +66,19 @@ class Files:
             raise errors[0]
 
     def write(self) -> None:
-        """Write what was copied."""
+        """Write the copied files."""
         for write in self._left:
             write()
 
 
 def _copy(state: Any, name: str, copies: Buffers, keys: set[Any]) -> Any:
-    """What is written to a file, as it is now: the memory behind its tensors once, in that of the file, as views share it.
+    """Return a copy of a file's content. Each memory is copied once, and views keep sharing it.
 
     Args:
-        state: It.
-        name: Of the file.
-        copies: Memory by file and by number within it.
-        keys: Of what is used of it; added to.
+        state: Content of the file.
+        name: Name of the file.
+        copies: Buffers by file and by index of the memory within it.
+        keys: Collects the keys of the buffers in use.
     """
     known: dict[int, Any] = {}
     memories: dict[Any, torch.UntypedStorage] = {}
@@ -98,7 +100,7 @@ def _copy(state: Any, name: str, copies: Buffers, keys: set[Any]) -> Any:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it is nothing but a view of memory; any other is copied as it says itself."""
+    """Return True for a plain view of memory; any other tensor is copied by its own ``__deepcopy__``."""
     return (
         type(tensor) in (torch.Tensor, nn.Parameter)
         and not vars(tensor)

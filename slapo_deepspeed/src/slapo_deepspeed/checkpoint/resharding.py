@@ -1,4 +1,4 @@
-"""Loading a checkpoint at another layout, or with another stage of ZeRO: each rank reads its part of each tensor by name."""
+"""Resharding on load, for another layout or stage of ZeRO: each rank reads its part of each tensor by name."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .tensor_reader import SAME_LAYOUT, Saved
 
 
 class Taken:
-    """What an engine takes of a checkpoint; nothing of the engine changes before ``put``. Made on all ranks together.
+    """Data that an engine reads from a checkpoint; the engine is unchanged until ``put``. The constructor is collective.
 
     Args:
         model: DeepSpeed's engine.
-        shares: What this rank has of its tensors.
-        program: Whose.
+        shares: This rank's shares of the tensors.
+        program: The program that the engine runs.
     """
 
     def __init__(self, model: Any, shares: Shares, program: Program) -> None:
@@ -39,10 +39,10 @@ class Taken:
         self._scale: Any = None
 
     def read(self, saved: Saved) -> None:
-        """Read it; for one rank alone.
+        """Read this rank's data. Not collective.
 
         Raises:
-            BuildError: it is of another model, or of an optimizer whose states do not fit.
+            BuildError: the checkpoint is of another model, or of an optimizer whose states do not fit.
         """
         check_shapes(saved.shapes(), self._shapes)
         if self._shares.optimizer is not None:
@@ -60,7 +60,7 @@ class Taken:
 
     @torch.no_grad()
     def put(self) -> None:
-        """Let the engine have it. Collective."""
+        """Put the data into the engine. Collective."""
         with self._shares.writing():
             for share, numbers in zip(self._shares.held, self._weights, strict=True):
                 share.value.copy_(numbers.view(share.value.shape))
@@ -77,7 +77,7 @@ class Taken:
         return saved.read(share.name, key, self._shares.pieces[share.name], share.start, share.value.numel())
 
     def _state(self, saved: Saved, stepped: torch.Tensor, shares: list[Share]) -> dict[str, Any]:
-        """What the optimizer keeps for one of its tensors; of a parameter that has never been stepped it has zeros."""
+        """Return the optimizer's state for one stepped tensor; elements without a saved state get zeros."""
         state: dict[str, Any] = {}
         found: dict[str, dict[tuple[Any, Any], str]] = {}
         for share in shares:
@@ -98,11 +98,11 @@ class Taken:
         return state
 
     def _chosen(self, saved: Saved) -> list[dict[str, Any]]:
-        """The saved options of this rank's groups.
+        """Return the saved options of this rank's groups.
 
         Raises:
-            BuildError: the optimizer had other parameters or states of other shapes, or groups that had different options are
-                one here.
+            BuildError: the optimizer had other parameters or states of other shapes, or parameters of one group had
+                different options.
         """
         options: dict[str, dict[str, Any]] = {}
         for each in saved.places:
@@ -130,10 +130,10 @@ class Taken:
         return found
 
     def _chosen_common(self, saved: Saved) -> dict[str, Any]:
-        """Counters, and the state of the learning rate's schedule: that of ranks with the same groups.
+        """Return the counters and the state of the learning-rate schedule, from a rank with the same group options.
 
         Raises:
-            BuildError: no rank had as many groups with these options.
+            BuildError: no rank had groups with the same options.
         """
         wanted = [repr(each) for each in self._options]
         for each in saved.places:

@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSpeed's, beside them what it does not know: the layout, and each rank's random states."""
+"""Checkpoints in DeepSpeed's format, with files for the layout and each rank's random states beside them."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Checkpoint:
-    """One that this engine can load.
+    """Checkpoint that this engine can load.
 
     Args:
-        folder: Where DeepSpeed's files are.
-        beside: Where training was, and what puts this rank's random states and buffers back.
-        taken: What this engine takes of it, where it is of another layout; DeepSpeed reads it where this is None.
-        states: Of whole tensors, by rank.
-        averages: Of the weights.
+        folder: Directory of DeepSpeed's files.
+        beside: Position of training, and this rank's saved random states and buffers.
+        taken: Data read from a checkpoint of another layout; None if DeepSpeed reads the checkpoint itself.
+        states: States of a whole-tensor optimizer, by rank.
+        averages: Moving averages of the weights.
     """
 
     folder: Path
@@ -53,12 +53,13 @@ class Checkpoint:
 def prepared(
     engine: DeepSpeedEngine, path: str | PathLike[str], position: Position, ranks: Ranks, copies: Buffers | None
 ) -> Callable[[Ranks], None]:
-    """What writes DeepSpeed's checkpoint and what belongs to it, given the ranks to meet. Collective.
+    """Return a function that writes DeepSpeed's checkpoint and the files beside it. Collective.
 
-    With ``copies``, memory for what this rank writes, it writes what there is now; without, DeepSpeed writes its files at once.
+    The function takes the ranks to synchronize with. With ``copies``, buffers for this rank's tensors, it writes the values
+    of this moment; without, DeepSpeed writes its files at once.
 
     Raises:
-        BuildError: on every rank: it cannot be written.
+        BuildError: on every rank: the checkpoint cannot be written.
     """
     model, module, program = engine.model, engine.module, engine.program
     if model.optimizer is not None and inner_optimizer(model) is None:
@@ -92,10 +93,11 @@ def prepared(
 
 
 def checked(engine: DeepSpeedEngine, path: str | PathLike[str]) -> Checkpoint:
-    """Look whether a checkpoint can be loaded, and read it where it is of another layout. Collective; changes no engine.
+    """Check that a checkpoint can be loaded, and read it if it is of another layout. Collective; the engine is unchanged.
 
     Raises:
-        BuildError: on every rank: it is none, damaged, of another model, or of a layout that cannot be loaded into this one.
+        BuildError: on every rank: there is no checkpoint, or it is damaged, of another model, or of a layout that this engine
+            cannot load.
     """
     model, program, held = engine.model, engine.program, buffers(engine.module)
     ranks = Ranks.of(program)
@@ -126,7 +128,7 @@ def checked(engine: DeepSpeedEngine, path: str | PathLike[str]) -> Checkpoint:
 
 
 def _is_same(complete: checkpoint_folder.Checkpoint, engine: DeepSpeedEngine) -> bool:
-    """Whether DeepSpeed can read it itself: each rank has what one at its place had, in the same order. Collective."""
+    """Return True if DeepSpeed can read the files itself: each rank holds the same elements in the same order. Collective."""
     own, saved, program = _layout(engine), complete.about, engine.program
     zero = own["zero"]
     if any(saved[key] != own[key] for key in own if key != "dp" or zero):
@@ -142,7 +144,7 @@ def _is_same(complete: checkpoint_folder.Checkpoint, engine: DeepSpeedEngine) ->
 
 
 def _taken(complete: checkpoint_folder.Checkpoint, engine: DeepSpeedEngine) -> Taken:
-    """What this engine takes of a checkpoint of another layout. Collective."""
+    """Read this rank's data from a checkpoint of another layout. Collective."""
     saved, shares = complete.about, list[Shares]()
 
     def check() -> None:
@@ -156,7 +158,7 @@ def _taken(complete: checkpoint_folder.Checkpoint, engine: DeepSpeedEngine) -> T
             taken.read(parts)
         except BuildError:
             raise
-        except Exception as err:  # whatever torch raises of files that are broken
+        except Exception as err:  # torch raises many types for broken files
             raise BuildError(
                 f"{str(complete.folder)!r} cannot be read: {type(err).__name__}: {err}; nothing has changed, load another one"
             ) from err
@@ -172,10 +174,10 @@ def _shares(engine: DeepSpeedEngine) -> Shares:
 
 
 def load(engine: DeepSpeedEngine, found: Checkpoint) -> None:
-    """Read it. Collective.
+    """Load a checkpoint that ``checked`` returned. Collective.
 
     Raises:
-        BuildError: on every rank: DeepSpeed cannot read it to its end.
+        BuildError: on every rank: reading failed; the weights may have changed.
     """
 
     model, module = engine.model, engine.module
@@ -203,12 +205,15 @@ def _check_steps(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Refuse states of another optimizer or schedule; an engine that only evaluates reads none."""
     if own["optimizer"] is None:
         return
-    by_stage = list in (type(saved["groups"]), type(own["groups"]))  # looked at by names
+    by_stage = list in (
+        type(saved["groups"]),
+        type(own["groups"]),
+    )  # stages with different groups are compared by parameter names
     checkpoint_files.check_same(saved, own, ("optimizer", *(() if by_stage else ("groups",)), "lr_scheduler"))
 
 
 def _steps(model: Any, program: Program) -> dict[str, Any]:
-    """What steps the weights, the same on every rank. Collective."""
+    """Return facts of the optimizer and the learning-rate schedule, the same on every rank. Collective."""
     optimizer = inner_optimizer(model)
     groups = 0 if optimizer is None else len(optimizer.param_groups)
     by_stage = dict(gather_objects((program.axis_rank("pp"), groups), program.mesh))
@@ -223,7 +228,7 @@ def _layout(engine: DeepSpeedEngine) -> dict[str, int]:
 
 
 def _parameters(program: Program) -> int:
-    """A number for the names and shapes of the model's parameters."""
+    """Return a fingerprint of the names and shapes of the model's parameters."""
     shapes = {name: tuple(full_shape(parameter)) for name, parameter in program.module.named_parameters()}
     shapes |= {name: tuple(spec.full_shape) for name, spec in program.shard_specs.items()}
     return fingerprint(sorted(shapes.items()))

@@ -1,4 +1,4 @@
-"""Where in DeepSpeed's files the numbers of each tensor are, under original names: written beside them as they are."""
+"""Index of the tensors in DeepSpeed's files by original names, written beside the unchanged files."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ..optimizer.local_tensors import Shares, why_not
 from ..process_state._deepspeed_private import loss_scaler
 
 WEIGHT = ""
-"""In the place of the name of a state: the weight itself, or a buffer."""
+"""State name that stands for the weight itself, or for a buffer."""
 
 
 class _Wanted(NamedTuple):
-    """Numbers that are to be found in a file.
+    """Elements to find in a file.
 
     Args:
-        name: Of their tensor in the unmodified model.
-        key: Of a state of the optimizer, or ``WEIGHT``.
-        start: How many numbers of this rank's part are before them.
-        value: They.
-        aliases: What a file may call a copy of a weight.
+        name: Name of the tensor in the unmodified model.
+        key: Name of an optimizer state, or ``WEIGHT``.
+        start: Offset of the elements in this rank's shard.
+        value: The elements.
+        aliases: Names that a file may use for a copy of the weight.
     """
 
     name: str
@@ -38,14 +38,15 @@ class _Wanted(NamedTuple):
 
 
 class Places:
-    """Notes where DeepSpeed writes the numbers of this rank: tensors in memory are known by where they are.
+    """Recorder of where DeepSpeed writes this rank's elements. Tensors are identified by their memory.
 
-    What it copies before it writes is known by name and by being equal, and what it does not write is written here.
+    A tensor that DeepSpeed copies before it writes is identified by name and equal values. Elements that DeepSpeed does not
+    write go into a file of their own.
 
     Args:
         model: DeepSpeed's engine.
         module: This rank's stage.
-        program: Whose.
+        program: The program that the engine runs.
     """
 
     def __init__(self, model: Any, module: nn.Module, program: Program) -> None:
@@ -82,7 +83,7 @@ class Places:
         self._about.update(shares.about(), numbers=numbers, odd=odd)
 
     def see(self, state: Any, file: str) -> None:
-        """Look at what DeepSpeed writes to a file of the checkpoint, while it is in memory."""
+        """Record the tensors in the content of a file, before DeepSpeed writes it."""
         if isinstance(state, dict) and "lr_scheduler" in state and "global_steps" in state:
             self._about["common"] = file
         by_memory: dict[int, list[tuple[Any, torch.Tensor]]] = {}
@@ -104,10 +105,10 @@ class Places:
         self._wanted = left
 
     def files(self, place: int) -> dict[str, bytes]:
-        """Files with the places, and with what DeepSpeed has left out, as it is now.
+        """Return the index file, and if DeepSpeed left elements out, a file with their present values.
 
         Args:
-            place: This rank's among all.
+            place: Index of this rank among all.
         """
         found: dict[str, bytes] = {}
         if self._wanted:
@@ -128,12 +129,12 @@ class Places:
 
 
 def name_of(place: int) -> str:
-    """The file with what ``Places`` of a rank has found."""
+    """Return the name of a rank's index file."""
     return f"places-{place}.pt"
 
 
 def tensors_in(value: Any, at: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
-    """All in dicts and lists, and how to get there."""
+    """Yield every tensor in nested dicts and lists, with the keys that lead to it."""
     if isinstance(value, torch.Tensor):
         yield at, value
     elif isinstance(value, dict):
@@ -146,7 +147,7 @@ def tensors_in(value: Any, at: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...
 
 
 def _offset(value: torch.Tensor, of: torch.Tensor) -> int | None:
-    """How many numbers of a tensor are before these, if they are of it."""
+    """Return the offset of ``value`` in a tensor of the same storage, or None if it is not a range of that tensor."""
     offset = int(value.storage_offset()) - int(of.storage_offset())
     fits = value.dtype is of.dtype and value.is_contiguous() and 0 <= offset <= of.numel() - value.numel()
     return offset if fits else None

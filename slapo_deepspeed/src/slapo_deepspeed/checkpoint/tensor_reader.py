@@ -1,4 +1,4 @@
-"""A checkpoint of DeepSpeed's by original names: any part of any tensor, from where ``places`` says that it is."""
+"""Reader of DeepSpeed's checkpoints by original names: any part of any tensor, located by the ``places`` files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAME_LAYOUT = "load it on the layout and with the stage of ZeRO that it was save
 
 
 class _Found(NamedTuple):
-    """Numbers in a file, ``start`` of a part on, which begin ``offset`` into the tensor that ``at`` leads to."""
+    """Elements in a file: at ``start`` in a part, and at ``offset`` in the tensor under the keys ``at``."""
 
     start: int
     size: int
@@ -28,7 +28,7 @@ class _Found(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What ranks of one pipeline stage and tensor-parallel place, all replicas together, have saved of a tensor."""
+    """Shard of a tensor as saved by all replicas of one pipeline stage and tensor-parallel rank together."""
 
     full_shape: tuple[int, ...]
     ranges: tuple[Ranges, ...]
@@ -36,14 +36,14 @@ class _Part(NamedTuple):
 
 
 class Saved:
-    """A checkpoint by original names.
+    """Checkpoint whose tensors are read by original names.
 
     Args:
-        folder: That of its files.
-        ranks: How many have written it.
+        folder: Directory of its files.
+        ranks: Number of ranks that wrote it.
 
     Raises:
-        BuildError: it cannot be loaded at another layout.
+        BuildError: the checkpoint cannot be loaded on another layout.
     """
 
     def __init__(self, folder: Path, ranks: int) -> None:
@@ -61,25 +61,25 @@ class Saved:
                 self.parts[name][each["pieces"][name]].found.setdefault(key, []).append(_Found(*found))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all parameters and buffers."""
+        """Return the full shapes of all parameters and buffers."""
         return {name: next(iter(parts.values())).full_shape for name, parts in self.parts.items()}
 
     def keys(self, name: str) -> set[str]:
-        """The states that have a number for each element of a parameter."""
+        """Return the optimizer states that have a number for each element of a parameter."""
         return {key for part in self.parts[name].values() for key in part.found} - {WEIGHT}
 
     def read(self, name: str, key: str, wanted: Piece, start: int, size: int) -> torch.Tensor:
-        """Numbers of a tensor, in one line; of the files no more is read than rows that have some of them.
+        """Read a range of a tensor's elements, flat; only rows that contain some of them are read from the files.
 
         Args:
-            name: In the unmodified model.
-            key: A state, or ``WEIGHT``.
-            wanted: Where a part of the whole tensor lies, which has them.
-            start: How many numbers of that part are before them.
-            size: How many they are.
+            name: Name of the tensor in the unmodified model.
+            key: An optimizer state, or ``WEIGHT``.
+            wanted: Position of the shard that contains the elements.
+            start: Offset of the elements in the shard.
+            size: Number of elements.
 
         Raises:
-            BuildError: the checkpoint leaves some of them out.
+            BuildError: the checkpoint lacks some elements.
         """
         if wanted.ranges:
             row = wanted.tensor[0].numel()
@@ -104,12 +104,12 @@ class Saved:
         return made.view(-1).narrow(0, start, size)
 
     def _local(self, found: list[_Found], shape: torch.Size, before: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What all replicas have saved of some rows of a part, and which numbers of these they have.
+        """Return some rows of a part as saved by all replicas, and a mask of the elements that were found.
 
         Args:
-            found: Where numbers of the part are.
-            shape: Of the rows.
-            before: How many numbers of the part are before them.
+            found: Positions of the part's elements in the files.
+            shape: Shape of the rows.
+            before: Number of the part's elements before the rows.
         """
         line, known = torch.empty(0), torch.zeros(shape.numel(), dtype=torch.bool)
         for each in found:
@@ -132,7 +132,7 @@ class Saved:
         return value.detach()
 
     def file(self, name: str) -> Any:
-        """One of DeepSpeed's files, whose tensors are read when they are needed."""
+        """Return the content of one of DeepSpeed's files; tensors are memory-mapped if the format allows it."""
         if name not in self._files:
             path = self._folder / name
             options: dict[str, Any] = {"mmap": True} if zipfile.is_zipfile(path) else {}
@@ -140,7 +140,7 @@ class Saved:
         return self._files[name]
 
     def numbers(self, name: str) -> dict[str, set[tuple[Any, Any]]]:
-        """What the optimizer keeps once for a parameter, with its type; no rank should have another one."""
+        """Return the scalar states of a parameter: the distinct values over the ranks, each with its dtype; one is expected."""
         found: dict[str, set[tuple[Any, Any]]] = {}
         for each in self.places:
             for key, value in each["numbers"].get(name, {}).items():
@@ -148,7 +148,7 @@ class Saved:
         return found
 
     def odd(self, name: str) -> str:
-        """A state that has neither one number nor one for each element; nothing where there is none."""
+        """Return a state that is neither a scalar nor has a number for each element, or ''."""
         return next((key for each in self.places for key in each["odd"].get(name, ())), "")
 
 
@@ -157,7 +157,7 @@ def _sizes(ranges: tuple[Ranges, ...]) -> list[int]:
 
 
 def _overlapping(part: _Part, wanted: Piece) -> tuple[Piece | None, int]:
-    """The rows of a part that have some of what is wanted, or None, and how many of its numbers are before them."""
+    """Return the rows of a part that overlap ``wanted``, or None, and the number of the part's elements before them."""
     source = Piece(torch.empty(_sizes(part.ranges), device="meta"), part.full_shape, part.ranges)
     boxes = [one for one, _ in _common(source, wanted)]
     if not boxes or not part.ranges:
@@ -167,7 +167,7 @@ def _overlapping(part: _Part, wanted: Piece) -> tuple[Piece | None, int]:
 
 
 def _common(source: Piece, wanted: Piece) -> Iterator[tuple[Chunk, Chunk]]:
-    """The boxes that both have, in each of them."""
+    """Yield the boxes that both pieces contain, as a chunk of each."""
     for one in source.chunks():
         for other in wanted.chunks():
             lows = [max(each) for each in zip(one.offset, other.offset, strict=True)]

@@ -1,4 +1,4 @@
-"""The optimizer and the scheduler of DeepSpeed's config: DeepSpeed makes them late, on some ranks first, and names no key."""
+"""Checks of the optimizer and scheduler in DeepSpeed's config: DeepSpeed fails late, on some ranks first, and names no key."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _OFFLOADED = ("cpu", "nvme")
 
 
 def check_section(name: str, section: Mapping[str, Any]) -> None:
-    """Refuse an optimizer or a scheduler that does not say what it is, or a number that is none.
+    """Refuse an optimizer or a scheduler without a type, or with a string for a number.
 
     Args:
         name: ``"optimizer"`` or ``"scheduler"``.
-        section: That of DeepSpeed's config.
+        section: The section of DeepSpeed's config.
 
     Raises:
-        BuildError: it has no type, or has a number in words.
+        BuildError: the type is missing, ``params`` is no object, or a parameter is a string instead of a number.
     """
     kind, params = section.get("type"), section.get("params", {})
     if not isinstance(kind, str):
@@ -43,7 +43,7 @@ def check_section(name: str, section: Mapping[str, Any]) -> None:
 
 
 def compiled_on_cpu(given: Mapping[str, Any]) -> str:
-    """Return what DeepSpeed would compile for the optimizer of its config on a CPU; nothing where it compiles nothing."""
+    """Return the optimizer or setting in DeepSpeed's config that needs compilation on a CPU, or ''."""
     kind, params = _kind(given), given.get("optimizer", {}).get("params", {})
     if kind in _COMPILED or (kind == "adagrad" and is_offloaded(given)):
         return str(given["optimizer"]["type"])
@@ -51,21 +51,21 @@ def compiled_on_cpu(given: Mapping[str, Any]) -> str:
 
 
 def with_torch_adam(section: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer that is Adam or AdamW, now torch's: DeepSpeed's own is compiled."""
+    """Return the section, with Adam and AdamW set to torch's, because DeepSpeed compiles its own."""
     if str(section["type"]).lower() not in ADAM:
         return dict(section)
     return {**section, "params": {**section.get("params", {}), "torch_adam": True}}
 
 
 def factory_of(settled: Mapping[str, Any], has_parts: bool) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None:
-    """Return what makes the optimizer of DeepSpeed's config, where it may step whole tensors and DeepSpeed would step parts.
+    """Return a factory of the config's optimizer if it may need whole tensors, but DeepSpeed would step shards; else None.
 
     Args:
-        settled: What DeepSpeed is to get.
-        has_parts: Whether ranks hold tensor-parallel parts.
+        settled: The configuration that DeepSpeed gets.
+        has_parts: True if ranks hold tensor-parallel shards.
 
     Raises:
-        BuildError: DeepSpeed steps matrices of it itself, which ranks hold parts of.
+        BuildError: the optimizer is Muon, and ranks hold shards of the matrices that it steps.
     """
     if (kind := _kind(settled)) == "muon" and has_parts:
         raise BuildError(
@@ -82,7 +82,7 @@ def factory_of(settled: Mapping[str, Any], has_parts: bool) -> Callable[[list[nn
 
 
 def is_offloaded(given: Mapping[str, Any]) -> bool:
-    """Return whether ZeRO keeps states of the optimizer outside the accelerator."""
+    """Return True if ZeRO keeps the optimizer's states outside the accelerator."""
     section = given.get("zero_optimization", {}).get("offload_optimizer")
     return isinstance(section, Mapping) and section.get("device") in _OFFLOADED
 
@@ -91,10 +91,10 @@ def check_made(settled: Mapping[str, Any]) -> None:
     """Refuse an optimizer or a scheduler that DeepSpeed could not make.
 
     Args:
-        settled: What DeepSpeed is to get.
+        settled: The configuration that DeepSpeed gets.
 
     Raises:
-        BuildError: its type is unknown, or its class has other parameters.
+        BuildError: the type is unknown, or the class takes other parameters.
     """
     if "optimizer" in settled:
         _check_optimizer(settled)
@@ -110,7 +110,7 @@ def _check_optimizer(settled: Mapping[str, Any]) -> None:
             raise BuildError(f"the optimizer {section['type']!r} in DeepSpeed's config needs the package mup; install it")
         return
     if kind == "muon":
-        return  # it deals out its parameters to two optimizers
+        return  # Muon distributes its parameters over two optimizers
     own = {"adam": "Adam", "adamw": "AdamW", "adagrad": "Adagrad", "lamb": "Lamb", "lion": "Lion"}
     torchs = [name for name, each in vars(torch.optim).items() if _is_class(each, torch.optim.Optimizer)]
     if kind not in optimizer_names() and section["type"] not in torchs:
@@ -122,7 +122,7 @@ def _check_optimizer(settled: Mapping[str, Any]) -> None:
 
 
 def _class_of(kind: str, settled: Mapping[str, Any], params: Mapping[str, Any]) -> Any:
-    """The class that DeepSpeed makes an optimizer of its own of."""
+    """Return the class that DeepSpeed uses for one of its own optimizer types."""
     if kind in ADAM and params.get("torch_adam"):
         return torch.optim.Adam if kind == "adam" else torch.optim.AdamW
     return optimizer_class(kind, is_offloaded(settled))
@@ -145,7 +145,7 @@ def _check_scheduler(settled: Mapping[str, Any]) -> None:
 
 
 def _check_params(name: str, kind: str, made: Any, params: Mapping[str, Any], extra: set[str] | None = None) -> None:
-    """Refuse parameters that a class does not have, and those that it needs and are not there."""
+    """Refuse parameters that a class does not take, and the lack of required ones."""
     first, *known = inspect.signature(made).parameters.values()
     names = {each.name for each in known} | (extra or set())
     for key in params:
@@ -176,7 +176,7 @@ def _found(key: str, value: Any) -> str:
 
 
 def _is_number(key: str, value: str) -> bool:
-    """Return whether a word stands where a number has to."""
+    """Return True if a string stands in place of a number."""
     try:
         float(value)
     except ValueError:

@@ -1,4 +1,4 @@
-"""DeepSpeed reads its configuration before anything is started; what it passes over or refuses is one sentence."""
+"""Validation of DeepSpeed's configuration before the engine starts; a key that DeepSpeed ignores or refuses is an error."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .config_optimizer import check_made
 
 
 def check_config(config: Mapping[str, Any], given: Mapping[str, Any], replicas: int) -> None:
-    """Let DeepSpeed, which knows its ranks, read a configuration, and see to it that it reads all of what was given.
+    """Let DeepSpeed read a configuration, and check that it reads every key that the user gave.
 
-    DeepSpeed takes no notice of a key that it does not know, ``zero_optimisation`` for one, and would train with its defaults.
+    DeepSpeed ignores an unknown key, for example ``zero_optimisation``, and would train with its defaults.
 
     Args:
-        config: What DeepSpeed is to get.
-        given: What of it the user has said.
-        replicas: Data-parallel ranks, which sizes of batches depend on.
+        config: The configuration that DeepSpeed gets.
+        given: The part of it that the user gave.
+        replicas: Number of data-parallel ranks, on which batch sizes depend.
 
     Raises:
-        BuildError: it has a key that DeepSpeed never asks for, or DeepSpeed refuses it, or cannot make its optimizer.
+        BuildError: DeepSpeed never reads a given key, or refuses the configuration, or cannot make its optimizer.
     """
     from pydantic import ValidationError  # noqa: PLC0415  comes with DeepSpeed
 
@@ -48,7 +48,7 @@ _PIPELINE = ("activation_checkpoint_interval", "grad_partitioned", "pipe_partiti
 
 
 def _check_pipeline(given: Mapping[str, Any]) -> None:
-    """DeepSpeed goes through all of this section, and reads these."""
+    """Refuse unknown keys: DeepSpeed iterates over the whole section, so unread keys do not show, but uses only these."""
     for key in given.get("pipeline", {}):
         if key not in _PIPELINE:
             notes = ["the schedule says what the stages are"]
@@ -56,7 +56,7 @@ def _check_pipeline(given: Mapping[str, Any]) -> None:
 
 
 class _Replicas:
-    """What DeepSpeed asks for as it reads sizes of batches."""
+    """Stand-in for the ``mpu`` that DeepSpeed asks for the number of replicas when it reads batch sizes."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -66,21 +66,21 @@ class _Replicas:
 
 
 class _Asked(dict[str, Any]):
-    """A dict that knows which keys were asked for, in the dicts in it too; whoever goes through all of one asks for all."""
+    """Dict that records which keys were read, in nested dicts too; iterating over a dict reads all of its keys."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__({key: _Asked(value) if isinstance(value, Mapping) else value for key, value in values.items()})
         self._asked: set[str] = set()
 
     def unread(self) -> Iterator[tuple[str, str, set[str]]]:
-        """The section of a key that nobody asked for, the key, and what was asked for there.
+        """Yield each unread key: its section, the key, and the keys of the section that were read.
 
-        What is in a section's own sections are arguments of others, of an optimizer's class for one, which look at them.
+        Deeper sections are not checked: they are arguments, for example of an optimizer's class, which checks them.
         """
         for section, value in super().items():
             if section not in self._asked:
                 yield "", section, self._asked
-            elif isinstance(value, _Asked) and value._asked:  # else it was taken as it is
+            elif isinstance(value, _Asked) and value._asked:  # otherwise the section was read as a whole
                 for key in dict.keys(value) - value._asked:
                     yield section, key, value._asked
 
@@ -115,7 +115,7 @@ class _Asked(dict[str, Any]):
 
 
 class _Keys:
-    """The keys of one: to look for a key among them is to ask for it."""
+    """Key view of ``_Asked``: a membership test reads the key."""
 
     def __init__(self, of: _Asked) -> None:
         self._of = of
@@ -128,7 +128,7 @@ class _Keys:
 
 
 def _refusals(error: Any, given: Mapping[str, Any]) -> Iterator[str]:
-    """Return what pydantic found, each with its place in the configuration."""
+    """Yield pydantic's findings, each with its path in the configuration."""
     for found in error.errors():
         place = [str(key) for key in found["loc"]]
         section = [key for key, value in given.items() if isinstance(value, Mapping) and _holds(value, place)]
@@ -138,7 +138,7 @@ def _refusals(error: Any, given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _fields(title: str) -> list[str]:
-    """The names that a section of DeepSpeed's, and those in it, can have."""
+    """Return the keys of a section of DeepSpeed's config, and of the sections in it."""
     return [name for model in config_models() if model.__name__ == title for name in _names(model)]
 
 

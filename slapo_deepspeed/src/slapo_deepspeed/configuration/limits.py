@@ -1,4 +1,4 @@
-"""What DeepSpeed cannot do; the table in `docs/limits.md` has the same words."""
+"""Table of what DeepSpeed cannot do; `docs/limits.md` has the same words."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _accumulates_nothing(program: Program, options: DeepSpeedOptions) -> bool:
 
 
 def _runs_other_branches(program: Program, options: DeepSpeedOptions) -> bool:
-    """Return whether one tensor-parallel rank holds all of a parameter, and runs a branch that the others do not."""
+    """Return True if one tensor-parallel rank holds all of a parameter, and therefore runs a branch that others do not."""
     specs = (spec for spec in program.shard_specs.values() if spec.num_shards > 1)
     return options.zero_stage == 3 and any(0 in spec.sizes and max(spec.sizes) == spec.full_shape[spec.dim] for spec in specs)
 
@@ -124,4 +124,4 @@ LIMITS = (
     ),
     Limit("managed_gradient_accumulation off, as micro-batches are accumulated", "leave it on", _accumulates_nothing),
 )
-"""In the order in which they are asked."""
+"""Limits in the order in which they are checked."""

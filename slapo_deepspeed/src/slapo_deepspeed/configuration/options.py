@@ -1,4 +1,4 @@
-"""Options of this dialect's engine, and the configuration that DeepSpeed gets."""
+"""Options of this dialect's engine, and the configuration that is passed to DeepSpeed."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class DeepSpeedOptions(EngineOptions):
     """The arguments of ``build`` for target ``"deepspeed"``.
 
     Args:
-        config: DeepSpeed's own configuration, as a dict or the path of a JSON file; DeepSpeed reads and checks it. What it says
-            of gradient accumulation, clipping and precision may be said by ``microbatches``, ``clip`` and ``precision`` in its
-            place; both have to agree.
+        config: DeepSpeed's own configuration, as a dict or the path of a JSON file; DeepSpeed reads and checks it. Gradient
+            accumulation, clipping and precision may be set here or with ``microbatches``, ``clip`` and ``precision``; if both
+            are set, they have to agree.
     """
 
     target: ClassVar[str] = "deepspeed"
@@ -74,7 +74,7 @@ class DeepSpeedOptions(EngineOptions):
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> DeepSpeedOptions:
-        """Read a configuration, and DeepSpeed's file where there is one; see ``CommonOptions.of``."""
+        """Make options from a configuration, and read DeepSpeed's file if one is given; see ``CommonOptions.of``."""
         given = dict(config)
         if isinstance(given.get("config"), (str, PathLike)):
             given["config"] = _read(Path(given["config"]))
@@ -82,16 +82,16 @@ class DeepSpeedOptions(EngineOptions):
 
     @property
     def given(self) -> Mapping[str, Any]:
-        """DeepSpeed's configuration as it was given, without what it leaves to us."""
+        """DeepSpeed's configuration as given, without the keys set to ``"auto"``."""
         if self.config is None:
             return {}
         if not isinstance(self.config, Mapping):
             raise BuildError(f"config is a {type(self.config).__name__}; give a dict, or the path of a JSON file")
-        names = {"bfloat16": "bf16"}  # as it was called
+        names = {"bfloat16": "bf16"}  # DeepSpeed's former name
         return {names.get(key, key): value for key, value in self.config.items() if value != "auto"}
 
     def section(self, name: str) -> Mapping[str, Any]:
-        """An object of it, empty where it is left out."""
+        """Return a section of DeepSpeed's configuration; empty if it is missing."""
         section = self.given.get(name, {})
         if not isinstance(section, Mapping):
             raise BuildError(f"{name} in DeepSpeed's config is {section!r}; it has to be an object")
@@ -104,7 +104,7 @@ class DeepSpeedOptions(EngineOptions):
 
     @property
     def zero_stage(self) -> int:
-        """The stage of ZeRO: as configured, and if it is not, 1 with bf16 and 0 else."""
+        """Stage of ZeRO: as configured; by default 1 for training in bf16, and 0 otherwise."""
         stage = self.section("zero_optimization").get("stage")
         if stage is None or stage == "auto":
             return 1 if self.settled_precision == "bf16" and self.trains else 0
@@ -114,10 +114,10 @@ class DeepSpeedOptions(EngineOptions):
 
     @property
     def settled_precision(self) -> str:
-        """``"fp32"``, ``"bf16"`` or ``"fp16"``, from either place.
+        """``"fp32"``, ``"bf16"`` or ``"fp16"``, from ``precision`` or DeepSpeed's configuration.
 
         Raises:
-            BuildError: they differ, or what enables one is neither true nor false.
+            BuildError: the two differ, or a value of ``enabled`` is neither true nor false.
         """
         enabled = {name: self.section(name).get("enabled", "auto") for name in ("bf16", "fp16")}
         for name, value in enabled.items():
@@ -133,7 +133,7 @@ class DeepSpeedOptions(EngineOptions):
 
     @property
     def parts(self) -> int:
-        """Micro-batches of a batch.
+        """Number of micro-batches in a batch.
 
         Raises:
             BuildError: ``microbatches`` and the configuration differ.
@@ -142,7 +142,7 @@ class DeepSpeedOptions(EngineOptions):
 
     @property
     def largest_norm(self) -> float:
-        """Largest gradient norm; 0 is off. DeepSpeed's own default, 1, is not taken.
+        """Largest gradient norm; 0 turns clipping off. DeepSpeed's own default, 1, is not used.
 
         Raises:
             BuildError: ``clip`` and the configuration differ.
@@ -150,7 +150,7 @@ class DeepSpeedOptions(EngineOptions):
         return self._one("clip", float(self.clip), 0.0, "gradient_clipping", float)
 
     def configured_rows(self, dp: int) -> tuple[str, int] | None:
-        """The rows of a micro-batch by the configuration, behind the key that says it; None where it says nothing."""
+        """Return the configuration's key that sets the rows of a micro-batch, and the number of rows; None if there is none."""
         if (rows := self.given.get("train_micro_batch_size_per_gpu")) is not None:
             return "train_micro_batch_size_per_gpu", int(rows)
         if (rows := self.given.get("train_batch_size")) is not None:
@@ -158,13 +158,13 @@ class DeepSpeedOptions(EngineOptions):
         return None
 
     def settled(self, device_type: str = "") -> dict[str, Any]:
-        """DeepSpeed's configuration, with what it has to be told explicitly; the sizes of batches are those of one row each.
+        """Return DeepSpeed's configuration with all required values; a micro-batch has one row if no batch size is given.
 
         Args:
-            device_type: On a ``"cpu"`` Adam is torch's.
+            device_type: With ``"cpu"``, Adam and AdamW are torch's.
 
         Raises:
-            BuildError: it says something else than our own arguments do.
+            BuildError: the configuration and the other options differ.
         """
         config = copy.deepcopy(dict(self.given))
         precision = self.settled_precision
@@ -181,7 +181,7 @@ class DeepSpeedOptions(EngineOptions):
             config["scheduler"].setdefault("params", {})
         if "train_batch_size" not in config:
             config.setdefault("train_micro_batch_size_per_gpu", 1)
-        # partitioned, only one value with a gradient may cross a boundary
+        # with partitioned messages, only one value with a gradient may cross a boundary
         config["pipeline"] = {**self.section("pipeline"), "pipe_partitioned": False, "grad_partitioned": False}
         return config
 
@@ -219,7 +219,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of a JSON file, of which Python would take the last of equal keys."""
+    """Make a dict of a JSON object, and refuse equal keys, of which Python would use the last."""
     found = dict(pairs)
     if len(found) < len(pairs):
         twins = sorted({key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1})
@@ -228,10 +228,10 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _missing(factory: Any) -> str:
-    """Return the arguments that a factory needs beside one."""
+    """Return the names of the arguments that a factory requires after the first."""
     try:
         _, *others = inspect.signature(factory).parameters.values()
-    except ValueError:  # a builtin, or one without any
+    except ValueError:  # a builtin, or a factory without arguments
         return ""
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return " and ".join(each.name for each in others if each.default is each.empty and each.kind not in kinds)

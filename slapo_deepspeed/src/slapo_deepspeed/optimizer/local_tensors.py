@@ -1,4 +1,4 @@
-"""What a rank of DeepSpeed's engine has of each tensor: whole ones of its stage, or with ZeRO numbers of flat fp32 ones."""
+"""Tensors that a rank of DeepSpeed's engine holds: those of its stage, or with ZeRO ranges of flat fp32 tensors."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..process_state import _deepspeed_private as private
 
 
 class Share(NamedTuple):
-    """Numbers of a parameter or buffer that this rank has.
+    """Elements of a parameter or buffer that this rank holds.
 
     Args:
         name: The tensor's first name in the unmodified model.
-        value: They, a view: in fp32 where the optimizer keeps them so, in one line where they are no whole tensor.
-        start: How many numbers of this pipeline and tensor-parallel rank's part of the tensor are before them.
-        stepped: The tensor that the optimizer steps and that has them; None where nothing does.
-        offset: How many numbers of that one are before them.
+        value: View of the elements: in fp32 if the optimizer keeps them so, and flat if they are a range of a flat tensor.
+        start: Offset of the elements in the shard of this pipeline and tensor-parallel rank.
+        stepped: Tensor that contains the elements and that the optimizer steps; None if they are not stepped.
+        offset: Offset of the elements in ``stepped``.
     """
 
     name: str
@@ -33,25 +33,25 @@ class Share(NamedTuple):
     offset: int = 0
 
     def of(self, state: torch.Tensor) -> torch.Tensor:
-        """Of a tensor that the optimizer keeps for the stepped one the part that belongs to these numbers, a view."""
+        """Return the part of an optimizer state of ``stepped`` that belongs to these elements, as a view."""
         assert self.stepped is not None
         return state if self.value.shape == state.shape else state.narrow(0, self.offset, self.value.numel())
 
 
 class Shares:
-    """All of an engine's.
+    """All shares of an engine on this rank.
 
     Args:
         model: DeepSpeed's engine.
         module: This rank's stage.
-        program: Whose stages they are.
+        program: The program that the engine runs.
 
     Attributes:
-        pieces: Where in the whole tensors this rank's pipeline stage and tensor-parallel part lie; they have no numbers.
-        held: This rank's numbers of them.
-        own: Those that no other replica has.
-        names: Of each parameter in the unmodified model.
-        optimizer: What steps the flat tensors or parameters; None where nothing does.
+        pieces: Position of this rank's shard in each whole tensor of its stage, on the meta device.
+        held: This rank's shares that have elements.
+        own: Shares that no other replica holds; on the first replica also those that all replicas hold.
+        names: Name in the unmodified model, by the ``id`` of the tensor.
+        optimizer: The optimizer that steps the flat tensors or parameters; None without one.
     """
 
     def __init__(self, model: Any, module: nn.Module, program: Program) -> None:
@@ -67,7 +67,7 @@ class Shares:
         self.own = [share for share, is_own in found if share.value.numel() and (is_own or is_first)]
 
     def _of(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[Share, bool]]:
-        """What this rank has of one, and whether other replicas have other numbers."""
+        """Yield this rank's share of a tensor, and True if other replicas hold other elements."""
         if (found := self._ranges.get(id(tensor))) is None:
             is_stepped = self.optimizer is not None and isinstance(tensor, nn.Parameter) and tensor.requires_grad
             yield Share(name, tensor.detach(), stepped=tensor if is_stepped else None), False
@@ -77,7 +77,7 @@ class Shares:
             yield Share(name, value, found.first, *stepped), True
 
     def groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups: the names of their parameters, on any replica, and their options."""
+        """Return the optimizer's groups: options, and names of parameters, including those that other replicas step."""
         if self.optimizer is None:
             return []
         listed = private.parameter_groups(self._outer, self.optimizer)
@@ -87,7 +87,7 @@ class Shares:
         ]
 
     def about(self) -> dict[str, Any]:
-        """What a checkpoint says of where all of them are: in the whole tensors, and in those that the optimizer steps."""
+        """Return the layout for the checkpoint: positions in the whole tensors and in the tensors that the optimizer steps."""
         return {
             "pieces": {name: (piece.full_shape, piece.ranges) for name, piece in self.pieces.items()},
             "held": [(share.name, share.start, share.value.numel(), share.offset) for share in self.held],
@@ -95,22 +95,22 @@ class Shares:
         }
 
     def are_like(self, saved: Mapping[str, Any]) -> bool:
-        """Whether all are where ``about`` has said; an engine without optimizer has the same weights."""
+        """Return True if a saved ``about`` has this layout; without an optimizer only positions of weights are compared."""
         own = self.about()
         names = [[each["names"] for each in one["groups"]] for one in (own, saved)]
         has_order = self.optimizer is None or (own["held"] == saved["held"] and names[0] == names[1])
         return has_order and own["pieces"] == saved["pieces"]
 
     def writing(self) -> AbstractContextManager[None]:
-        """Return a context to write into the held numbers, behind which the model has them. Collective."""
+        """Return a context to write into the held elements; on exit the model gets the new values. Collective."""
         return private.weight_writing(self._outer)
 
     def put_states(self, states: Mapping[int, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-        """Hand the optimizer what belongs to its tensors.
+        """Load states into the optimizer.
 
         Args:
-            states: By the ``id`` of the tensor that it steps.
-            groups: The options of its groups.
+            states: State by the ``id`` of the stepped tensor.
+            groups: Options of each group.
         """
         optimizer = self.optimizer
         assert optimizer is not None
@@ -126,7 +126,7 @@ class Shares:
 
 
 def why_not(model: Any, module: nn.Module) -> str:
-    """What of an engine only its own layout can load; nothing where all can."""
+    """Return the feature that restricts an engine's checkpoints to its own layout, or ''."""
     zero = private.zero_config(model)
     for name, offload in (("optimizer", zero.offload_optimizer), ("parameter", zero.offload_param)):
         if offload is not None and offload.device == "nvme":

@@ -1,4 +1,4 @@
-"""The weights of DeepSpeed's engine by original names: in fp32 where its optimizer keeps them so."""
+"""Weights of DeepSpeed's engine by original names, in fp32 if its optimizer keeps an fp32 copy."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .local_tensors import Share, Shares
 
 
 def pieces(model: Any, module: nn.Module, program: Program, zero_stage: int) -> dict[str, Piece]:
-    """What this rank has of the parameters and persistent buffers. Collective over the replicas.
+    """Return this rank's pieces of the parameters and persistent buffers. Collective over the replicas.
 
-    With stage 3 of ZeRO each replica gets some rows of what it has a part of, as the whole would not fit it.
+    With stage 3 of ZeRO each replica returns some rows of each parameter, since the model may not fit on one replica.
     """
     held = {} if zero_stage == 3 else {share.name: share for share in Shares(model, module, program).held}
     found = {}
@@ -33,7 +33,7 @@ def pieces(model: Any, module: nn.Module, program: Program, zero_stage: int) -> 
 
 
 def values(model: Any, module: nn.Module, program: Program) -> Iterator[MasterValue]:
-    """Iterate over this rank's ranges of what DeepSpeed's optimizer steps, and the buffers."""
+    """Iterate over this rank's ranges of the tensors that DeepSpeed's optimizer steps, and over the buffers."""
     shares = Shares(model, module, program)
     stepped = ((share.name, share.value, share.start) for share in shares.held if share.stepped is not None)
     return master_values(stepped, buffers(module), shares.pieces)
@@ -63,7 +63,7 @@ def _of_stage_3(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _rows(rows: int, program: Program) -> tuple[int, int]:
-    """This replica's of so many rows."""
+    """Return this replica's range of ``rows`` rows."""
     step = -(-rows // program.axis_size("dp"))
     start = min(program.axis_rank("dp") * step, rows)
     return start, min(start + step, rows)

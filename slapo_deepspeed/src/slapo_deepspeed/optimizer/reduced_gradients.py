@@ -1,4 +1,4 @@
-"""Gradients as DeepSpeed has them between the last backward and the step, for the user's hooks."""
+"""Access to DeepSpeed's gradients between the last backward and the step, for the user's gradient hooks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..process_state._deepspeed_private import bf16_gradient, loss_scale
 
 
 class ReducedGradients(GradientAccess):
-    """Reads and writes reduced gradients, which ZeRO shares out over the replicas.
+    """Access to the reduced gradients, which ZeRO shards over the replicas.
 
     Args:
         model: DeepSpeed's engine.
-        deepspeed: The module.
+        deepspeed: The module ``deepspeed``.
         zero_stage: Stage of ZeRO.
     """
 
@@ -32,18 +32,18 @@ class ReducedGradients(GradientAccess):
 
     @property
     def _scale(self) -> float:
-        """Factor of the loss, which is still in the gradients."""
+        """Loss scale that the gradients still contain."""
         return loss_scale(self._model)
 
     def get(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the reduced gradient of all replicas. Collective over these with ZeRO."""
+        """Return the full reduced gradient. Collective over the replicas with ZeRO."""
         from deepspeed.utils import safe_get_full_grad
 
         found: torch.Tensor | None = safe_get_full_grad(parameter) if parameter.requires_grad else None
         return found if found is None or self._scale == 1.0 else found / self._scale
 
     def put(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
-        """Let this be the reduced gradient."""
+        """Replace the reduced gradient."""
         from deepspeed.utils import safe_set_full_grad
 
         if gradient is None:
@@ -56,7 +56,7 @@ class ReducedGradients(GradientAccess):
             safe_set_full_grad(parameter, scaled.contiguous())
 
     def values(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[object]:
-        """Let parameters be whole inside that stage 3 of ZeRO shares out. Collective over the replicas."""
+        """Gather parameters inside that stage 3 of ZeRO shards. Collective over the replicas."""
         if self._zero_stage < 3:
             return nullcontext()
         gathered: AbstractContextManager[object] = self._deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=None)

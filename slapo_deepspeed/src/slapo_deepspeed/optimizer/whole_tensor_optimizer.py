@@ -1,4 +1,4 @@
-"""WholeTensor tensors that an optimizer steps, where ZeRO gives its ranks ranges of flattened parameters."""
+"""Optimizers that step whole tensors under ZeRO, whose ranks hold ranges of flattened parameters."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from ..process_state._deepspeed_private import FlatRange, flat_ranges, full_shap
 
 
 def layout(program: Program, module: nn.Module, zero_stage: int) -> ParameterLayout:
-    """Return the layout of the parameters that this rank's optimizer steps: with ZeRO flat ranges, in fp32."""
+    """Return the layout of the parameters that this rank's optimizer steps; with ZeRO these are flat fp32 ranges."""
     return ParameterLayout.of_engine(program, module, torch.float32 if zero_stage else None, is_flat=zero_stage > 0)
 
 
 def steps_in_turns(optimizer: Any) -> bool:
-    """Return whether a step of all is several calls of ``step``, each of some parameters, one after the other.
+    """Return True if calls of ``step`` for some parameters at a time give the same result as one call for all.
 
     Args:
-        optimizer: As it was made, before DeepSpeed has it: stage 3 of ZeRO steps it once.
+        optimizer: The optimizer, before DeepSpeed has it: stage 3 of ZeRO steps it once while it initializes.
     """
     is_joint = isinstance(optimizer, WholeTensorOptimizer) and optimizer.steps_together
     return not is_joint and is_step_divisible(WholeTensorOptimizer.unwrap(optimizer))
 
 
 def bind(model: Any, program: Program, in_turns: bool) -> None:
-    """Bind an optimizer of whole tensors to the values that DeepSpeed steps. Collective with ZeRO.
+    """Bind a whole-tensor optimizer to the values that DeepSpeed steps. Collective with ZeRO.
 
     Args:
         model: DeepSpeed's engine.
-        program: The program that it runs.
-        in_turns: What ``steps_in_turns`` says of the optimizer.
+        program: The program that the engine runs.
+        in_turns: Result of ``steps_in_turns`` for the optimizer.
 
     Raises:
-        BuildError: on every rank: a step depends on all parameters, and ZeRO steps some after the others.
+        BuildError: on every rank: a step depends on all parameters, but ZeRO steps groups of them one after the other.
     """
     optimizer = inner_optimizer(model)
     if isinstance(optimizer, WholeTensorOptimizer):
@@ -66,7 +66,9 @@ def bind(model: Any, program: Program, in_turns: bool) -> None:
 
 
 class Turns:
-    """Calls of an optimizer's ``step`` that are one step of DeepSpeed's: with ZeRO one for each flat tensor.
+    """Wrapper of an optimizer's ``step`` by which all calls in one step of DeepSpeed count as one.
+
+    With ZeRO, DeepSpeed calls ``step`` once for each flat tensor.
 
     Args:
         model: DeepSpeed's engine.
@@ -94,7 +96,7 @@ class Turns:
 
 
 def _check_turns(model: Any, optimizer: Any, program: Program, in_turns: bool) -> None:
-    """Refuse an optimizer whose step is another one where ZeRO takes it in turns. Collective with ZeRO."""
+    """Refuse an optimizer that gives another result if ZeRO steps groups of parameters in turns. Collective with ZeRO."""
     number = num_optimizer_steps(model.optimizer)
     if number is None:
         return
@@ -110,19 +112,19 @@ def _check_turns(model: Any, optimizer: Any, program: Program, in_turns: bool) -
 
 
 def _ranges(model: Any, optimizer: WholeTensorOptimizer, program: Program) -> dict[int, FlatRange] | None:
-    """Return this rank's range of each parameter, by its id; None without ZeRO."""
+    """Return this rank's range of each parameter by its ``id``; None without ZeRO."""
     sources = {id(whole.source): whole.source for each in optimizer.stand_ins for whole in each.wholes}
     ranges = flat_ranges(model.optimizer, program.axis_rank("dp"), sources.values())
     return None if ranges is None else {key: ranges[key] for key in sources}
 
 
 def _holdings(number: int, whole: WholeTensor, place: int, own: FlatRange) -> Iterator[LocalBox]:
-    """Iterate over the boxes of a whole tensor in the flat one that has this rank's range of its source.
+    """Iterate over the boxes of a whole tensor in the flat tensor with this rank's range of its source.
 
     Args:
-        number: Number of the whole tensor.
+        number: Index of the whole tensor.
         whole: The whole tensor.
-        place: Number of the flat tensor.
+        place: Index of the flat tensor.
         own: This rank's range of the source.
     """
     shape = tuple(full_shape(whole.source))
@@ -136,7 +138,7 @@ def _holdings(number: int, whole: WholeTensor, place: int, own: FlatRange) -> It
 
 
 def _inside(chunk: Chunk, begin: Sequence[int], sizes: Sequence[int]) -> Chunk | None:
-    """Return the intersection of a box of a parameter with another one, by its place in that; None where it is empty."""
+    """Return the intersection of a chunk with a box, in the box's coordinates; None if it is empty."""
     local, offset, found = [], [], []
     for start, where, size, low, length in zip(chunk.local, chunk.offset, chunk.sizes, begin, sizes, strict=True):
         first, last = max(start, low), min(start + size, low + length)

@@ -1,7 +1,8 @@
-"""The private and undocumented names of DeepSpeed that this package uses; a test fails when DeepSpeed moves one.
+"""All private and undocumented names of DeepSpeed that this package uses; a test fails when DeepSpeed moves one.
 
-Other modules of the package import no ``deepspeed.runtime`` and no ``deepspeed.ops``, and read none of these attributes.
-``model`` is DeepSpeed's engine, ``outer`` its optimizer for ZeRO or half precision, and ``inner`` the one inside of that.
+Other modules of this package import no ``deepspeed.runtime`` and no ``deepspeed.ops``, and read none of these attributes.
+``model`` is DeepSpeed's engine, ``outer`` its optimizer for ZeRO or half precision, and ``inner`` the optimizer inside
+``outer``.
 """
 
 from __future__ import annotations
@@ -21,21 +22,24 @@ from slapo_training.engines import Tie
 
 
 def disable_shared_memory_collective() -> None:
-    """Let DeepSpeed run without its collective for CPUs, which it would compile with g++."""
+    """Disable DeepSpeed's shared-memory collective for CPUs, which DeepSpeed would compile with g++."""
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def forget_mpu() -> None:
-    """Forget the ``mpu`` of an earlier engine, which an engine without a mesh would use."""
+    """Forget the ``mpu`` of an earlier engine, which an engine without a mesh would use otherwise."""
     import deepspeed.utils
 
     deepspeed.utils.groups.mpu = None
 
 
 def align_numbers(gather: Callable[[tuple[int, int]], Iterable[tuple[int, int]]]) -> None:
-    """Let stage 3 number parameters and modules from the largest next number of all ranks on, which ``gather`` returns."""
+    """Set stage 3's next numbers of parameters and modules to the largest over all ranks.
+
+    ``gather`` takes this rank's two next numbers and returns those of all ranks.
+    """
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.runtime.zero.partition_parameters import Init
 
@@ -45,7 +49,7 @@ def align_numbers(gather: Callable[[tuple[int, int]], Iterable[tuple[int, int]]]
 
 
 def forget_modules(model: nn.Module) -> None:
-    """Take a model off the list of modules in their forward, where stage 3 leaves it and each module whose forward raised."""
+    """Remove a model's modules from stage 3's stack of running modules, where the model and failed modules stay otherwise."""
     from deepspeed.runtime.zero import parameter_offload
 
     own = {*model.modules()}
@@ -53,7 +57,7 @@ def forget_modules(model: nn.Module) -> None:
 
 
 def read_config(config: Mapping[str, Any], mpu: Any) -> None:
-    """Let DeepSpeed read a configuration; raise ``ValueError`` where it refuses it, or what else DeepSpeed raises."""
+    """Let DeepSpeed read a configuration; a ``DeepSpeedConfigError`` becomes a ``ValueError``."""
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
     try:
@@ -73,14 +77,14 @@ def config_models() -> list[Any]:
 
 
 def optimizer_names() -> list[str]:
-    """Return the types of optimizers in a configuration that are DeepSpeed's own, in lower case."""
+    """Return the names of DeepSpeed's own optimizer types in a configuration, in lower case."""
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
     return list(DEEPSPEED_OPTIMIZERS)
 
 
 def optimizer_class(kind: str, is_offloaded: bool) -> Any:
-    """Return the class of DeepSpeed's for ``"adagrad"``, ``"adam"``, ``"adamw"``, ``"lamb"`` or ``"lion"``."""
+    """Return the class that DeepSpeed uses for ``"adagrad"``, ``"adam"``, ``"adamw"``, ``"lamb"`` or ``"lion"``."""
     from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
     from deepspeed.ops.lamb import FusedLamb
@@ -92,7 +96,7 @@ def optimizer_class(kind: str, is_offloaded: bool) -> Any:
 
 
 def schedule_classes() -> dict[str, Any]:
-    """Return DeepSpeed's own schedules of the learning rate by name."""
+    """Return DeepSpeed's own learning-rate schedules by name."""
     from deepspeed.runtime import lr_schedules
 
     return {name: getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES}
@@ -105,19 +109,19 @@ def basic_optimizer(model: Any) -> Any:
 
 def inner_optimizer(model: Any) -> torch.optim.Optimizer | None:
     """Return the optimizer inside of DeepSpeed's, or None."""
-    if model.basic_optimizer is None:  # in bf16 there is an outer one that steps nothing
+    if model.basic_optimizer is None:  # in bf16 there is an outer optimizer even without an inner one
         return None
     found: torch.optim.Optimizer = getattr(model.optimizer, "optimizer", model.optimizer)
     return found
 
 
 def zero_config(model: Any) -> Any:
-    """Return the section ``zero_optimization`` as DeepSpeed has read it."""
+    """Return DeepSpeed's parsed section ``zero_optimization``."""
     return model._config.zero_config
 
 
 def take_over(model: Any, step: Callable[..., None], clip: Callable[[], None]) -> Callable[..., None]:
-    """Let functions step, and clip where neither ZeRO nor half precision does. Return DeepSpeed's step."""
+    """Replace DeepSpeed's step, and its clipping without ZeRO and half precision. Return DeepSpeed's step."""
     original: Callable[..., None] = model._take_model_step
     model._take_model_step, model.clip_fp32_gradients = step, clip
     return original
@@ -146,29 +150,29 @@ def set_counters(model: Any, counters: Mapping[str, int]) -> None:
 
 
 def loss_scale(model: Any) -> float:
-    """Return the factor of the loss that is still in the gradients."""
+    """Return the loss scale that the gradients still contain."""
     return float(model.optimizer.loss_scale) if model.fp16_enabled() else 1.0
 
 
 def loss_scaler(model: Any) -> Any:
-    """Return the object that computes the factor of the loss, or None."""
+    """Return the object that computes the loss scale, or None."""
     return getattr(model.optimizer, "loss_scaler", None)
 
 
 def reset_clipping(model: Any) -> None:
-    """Let ZeRO clip as configured, after it took the value of a checkpoint."""
+    """Restore ZeRO's configured clipping, which loading a checkpoint overwrites."""
     if hasattr(model.optimizer, "clip_grad"):
         model.optimizer.clip_grad = model.gradient_clipping()
 
 
 def saves_in_background(model: Any) -> bool:
-    """Return whether DeepSpeed's checkpoint engine writes on after a save."""
+    """Return True if DeepSpeed's checkpoint engine still writes after a save has returned."""
     return bool(model.checkpoint_engine.is_decoupled())
 
 
 @contextmanager
 def replaced_save(model: Any, save: Callable[..., Any]) -> Iterator[None]:
-    """Let a function write the files of a checkpoint inside, given first the one of DeepSpeed's that would."""
+    """Replace the function that writes the files of a checkpoint inside; ``save`` gets DeepSpeed's as its first argument."""
     writer = model.checkpoint_engine
     writer.save = partial(save, writer.save)
     try:
@@ -178,7 +182,7 @@ def replaced_save(model: Any, save: Callable[..., Any]) -> Iterator[None]:
 
 
 def tied_pipeline(ties: Sequence[Tie]) -> Any:
-    """Return DeepSpeed's ``PipelineModule`` with these tied parameters; its own ties are of whole layers."""
+    """Return DeepSpeed's ``PipelineModule`` class for these tied parameters; DeepSpeed itself ties only whole layers."""
     from deepspeed.pipe import PipelineModule
 
     class TiedPipeline(PipelineModule):  # type: ignore[misc]
@@ -194,7 +198,7 @@ def tied_pipeline(ties: Sequence[Tie]) -> Any:
         def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
             found = [(parameter, group) for parameter, group, _ in ties if parameter.requires_grad]
             for parameter, _ in found:
-                if parameter.grad is None:  # DeepSpeed would leave out the sum on this rank alone, which others wait for
+                if parameter.grad is None:  # DeepSpeed would skip the all-reduce on this rank only, and others would wait
                     parameter.grad = torch.zeros_like(parameter)
             return found
 
@@ -202,14 +206,14 @@ def tied_pipeline(ties: Sequence[Tie]) -> Any:
 
 
 def pipeline_topology(pp: int, dp: int, tp: int) -> Any:
-    """Return the order of ranks: row-major over pp, dp, tp."""
+    """Return DeepSpeed's topology with ranks in row-major order over pp, dp, tp."""
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
     return PipeModelDataParallelTopology(num_pp=pp, num_mp=tp, num_dp=dp)
 
 
 def replace_receive_buffers(model: Any, allocate: Callable[[int, list[int], torch.dtype], torch.Tensor]) -> None:
-    """Let a function allocate the memory of each received tensor, given its index, shape and dtype."""
+    """Replace the allocation of received tensors; ``allocate`` takes index, shape and dtype."""
     model._allocate_or_extend_buffers = allocate
 
 
@@ -224,7 +228,7 @@ def mark_shards(module: nn.Module, pipeline_tp_rank: int | None) -> None:
     ``pipeline_tp_rank`` is the rank within the tensor-parallel group in a pipeline, and None without one.
     """
     for parameter in module.parameters():
-        # without ZeRO the norm of a pipeline leaves out what is not marked on every stage but the first, and counts what is
+        # Without ZeRO, a pipeline's norm skips unmarked parameters on all stages but the first, and counts marked ones.
         is_first = pipeline_tp_rank is None or not getattr(parameter, "ds_pipe_replicated", False)
         marks = {"tensor_model_parallel": is_first and is_sharded(parameter)}
         if pipeline_tp_rank is not None:
@@ -233,14 +237,14 @@ def mark_shards(module: nn.Module, pipeline_tp_rank: int | None) -> None:
 
 
 class FlatRange(NamedTuple):
-    """This rank's elements of a parameter in a flat tensor of ZeRO's.
+    """This rank's elements of a parameter in one of ZeRO's flat tensors.
 
     Args:
-        flat: The flat tensor: in fp32, or of a frozen parameter of stage 3 that of this parameter alone.
-        at: Index of the first of them there.
-        first: Index of the first of them in the parameter.
-        last: Index behind the last; not above ``first`` where there are none.
-        is_stepped: Whether the optimizer steps the flat tensor.
+        flat: The flat fp32 tensor; for a frozen parameter of stage 3, a flat tensor of this parameter only.
+        at: Index of the first element in ``flat``.
+        first: Index of the first element in the parameter.
+        last: Index after the last element in the parameter; at most ``first`` if there are no elements.
+        is_stepped: True if the optimizer steps ``flat``.
     """
 
     flat: torch.Tensor
@@ -251,9 +255,9 @@ class FlatRange(NamedTuple):
 
 
 def flat_ranges(outer: Any, replica: int, tensors: Iterable[torch.Tensor]) -> dict[int, FlatRange] | None:
-    """Return the range of each parameter on this replica by its ``id``, with stage 3 of ``tensors`` alone; None without ZeRO.
+    """Return this replica's range of each parameter by its ``id``, with stage 3 only of ``tensors``; None without ZeRO.
 
-    DeepSpeed's ``safe_get_full_fp32_param`` looks elsewhere where ``round_robin_gradients`` changes the order of parameters.
+    DeepSpeed's ``safe_get_full_fp32_param`` reads wrong ranges if ``round_robin_gradients`` changes the parameters' order.
     """
     if hasattr(outer, "fp32_partitioned_groups_flat"):
         return {id(each): _stage_3_range(outer, each) for each in tensors if hasattr(each, "ds_id")}
@@ -285,7 +289,7 @@ def _stage_3_range(outer: Any, parameter: Any) -> FlatRange:
 
 
 def parameter_groups(outer: Any, inner: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
-    """Return the model's parameters in each group of the inner optimizer, of all replicas."""
+    """Return the model's parameters in each group of the inner optimizer, including those that other replicas step."""
     if hasattr(outer, "sub_group_to_group_id"):
         listed: list[list[nn.Parameter]] = [[] for _ in inner.param_groups]
         for index, each in enumerate(outer.fp16_groups):
@@ -296,19 +300,19 @@ def parameter_groups(outer: Any, inner: torch.optim.Optimizer) -> list[list[nn.P
 
 
 def num_optimizer_steps(outer: Any) -> int | None:
-    """Return how often ZeRO calls the inner optimizer in one step, each time with other parameters; None without ZeRO."""
+    """Return how often ZeRO calls the inner optimizer in one step, each time for other parameters; None without ZeRO."""
     flats = getattr(outer, "fp32_partitioned_groups_flat", getattr(outer, "single_partition_of_fp32_groups", None))
     return None if flats is None or hasattr(outer, "bf16_groups") else len(flats)
 
 
 def is_fp16_without_zero(outer: Any) -> bool:
-    """Return whether fp32 weights are those of DeepSpeed's fp16 optimizers."""
+    """Return True if the outer optimizer is one of DeepSpeed's fp16 optimizers without ZeRO."""
     return hasattr(outer, "fp32_groups_flat") or hasattr(outer, "fp32_groups")
 
 
 @contextmanager
 def weight_writing(outer: Any) -> Iterator[None]:
-    """Let values be written into partitions and fp32 weights inside; the model has them behind. Collective."""
+    """Allow writes into partitions and fp32 weights inside; on exit the model gets the new values. Collective."""
     is_stage_3 = hasattr(outer, "fp16_partitioned_groups_flat")
     if is_stage_3:
         outer.checkpoint_event_prologue()
@@ -323,7 +327,7 @@ def weight_writing(outer: Any) -> Iterator[None]:
 
 @contextmanager
 def state_loading(outer: Any, inner: torch.optim.Optimizer, num_states: int) -> Iterator[None]:
-    """Let the inner optimizer hold the tensors that it steps inside, and link their ``num_states`` loaded states behind."""
+    """Give the inner optimizer its stepped tensors inside; on exit link its ``num_states`` loaded states to parameters."""
     is_stage_3 = hasattr(outer, "sub_group_to_group_id")
     if is_stage_3:
         outer._set_fp32_optimizer_param_groups()
@@ -343,22 +347,22 @@ def full_shape(parameter: torch.Tensor) -> torch.Size:
 
 
 def is_partitioned(parameter: Any) -> bool:
-    """Return whether a parameter of stage 3 that has elements has none here, as no module that holds it runs."""
+    """Return True if a parameter of stage 3 is not gathered, because no module that holds it is running."""
     return not parameter.numel() and bool(parameter.ds_numel)
 
 
 def has_fp32_weight(parameter: torch.Tensor) -> bool:
-    """Return whether stage 3 keeps fp32 values of a parameter."""
+    """Return True if stage 3 keeps fp32 values of a parameter."""
     return hasattr(parameter, "_z3_optimizer")
 
 
 def bf16_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
-    """Return the gradient that is stepped in bf16, where ``grad`` is another one; None elsewhere."""
+    """Return the gradient that the bf16 optimizer steps with, which is not ``grad``; None for other optimizers."""
     return getattr(parameter, "_hp_grad", None)
 
 
 def watch_external_parameters(model: Any, module: nn.Module) -> None:
-    """Let stage 3 record its plan of gathers anew where a module first reads a parameter of another module."""
+    """Let stage 3 record its plan of gathers anew when a module first reads a parameter of another module."""
     coordinator = getattr(model.optimizer, "parameter_offload", model.optimizer).get_param_coordinator()
     for each in module.modules():
         table: Any = each._external_params
@@ -366,7 +370,7 @@ def watch_external_parameters(model: Any, module: nn.Module) -> None:
 
 
 class _ExternalParameters(dict[int, nn.Parameter]):
-    """Parameters of others that a module reads; a new one invalidates the plan, which lacks it."""
+    """Table of other modules' parameters that a module reads; a new entry invalidates the plan of gathers."""
 
     def __init__(self, coordinator: Any, held: dict[int, nn.Parameter]) -> None:
         super().__init__(held)

@@ -1,4 +1,4 @@
-"""Importing DeepSpeed and handing it the process group that there is."""
+"""Import of DeepSpeed, and its setup with the existing process group."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from slapo_training.engines import without_warnings
 from . import _deepspeed_private
 
 _OLD_NAMES = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
-"""What torch says of the collectives that ZeRO calls."""
+"""Pattern of torch's deprecation warning for the collectives that ZeRO calls."""
 
 
 def imported(device_type: str) -> Any:
-    """DeepSpeed for this type of device.
+    """Import DeepSpeed for a type of device, and return the module.
 
-    DeepSpeed looks for its accelerator as it is imported, and takes the environment's ``DS_ACCELERATOR`` for it; it reads
-    ``LOCAL_RANK``. Both are set here where they are not. On a CPU its own shared-memory collective, which it would compile with
-    g++, is left out.
+    DeepSpeed chooses its accelerator at import, from ``DS_ACCELERATOR`` if that is set, and reads ``LOCAL_RANK``. This
+    function sets ``LOCAL_RANK`` if it is unset, and on a CPU ``DS_ACCELERATOR`` too. On a CPU it disables DeepSpeed's
+    shared-memory collective, which DeepSpeed would compile with g++.
 
     Raises:
         BuildError: DeepSpeed was imported for another accelerator.
@@ -37,7 +37,7 @@ def imported(device_type: str) -> Any:
     with without_warnings():
         import deepspeed
         from deepspeed.accelerator import get_accelerator
-    # not within the step: leaving catch_warnings would show all warnings of the user's model again, every step
+    # Not inside the step: leaving catch_warnings would repeat all warnings of the user's model at every step.
     warnings.filterwarnings("ignore", _OLD_NAMES, FutureWarning)
     found = get_accelerator().device_name()
     if found != device_type:
@@ -51,7 +51,7 @@ def imported(device_type: str) -> Any:
 
 
 class TorchLinear:
-    """Puts ``torch.nn.functional.linear`` back with the last engine of this process: stage 3 of ZeRO leaves its own there."""
+    """Restorer of ``torch.nn.functional.linear``, which stage 3 of ZeRO replaces, when this process's last engine closes."""
 
     _users = 0
     _original: Any = None
@@ -62,14 +62,14 @@ class TorchLinear:
         TorchLinear._users += 1
 
     def leave(self) -> None:
-        """This engine needs DeepSpeed's no more."""
+        """Give up this engine's use; the last one restores torch's function."""
         TorchLinear._users -= 1
         if TorchLinear._users == 0:
             functional.linear = TorchLinear._original
 
 
 def start(deepspeed: Any) -> SingleProcessGroup:
-    """Hand DeepSpeed the process group of this process, or one of this process alone where there is none."""
+    """Initialize DeepSpeed with the existing process group, or with a new group of this process if there is none."""
     world = SingleProcessGroup()
     deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False, verbose=False)
     _deepspeed_private.forget_mpu()
@@ -77,7 +77,7 @@ def start(deepspeed: Any) -> SingleProcessGroup:
 
 
 def number_alike(program: Program) -> None:
-    """Have all ranks number the parameters and modules of stage 3 from the same numbers on. Collective over the mesh.
+    """Start the numbering of stage 3's parameters and modules from the same numbers on all ranks. Collective over the mesh.
 
     DeepSpeed compares these numbers between ranks in a forward. Where they differ, some ranks fail while others wait. A
     process that has had more engines than another one counts from higher numbers.

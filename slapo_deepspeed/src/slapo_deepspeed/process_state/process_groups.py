@@ -1,4 +1,4 @@
-"""Groups of ranks, as DeepSpeed asks for them."""
+"""Process groups behind the methods that DeepSpeed calls."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from slapo_core import Program
 
 
 class MeshGroups:
-    """The groups of a program without pipeline, for ``mpu=`` of ``deepspeed.initialize``: ZeRO uses the replicas alone.
+    """Process groups of a program without a pipeline, for ``mpu=`` of ``deepspeed.initialize``; ZeRO uses only the replicas.
 
     Args:
-        program: Has a mesh.
+        program: A program with a mesh.
     """
 
     def __init__(self, program: Program) -> None:
@@ -42,7 +42,7 @@ class MeshGroups:
 
 
 def _group(program: Program, axis: str) -> dist.ProcessGroup:
-    """The mesh's, or where it lacks the axis one of each rank alone. Collective."""
+    """Return the mesh's group along an axis; if the mesh lacks the axis, make groups of one rank each. Collective."""
     assert program.mesh is not None
     if axis in (program.mesh.mesh_dim_names or ()):
         group: dist.ProcessGroup = program.mesh.get_group(axis)

@@ -1,4 +1,4 @@
-"""Parameters that code reads outside of the modules that hold them, under stage 3 of ZeRO."""
+"""Detection of parameters that code reads outside of the modules that hold them, under stage 3 of ZeRO."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from slapo_tracing.nodes import SHAPES, is_metadata, name_of
 
 from ..process_state._deepspeed_private import is_partitioned, watch_external_parameters
 
-_HARMLESS = frozenset(("requires_grad_", "grad", "register_hook", "retain_grad", "numel"))  # who counts knows of empty ones
+_HARMLESS = frozenset(
+    ("requires_grad_", "grad", "register_hook", "retain_grad", "numel")
+)  # code that counts elements expects empty parameters
 _SHAPES = SHAPES | {"dim", "ndim", "ndimension"}
 
 
 class ExternalReads:
-    """Refuses to read a parameter that is not gathered, in the first step that trains and in the first that does not.
+    """Check that no code reads a parameter that is not gathered; it runs in the first training and the first evaluation step.
 
-    DeepSpeed gathers a parameter for a module that reads it as an attribute of another one. Its plan of gathers is then
-    recorded anew. Code that finds a parameter in any other way would compute with an empty tensor.
+    DeepSpeed gathers a parameter for a module that reads it as an attribute of another one, and then records its plan of
+    gathers anew. Code that gets a parameter in any other way would compute with an empty tensor.
 
     Args:
         model: DeepSpeed's engine.
@@ -45,12 +47,12 @@ class ExternalReads:
 
     @contextmanager
     def watched(self, training: bool) -> Iterator[None]:
-        """Run a step in the block; its forwards, and those of checks before it, are looked at."""
+        """Run a step inside; after it, forwards in the same mode are no longer checked."""
         yield
         self._awaited.discard(training)
 
     def close(self) -> None:
-        """Take the hooks off the model."""
+        """Remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 
@@ -66,7 +68,7 @@ class ExternalReads:
 
 
 class _Watch(TorchFunctionMode):
-    """Looks at what functions are given."""
+    """Mode that checks the arguments of torch functions."""
 
     def __init__(self, names: dict[int, str]) -> None:
         super().__init__()
@@ -83,7 +85,7 @@ class _Watch(TorchFunctionMode):
 
 
 def _reads(func: Any) -> bool:
-    """Return whether the model's code, not DeepSpeed's, asks for numbers or a shape."""
+    """Return True if the model's code, not DeepSpeed's, reads values or a shape."""
     name = name_of(func)
     if (is_metadata(func, name) and name not in _SHAPES) or name in _HARMLESS or name.startswith("new_"):
         return False

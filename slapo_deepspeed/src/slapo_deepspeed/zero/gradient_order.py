@@ -1,4 +1,4 @@
-"""Parameters that replicas and micro-batches use: ZeRO reduces gradients as they come, and would mix up different ones."""
+"""Check that replicas and micro-batches use the same parameters: ZeRO reduces gradients in the order of the backward."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _NOTHING = -(2**40)
 
 
 class UsedParameters:
-    """Notes in which order gradients of parameters are made, in each step.
+    """Recorder of the order in which a step computes gradients.
 
-    Stages 1 and 2 of ZeRO put gradients of several parameters together as they are made and add them to those of other
-    replicas, which have to have the same ones there. Stage 3 loses those of parameters that only some of a step's
-    micro-batches use.
+    Stages 1 and 2 of ZeRO put gradients into buckets in the order of the backward and reduce the buckets over the replicas,
+    so all replicas need the same order. Stage 3 loses the gradients of parameters that only some micro-batches of a step
+    use.
 
     Args:
-        program: Its replicas are compared.
-        parameters: Those of this rank, by name.
-        zero_stage: Nothing is noted without ZeRO.
+        program: The program whose replicas are compared.
+        parameters: This rank's parameters by name.
+        zero_stage: Stage of ZeRO; nothing is recorded for 0.
     """
 
     def __init__(self, program: Program, parameters: Mapping[str, nn.Parameter], zero_stage: int) -> None:
@@ -42,7 +42,7 @@ class UsedParameters:
                     self._handles.append(parameter.register_hook(self._noting(index)))  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """Note nothing more."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -56,10 +56,10 @@ class UsedParameters:
         return note
 
     def check_new(self) -> None:
-        """Refuse gradients that were made since the last step.
+        """Refuse gradients that were computed since the last step.
 
         Raises:
-            BuildError: ZeRO has taken them, and would step with them.
+            BuildError: there are some; ZeRO has taken them and would step with them.
         """
         if self._used:
             name = self._names[min(self._used)]
@@ -69,16 +69,16 @@ class UsedParameters:
             )
 
     def end_micro_batch(self) -> None:
-        """The backward of one micro-batch is over."""
+        """Compare the parameters that this micro-batch used with the first one's; call it after each backward."""
         if self._zero_stage == 3:
             self._differs |= self._first is not None and self._used != self._first
             self._first, self._used = self._first if self._first is not None else self._used, set()
 
     def check(self) -> None:
-        """Compare, and begin anew. Collective over the mesh with ZeRO, behind the backward of the last micro-batch.
+        """Compare the replicas, and reset the record. Collective with ZeRO; call it after the last micro-batch's backward.
 
         Raises:
-            BuildError: on every rank: they differ, and the gradients may be wrong.
+            BuildError: on every rank: replicas or micro-batches differ, and the gradients may be wrong.
         """
         order, differs = self._order, self._differs
         self._order, self._differs, self._first = 0, False, None

@@ -1,7 +1,7 @@
-"""The files of ``megatron.core.dist_checkpointing``: planned by Megatron, written by torch, also by a thread.
+"""Files of ``megatron.core.dist_checkpointing``: planned by Megatron, written by torch, optionally in a thread.
 
-Megatron's own save starts processes to write, and meets in the default group whenever it is done; so its plan, its format and
-its checks are used, and what writes is ``torch.distributed.checkpoint``.
+Megatron's own save starts writer processes and synchronizes in the default group when it is done. Therefore only its
+plan, format and checks are used, and ``torch.distributed.checkpoint`` writes.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from slapo_training.engines import bytes_of
 from ..process_state import _megatron_private as private
 
 _FILES_OF_A_RANK = 2
-"""As many as Megatron writes."""
+"""Number of files that each rank writes, the same as Megatron's."""
 _Tensors = dict[tuple[str, tuple[int, ...]], torch.Tensor]
-"""By their name in the checkpoint, and where they lie in the whole tensor."""
+"""Tensors by their name in the checkpoint and their offset in the whole tensor."""
 
 
 class MegatronFiles:
-    """Those of an engine, planned anew where something else is written than before."""
+    """Writer of an engine's files. It reuses its plan while the same tensors are written."""
 
     def __init__(self) -> None:
         self._facts: list[Any] | None = None
@@ -37,14 +37,14 @@ class MegatronFiles:
         self._metadata = Metadata({})
 
     def prepared(self, state: dict[str, Any], folder: Path, ranks: Ranks, copies: Buffers | None) -> Callable[[Ranks], None]:
-        """What writes a sharded state dict, collective over the ranks that it is given. Collective.
+        """Return a function that writes a sharded state dict; it takes the ranks to synchronize with. Both are collective.
 
         Args:
-            state: Changed by Megatron as it is planned.
-            folder: Where the files go.
-            ranks: All.
-            copies: Memory for what this rank is to write as it is now; None to write the tensors as they are when it comes to
-                that.
+            state: The sharded state dict; Megatron changes it while planning.
+            folder: Directory of the files.
+            ranks: All ranks of the program.
+            copies: Buffers for this rank's tensors, to write their values of this moment; None to write the values at the
+                time of writing.
 
         Raises:
             BuildError: on every rank: Megatron refuses the state.
@@ -93,7 +93,7 @@ class MegatronFiles:
         return write
 
     def _make_plan(self, sharded: dict[str, Any], common: dict[str, Any], ranks: Ranks) -> None:
-        """What this rank writes of what, and the first one's list of all. Collective."""
+        """Make this rank's plan, and the metadata of all files. Collective."""
         planner = private.save_planner()
         own = ranks.run_on_all(lambda: private.local_plan(planner, sharded, common, ranks.index == 0))
         plans = FileSystemWriter(".").prepare_global_plan(own)
@@ -102,7 +102,7 @@ class MegatronFiles:
 
 
 class _Planner(DefaultSavePlanner):
-    """Gives what is written its numbers."""
+    """Save planner that returns the tensors to write."""
 
     def __init__(self, tensors: _Tensors) -> None:
         super().__init__()

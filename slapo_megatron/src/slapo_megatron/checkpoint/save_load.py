@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron's, beside them what it does not know: of what they are, and each rank's random states."""
+"""Checkpoints in Megatron's format, with a description of the engine and each rank's random states beside them."""
 
 from __future__ import annotations
 
@@ -33,14 +33,17 @@ if TYPE_CHECKING:
 def prepared(
     engine: MegatronEngine, path: str | PathLike[str], position: Position, ranks: Ranks, copies: Buffers | None
 ) -> Callable[[Ranks], None]:
-    """What writes Megatron's checkpoint and what belongs to it, given the ranks to meet. Collective.
+    """Return a function that writes Megatron's checkpoint and the files beside it. Collective.
+
+    The function takes the ranks to synchronize with.
 
     Args:
-        engine: What is saved.
-        path: The same folder on every rank.
-        position: Where training is.
-        ranks: All of the program.
-        copies: Memory that what this rank writes is copied to; None to copy_into it as it is when it comes to that.
+        engine: The engine to save.
+        path: The same directory on every rank.
+        position: Position of training.
+        ranks: All ranks of the program.
+        copies: Buffers for this rank's tensors, to write their values of this moment; None to write the values at the time
+            of writing.
     """
     program = engine.program
     held = Held(program)
@@ -77,18 +80,18 @@ def prepared(
 
 
 def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[], AbstractContextManager[None]]) -> Position:
-    """Read it. Collective.
+    """Load a checkpoint. Collective.
 
     Args:
-        engine: What it is read into.
-        path: The directory.
-        reading: Around what changes the engine.
+        engine: The engine to load into.
+        path: Directory of the checkpoint.
+        reading: Context around the changes to the engine.
 
     Returns:
-        Where training was.
+        The saved position of training.
 
     Raises:
-        BuildError: on every rank: it is none, or of something else than this engine trains; the engine is as before then.
+        BuildError: on every rank: there is no checkpoint, or it does not fit this engine, which is then unchanged.
     """
     from megatron.core import dist_checkpointing
 
@@ -112,7 +115,7 @@ def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[]
                 found["states"] = whole_tensor_checkpoint.read(complete.data, complete.about["places"])
         try:
             found["state"] = dist_checkpointing.load(state, str(complete.data))
-        except (Exception, CheckpointException) as err:  # whatever Megatron and torch raise of files that are missing or broken
+        except (Exception, CheckpointException) as err:  # many types for missing or broken files
             raise BuildError(
                 f"{str(complete.folder)!r} is a broken checkpoint: {type(err).__name__}: {_first(err)}; load another"
             ) from err
@@ -146,7 +149,7 @@ def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[]
         inner = _inner(engine)
         is_new = inner is not None and not inner.state
         try:
-            ranks.run_on_all(read)  # which makes the optimizer's state
+            ranks.run_on_all(read)  # also initializes the optimizer's state
             ranks.run_on_all(hand)
         except Exception:
             loading.roll_back()
@@ -160,7 +163,7 @@ def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[]
 
 
 def _check_extra_state(model: nn.Module) -> None:
-    """Raise ``BuildError`` where a module has more to save than tensors."""
+    """Raise ``BuildError`` if a module has an extra state."""
     for path, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state and module.get_extra_state() is not None:
             raise BuildError(
@@ -170,7 +173,7 @@ def _check_extra_state(model: nn.Module) -> None:
 
 
 def _check_kept(saved: Mapping[str, Any], own: OptimizerState) -> None:
-    """Raise ``BuildError`` where the optimizer keeps something else than what was saved."""
+    """Raise ``BuildError`` if the optimizer's states have other names than the saved ones."""
     before = saved["kept"]
     if saved["has_stepped"] and before != (now := own.kept()):
         raise BuildError(
@@ -180,12 +183,12 @@ def _check_kept(saved: Mapping[str, Any], own: OptimizerState) -> None:
 
 
 def _first(error: BaseException) -> str:
-    """The first line that says something."""
+    """Return the first non-blank line of an error's text, at most 200 characters."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:200]
 
 
 def _stepped(held: Held) -> dict[str, torch.Tensor]:
-    """Return the tensors that Megatron's optimizer steps on this rank: fp32 copies where there are some."""
+    """Return this rank's tensors, with the optimizer's fp32 copy in place of each parameter that has one."""
     return {key: main_param(tensor) for key, tensor in held.tensors.items()}
 
 
@@ -194,14 +197,14 @@ def _inner(engine: MegatronEngine) -> Any:
 
 
 def _common(engine: MegatronEngine) -> dict[str, Any]:
-    """What Megatron writes of the first rank alone: options of the optimizer's groups, and the learning rate's schedule."""
+    """Return the data that only the first rank writes: options of the optimizer's groups, and the schedule's state."""
     inner, rate = _inner(engine), engine.lr_scheduler
     groups = [] if inner is None else [{k: v for k, v in group.items() if k != "params"} for group in inner.param_groups]
     return {"groups": groups, "rate": None if rate is None else rate.state_dict()}
 
 
 def _about(engine: MegatronEngine, held: Held) -> dict[str, Any]:
-    """What is written of the engine, the same on every rank. Collective."""
+    """Return the description of the engine for the checkpoint, the same on every rank. Collective."""
     optimizer = engine.optimizer
     return {
         "precision": engine.options.precision,
@@ -216,9 +219,9 @@ def _about(engine: MegatronEngine, held: Held) -> dict[str, Any]:
 
 
 def _check(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Refuse what is of something else than this engine trains."""
+    """Refuse a checkpoint of another precision, optimizer, schedule, model or grouping of parameters."""
     of_steps = () if own["optimizer"] is None else ("optimizer", "lr_scheduler", "groups")
-    checkpoint_files.check_same(saved, own, ("precision", *of_steps))  # an engine that only evaluates takes the weights alone
+    checkpoint_files.check_same(saved, own, ("precision", *of_steps))  # an engine that only evaluates loads the weights alone
     checkpoint_files.check_shapes(saved["shapes"], own["shapes"])
     groups = saved["group_of"]
     for name, number in own["group_of"].items():

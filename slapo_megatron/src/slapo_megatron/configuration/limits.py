@@ -1,4 +1,4 @@
-"""What Megatron cannot do; the table in `docs/limits.md` has the same words."""
+"""Table of what Megatron cannot do; `docs/limits.md` has the same words."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .options import MegatronOptions
 
 
 def is_shared_out(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether Megatron's distributed optimizer takes an optimizer."""
+    """Return True if Megatron's distributed optimizer supports an optimizer."""
     return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
 
 
@@ -66,7 +66,7 @@ ANOTHER_OPTIMIZER = Limit(
     "give one of these, or leave distributed_optimizer out",
     _shares_out_another,
 )
-"""What a factory makes shows only later, as the engine is built."""
+"""Limit that is checked again when the engine is built, as the type of a factory's optimizer is not known before."""
 LIMITS = (
     *ALL_RANKS,
     Limit("fp16", "use precision='bf16', or target='torch'", lambda program, options: options.precision == "fp16"),
@@ -102,4 +102,4 @@ LIMITS = (
         _is_on_cpu_beside_cuda,
     ),
 )
-"""In the order in which they are asked."""
+"""Limits in the order in which they are checked."""

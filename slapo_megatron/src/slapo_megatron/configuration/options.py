@@ -1,4 +1,4 @@
-"""Options of this dialect's engine, and the configurations that Megatron gets."""
+"""Options of this dialect's engine, and the keys of Megatron's configurations that users may set."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slapo_core import BuildError, UnknownNameError
 from slapo_training.options import DTYPES, EngineOptions
 
 SECTIONS = ("transformer", "ddp", "optimizer")
-"""Of ``config``: keyword arguments of Megatron's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig."""
+"""Sections of ``config``: arguments of Megatron's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig."""
 
 TAKEN: dict[str, dict[str, type]] = {
     "transformer": {
@@ -41,8 +41,10 @@ TAKEN: dict[str, dict[str, type]] = {
         "sgd_momentum": float,
     },
 }
-"""What each section may say, and of what type; all else follows from the schedule and the other options, or describes a model
-of Megatron's."""
+"""Allowed keys of each section, with their types.
+
+All other keys follow from the schedule and the other options, or describe Megatron's own models.
+"""
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,12 @@ class MegatronOptions(EngineOptions):
     """The arguments of ``build`` for target ``"megatron"``.
 
     Args:
-        distributed_optimizer: Share out the optimizer's state, and with bf16 the fp32 weights, over the replicas.
+        distributed_optimizer: Shard the optimizer's state, and with bf16 the fp32 weights, over the replicas.
         config: Megatron's own configurations, ``{"transformer": {...}, "ddp": {...}, "optimizer": {...}}``, each the keyword
             arguments of its ``TransformerConfig``, ``DistributedDataParallelConfig`` or ``OptimizerConfig`` that are in
-            ``TAKEN``. With ``"optimizer"`` that names one and without ``optimizer=``, the optimizer is Megatron's own.
-        timeout_minutes: How long a process group that Megatron makes waits for its other ranks.
+            ``TAKEN``. If the section ``"optimizer"`` names an optimizer, the engine uses Megatron's own; ``optimizer=`` must
+            then be left out.
+        timeout_minutes: Timeout of the process groups that Megatron creates.
     """
 
     target: ClassVar[str] = "megatron"
@@ -100,7 +103,7 @@ class MegatronOptions(EngineOptions):
         return super().trains or "optimizer" in self.section("optimizer")
 
     def section(self, name: str) -> dict[str, Any]:
-        """The keyword arguments of one of Megatron's configurations."""
+        """Return the keyword arguments of one of Megatron's configurations."""
         section = self._given().get(name, {})
         if not isinstance(section, Mapping):
             raise BuildError(f"config[{name!r}] is {section!r}; give keyword arguments as a dict")
@@ -124,7 +127,7 @@ class MegatronOptions(EngineOptions):
 
 
 def _check_kind(what: str, value: Any, kind: type) -> None:
-    """Megatron takes what it is given, and goes by whether it is true, or fails within a step."""
+    """Refuse a value of another type: Megatron would use its truth value, or fail inside a step."""
     fits = type(value) is kind or (kind is float and type(value) is int)
     if not fits or (kind in (int, float) and not 0 <= value < float("inf")) or (kind is int and value < 1):
         wanted = {bool: "True or False", int: "a whole number from 1 on", float: "a number from 0 on", str: "a name"}[kind]

@@ -1,9 +1,10 @@
-"""Megatron-Core's fused cross entropy of logits whose vocabulary is sharded: ``tensor_parallel(parallel_loss=True)`` beside
+"""Megatron-Core's fused cross entropy of logits with a sharded vocabulary: ``tensor_parallel(parallel_loss=True)`` with
 ``backend="megatron"``.
 
-It is right for logits in bfloat16: Megatron rounds their gradient to that. What it does not have is done here: targets that are
-ignored, and those outside of the vocabulary, for which it would return the logarithm of the sum alone. Its other function,
-``vocab_parallel_cross_entropy``, knows no group but that of ``parallel_state``, and writes over float32 logits.
+Only bfloat16 logits use it, because Megatron rounds their gradient to bfloat16. This module adds ignored targets, and an
+error for targets outside of the vocabulary, for which Megatron would return only the logarithm of the sum. Megatron's other
+function, ``vocab_parallel_cross_entropy``, takes no process group but that of ``parallel_state``, and overwrites float32
+logits.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from .parallel_layers import once
 
 
 class FusedLosses(nn.Module):
-    """The losses of tokens by Megatron's function, from this rank's columns of their logits.
+    """Token losses by Megatron's function, from this rank's columns of the logits.
 
     Args:
-        others: Computes them from logits that are not in bfloat16, and of no tokens; called alike.
-        spec: How the weight of the head is split, in equal parts.
+        others: Module with the same arguments, for logits of other types and for empty batches.
+        spec: Shard of the head's weight; all shards have the same size.
     """
 
     def __init__(self, others: nn.Module, spec: ShardSpec) -> None:
@@ -32,7 +33,7 @@ class FusedLosses(nn.Module):
         self.others, self.spec, self.fused = others, spec, fused_cross_entropy()
 
     def forward(self, logits: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
-        """``[tokens]`` in float32 of ``[tokens, columns]``; 0 for targets that are ignored."""
+        """Return float32 losses ``[tokens]`` of logits ``[tokens, columns]``; 0 for ignored targets."""
         if logits.dtype is not torch.bfloat16 or not target.numel():
             losses: torch.Tensor = self.others(logits, target, ignore_index)
             return losses
@@ -50,7 +51,7 @@ class FusedLosses(nn.Module):
 
 
 class _First:
-    """Refuses a second backward: Megatron's first one writes over what it keeps."""
+    """Gradient hook that refuses a second backward: Megatron's first one overwrites its saved tensors."""
 
     done = False
 
@@ -61,7 +62,7 @@ class _First:
 
 
 class _Uncompiled(torch.autograd.Function):
-    """Megatron's function without its ``torch.compile``, forward and backward, which on a CPU asks for a C++ compiler."""
+    """Autograd node that runs Megatron's function without its ``torch.compile``, which on a CPU needs a C++ compiler."""
 
     @staticmethod
     def forward(ctx: Any, fused: Any, logits: torch.Tensor, target: torch.Tensor, group: Any) -> torch.Tensor:

@@ -1,12 +1,13 @@
-"""Megatron-Core's own parallel layers in the place of split ones: ``tensor_parallel(backend="megatron")``.
+"""Megatron-Core's own parallel layers in place of sharded ones: ``tensor_parallel(backend="megatron")``.
 
-A layer of Megatron's is made without weights and takes those of the split layer. It is given the schedule's group, so that
-Megatron's ``parallel_state`` need not be set up. A column-parallel layer that is alone with its input sums the gradient of that
-while it computes its weight's, as Megatron does; layers that share an input leave the sum to the schedule, one for all of them.
+A Megatron layer is made without weights and takes those of the sharded layer. It gets the schedule's group, so that
+Megatron's ``parallel_state`` need not be set up. A column-parallel layer that alone reads its input all-reduces the
+input's gradient while it computes the weight's, as Megatron does. Layers that share an input leave this all-reduce to the
+schedule, which runs one for all of them.
 
-Norms stay as they are. Without Apex and Transformer Engine Megatron's are ``torch.nn.LayerNorm``, which models have, and
-``torch.nn.RMSNorm``, which rounds otherwise than theirs in low precision. The loss of ``tensor_parallel(parallel_loss=True)``
-is Megatron's fused one where it is right, from logits in bfloat16: ``layers_loss``.
+Norms stay as they are. Without Apex and Transformer Engine, Megatron's norms are ``torch.nn.LayerNorm``, which models
+already use, and ``torch.nn.RMSNorm``, which rounds differently from the models' own in low precision. With
+``tensor_parallel(parallel_loss=True)`` and bfloat16 logits, the loss is Megatron's fused one: ``fused_cross_entropy``.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ _OF_EVERY_MODULE = {*vars(nn.Module()), "forward"}
 
 
 def engine_layer(module: nn.Module, kind: str, spec: ShardSpec, *, sums_gradient: bool) -> nn.Module | str:
-    """Megatron's layer for one that is split, or why there is none.
+    """Return Megatron's layer for a sharded one, or the reason why there is none.
 
     Args:
-        module: The split layer.
-        kind: ``"columns"``, ``"rows"``, ``"vocabulary"``, or ``"loss"`` of what computes the losses of tokens.
-        spec: How its weight was split; of a loss, that of the head.
-        sums_gradient: Of columns: whether the layer has to sum the gradient of its input.
+        module: The sharded layer.
+        kind: ``"columns"``, ``"rows"``, ``"vocabulary"``, or ``"loss"`` for the module that computes the token losses.
+        spec: The shard of its weight; for a loss, the shard of the head's weight.
+        sums_gradient: For columns: True if the layer has to all-reduce the gradient of its input.
     """
     _tell_of_norms()
     if kind == "loss":
@@ -60,7 +61,7 @@ def _tell_of_norms() -> None:
 
 
 def _unlike(module: nn.Module, kind: str, spec: ShardSpec) -> str | None:
-    """Why no layer of Megatron's computes exactly this."""
+    """Return the reason why no layer of Megatron's computes the same result, or None."""
     if type(module) is not (nn.Embedding if kind == "vocabulary" else nn.Linear):
         return f"Megatron-Core has no layer for a {type(module).__name__}"
     if spec.uneven_ranges is not None:
@@ -73,7 +74,7 @@ def _unlike(module: nn.Module, kind: str, spec: ShardSpec) -> str | None:
 
 
 def _made(module: Any, kind: str, spec: ShardSpec, sums_gradient: bool) -> nn.Module:
-    """A layer without weights."""
+    """Make a layer without weights, on the meta device."""
     make, sizes = layer_classes()[kind], spec.full_shape
     given: dict[str, Any] = {"config": _config(spec.num_shards, module.weight.dtype), "tp_group": spec.group}
     if kind != "vocabulary":
@@ -86,13 +87,13 @@ def _made(module: Any, kind: str, spec: ShardSpec, sums_gradient: bool) -> nn.Mo
     }[kind]
     with torch.device("meta"):
         layer: nn.Module = make(*sizes, init_method=_no_init, **given)
-    layer._load_state_dict_pre_hooks.clear()  # of a state beside the parameters, which is for Transformer Engine
+    layer._load_state_dict_pre_hooks.clear()  # it handles an extra state of Transformer Engine
     return layer
 
 
 @cache
 def _config(ranks: int, dtype: torch.dtype) -> Any:
-    """What Megatron's layers look at; one object for all of a model."""
+    """Return the config that Megatron's layers read; all layers of a model share one object."""
     with without_warnings():
         from megatron.core.model_parallel_config import ModelParallelConfig
     return ModelParallelConfig(

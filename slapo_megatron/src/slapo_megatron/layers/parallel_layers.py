@@ -1,9 +1,13 @@
 """Megatron-Core's parallel layers as an unmodified model calls them: one tensor in, one tensor out.
 
-What they do otherwise than the layers they replace: inputs of any number of dimensions; a bias that is trained beside a frozen
-weight; no sum of a gradient that nobody asks for; rows of an embedding that are not trained, and indices outside of it, which
-are an error; copies of a model share the group; and a gradient of a gradient, which Megatron would compute without its
-sums, is an error.
+They differ from Megatron's layers in these points:
+
+- Inputs may have any number of dimensions.
+- A bias may be trained beside a frozen weight.
+- The input's gradient is not all-reduced if nothing needs it.
+- An embedding's padding row is not trained, and an index outside of the table is an error.
+- Copies of a model share the process group.
+- A gradient of a gradient is an error; Megatron would compute it without its all-reduces.
 """
 
 from __future__ import annotations
@@ -24,14 +28,14 @@ from ..process_state._megatron_private import row_parallel_linear, silence_cuda_
 
 @cache
 def layer_classes() -> dict[str, Any]:
-    """The class for ``"columns"``, ``"rows"`` and ``"vocabulary"``."""
+    """Return the classes for ``"columns"``, ``"rows"`` and ``"vocabulary"``."""
     with without_warnings():
         from megatron.core import tensor_parallel as megatron
     if not torch.cuda.is_available():
         silence_cuda_advice()
 
     class ColumnParallel(_Copied, megatron.ColumnParallelLinear, _Linear):  # type: ignore[misc]
-        """Rows of the weight are sharded, so columns of the output."""
+        """Linear with the rows of its weight sharded, and therefore the columns of its output."""
 
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             _check_autocast(input)
@@ -41,14 +45,14 @@ def layer_classes() -> dict[str, Any]:
             return output if bias is None else output + bias
 
     class RowParallel(_Copied, row_parallel_linear(), _Linear):  # type: ignore[misc]
-        """Columns of the weight are sharded, and so is the input; the output is summed."""
+        """Linear with the columns of its weight and its input sharded; the output is all-reduced."""
 
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             _check_autocast(input)
             return _like(input, once(super().forward(_two_dimensional(input))[0]))
 
     class VocabParallel(_Copied, megatron.VocabParallelEmbedding, _Embedding):  # type: ignore[misc]
-        """Rows of the table are sharded; the output is summed."""
+        """Embedding with the rows of its table sharded; the output is all-reduced."""
 
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             _check_indices(input, self.num_embeddings)
@@ -61,21 +65,21 @@ def layer_classes() -> dict[str, Any]:
 
 
 class _Linear(nn.Linear):
-    """A Linear to code that asks for one, as initialisers do, without weights of its own."""
+    """Base that makes a layer pass ``isinstance(module, nn.Linear)``, as initializers ask, without weights of its own."""
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
 
 
 class _Embedding(nn.Embedding):
-    """The same for an Embedding."""
+    """Base that makes a layer pass ``isinstance(module, nn.Embedding)``, without weights of its own."""
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
 
 
 class _Copied:
-    """Of all layers: a copy is one of the same group, and there is no other state than the parameters."""
+    """Base of all layers: a copy shares the process group, and the parameters are the only state."""
 
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
@@ -93,18 +97,18 @@ class _Copied:
 
 
 def _two_dimensional(input: torch.Tensor) -> torch.Tensor:
-    """Megatron's backward takes two or three dimensions, and its sum over the ranks a contiguous output."""
+    """Flatten all dimensions but the last: Megatron's backward takes 2 or 3, and its all-reduce a contiguous output."""
     return input.reshape(input.shape[:-1].numel(), input.shape[-1])
 
 
 def _like(input: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    """The output in the input's shape; unlike a view of what a function of Megatron's returned, it may be changed in place."""
+    """Return the output in the input's shape; unlike a view of a Megatron function's output, it may be changed in place."""
     shaped: torch.Tensor = torch.ops.aten._unsafe_view(output, (*input.shape[:-1], output.shape[-1]))
     return shaped
 
 
 def once(output: torch.Tensor) -> torch.Tensor:
-    """The output, of whose gradient no graph can be made."""
+    """Return the output with a hook that refuses a graph of its gradient."""
     if output.requires_grad and not torch.compiler.is_compiling():
         output.register_hook(_refuse_graph)  # type: ignore[no-untyped-call]
     return output
@@ -118,7 +122,7 @@ def _refuse_graph(grad: torch.Tensor) -> None:
 
 
 def _check_autocast(input: torch.Tensor) -> None:
-    """Megatron's backward enters autocast again for CUDA alone."""
+    """Refuse autocast on a CPU: Megatron's backward re-enters autocast for CUDA only."""
     if input.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
         raise ScheduleError(
             "layers of Megatron-Core do not run under autocast on a CPU; give the model the dtype itself, or leave out backend"
@@ -126,5 +130,5 @@ def _check_autocast(input: torch.Tensor) -> None:
 
 
 def _check_indices(input: torch.Tensor, rows: int) -> None:
-    """Fail as the whole table would: Megatron takes an index outside of it for one of another rank's."""
+    """Fail as the whole table would: Megatron takes an index outside of the table for another rank's row."""
     F.embedding(input, torch.zeros((), device=input.device).expand(rows, 1))

@@ -1,4 +1,4 @@
-"""A rank's parameters and buffers as Megatron's ``dist_checkpointing`` wants them: where each part lies in the whole tensor."""
+"""A rank's parameters and buffers for Megatron's ``dist_checkpointing``: the position of each part in the whole tensor."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from slapo_training.model import boxes, buffers, parameters
 
 
 class Held:
-    """What this rank's stages hold, by the first of its original names.
+    """Tensors that this rank's stages hold, by the first of each tensor's original names.
 
     Args:
-        program: Whose stages.
+        program: The program that the engine runs.
 
     Attributes:
-        tensors: Parameters and the buffers that are saved.
-        shapes: Those of the whole tensors of the whole model, the same on every rank.
+        tensors: Parameters and persistent buffers.
+        shapes: Full shapes of the tensors of the whole model, the same on every rank.
     """
 
     def __init__(self, program: Program) -> None:
@@ -40,20 +40,20 @@ class Held:
         self._copy = {key: sorted(places[key]).index(own) for key in self.tensors}
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Those of ``tensors`` that are no parameters."""
+        """Return the held tensors that are not parameters."""
         return {key: tensor for key, tensor in self.tensors.items() if not isinstance(tensor, nn.Parameter)}
 
     def sharded(self, tensors: dict[str, torch.Tensor], prefix: str = "") -> dict[str, Any]:
-        """These tensors, each in the place of one that is held, for Megatron; without those that have no elements.
+        """Return a sharded tensor at the position of the held tensor of the same key; empty tensors are left out.
 
         Args:
-            tensors: By the keys of those held.
-            prefix: Of the names in the checkpoint.
+            tensors: Values by the keys of held tensors.
+            prefix: Prefix of the names in the checkpoint.
         """
         return {key: self._one(key, tensor, prefix) for key, tensor in tensors.items() if tensor.numel()}
 
     def alike(self, numbers: dict[str, torch.Tensor], prefix: str) -> dict[str, Any]:
-        """Tensors that are the same on all ranks that hold something of these keys."""
+        """Return sharded tensors for values that are the same on all ranks holding a part of their key's tensor."""
         from megatron.core.dist_checkpointing import ShardedTensor
 
         axes = self._program.axis_rank("tp"), self._program.axis_rank("dp")
@@ -63,12 +63,11 @@ class Held:
         }
 
     def shared_out(self, ranges: dict[str, tuple[torch.Tensor, int]], prefix: str) -> dict[str, Any]:
-        """What this replica alone has, and the others have the rest of.
+        """Return sharded tensors for ranges that this replica alone holds; other replicas hold the rest.
 
         Args:
-            ranges: By the keys of tensors held, with at least one element, some following ones of these elements, without
-                dimensions, and how many are before them.
-            prefix: Of the names in the checkpoint.
+            ranges: By the key of a held tensor: a flat, non-empty range of its elements, and the offset of the range.
+            prefix: Prefix of the names in the checkpoint.
         """
         found: dict[str, Any] = {}
         for key, (values, start) in ranges.items():
@@ -86,7 +85,7 @@ class Held:
         return parameter_facts(held).spec if is_sharded(held) else None
 
     def _copies(self, key: str) -> tuple[int, int, int]:
-        """How many ranks come before this one along each axis that have the same of it."""
+        """Return the number of earlier ranks along each axis that hold the same data."""
         program = self._program
         return self._copy[key], program.axis_rank("tp") if self._spec(key) is None else 0, program.axis_rank("dp")
 
@@ -111,15 +110,15 @@ class Held:
 def _parts(
     key: str, data: torch.Tensor, offset: tuple[int, ...], shape: Sequence[int], spec: ShardSpec | None, copies: tuple[int, ...]
 ) -> Iterator[Any]:
-    """The pieces of a box that are whole ranges of the full tensor, each with how many other ranks come before with it.
+    """Yield the pieces of a box that are contiguous in the full tensor, each with the number of earlier ranks that hold it.
 
     Args:
-        key: Its name in the checkpoint.
-        data: The numbers of the box.
-        offset: Where it lies in what this rank has of the tensor.
-        shape: That of the full tensor.
-        spec: What of that this rank has; None for all.
-        copies: How many ranks come before along pp, tp and dp that have the same.
+        key: Name of the tensor in the checkpoint.
+        data: Elements of the box.
+        offset: Offset of the box in this rank's shard.
+        shape: Full shape of the tensor.
+        spec: This rank's shard; None for the whole tensor.
+        copies: Number of earlier ranks along pp, tp and dp that hold the same data.
     """
     if spec is None:
         yield _part(key, data, offset, shape, copies)

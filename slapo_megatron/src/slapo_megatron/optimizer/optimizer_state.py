@@ -1,7 +1,7 @@
-"""What Megatron's optimizers keep for each parameter: in the shape of this rank's shard, or the elements that a replica has.
+"""State of Megatron's optimizers by parameter: in the shape of this rank's shard, or the range that a replica holds.
 
-Megatron's own way of writing it loses what is behind padding between the buckets of its distributed optimizer, and knows
-Adam alone.
+Megatron's own format loses elements behind the padding between buckets of its distributed optimizer, and supports only
+Adam.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from ..engine import MegatronEngine
 
 MASTER = "fp32"
-"""The name under which weights are kept in the optimizer, where the model has them in bf16."""
+"""State name of the optimizer's fp32 weights if the model's are bf16."""
 
 
 class _Part(NamedTuple):
-    """What this rank's optimizer has of a parameter: a tensor of it, and which of the parameter's elements it is."""
+    """Part of a parameter that this rank's optimizer steps: a tensor, and its range of the parameter's elements."""
 
     parameter: torch.Tensor
     main: torch.Tensor | None
@@ -39,11 +39,8 @@ class OptimizerState:
     """The state of an engine's optimizer by the names of parameters.
 
     Args:
-        engine: Has an optimizer.
-        held: What its rank holds.
-
-    Raises:
-        BuildError: it keeps something else than tensors of its parameters' shapes and single numbers.
+        engine: An engine with an optimizer.
+        held: The tensors that this rank holds.
     """
 
     def __init__(self, engine: MegatronEngine, held: Held) -> None:
@@ -61,7 +58,7 @@ class OptimizerState:
         return _Part(parameter, *(optimizer_range(self._outer, parameter) or (None, 0, 0)))
 
     def check(self) -> None:
-        """Raise ``BuildError`` for what cannot be written."""
+        """Raise ``BuildError`` for a state that is neither a scalar nor of its parameter's shape."""
         kind = type(self._inner).__name__
         for main, state in self._inner.state.items():
             for name, value in state.items():
@@ -73,12 +70,12 @@ class OptimizerState:
                 )
 
     def kept(self) -> list[str]:
-        """The names of what is kept for each parameter. Collective."""
+        """Return the names of the parameters' states. Collective."""
         whole, single = self._names()
         return sorted([*whole, *single])
 
     def check_alike(self) -> None:
-        """Refuse what is not kept for every parameter. Collective.
+        """Refuse a state that only some parameters have. Collective.
 
         Raises:
             BuildError: the same on every rank.
@@ -93,7 +90,7 @@ class OptimizerState:
             )
 
     def check_numbers(self) -> None:
-        """Refuse single numbers of a parameter that ranks with parts of it have different ones of. Collective.
+        """Refuse a scalar state that differs between the ranks that hold parts of its parameter. Collective.
 
         Raises:
             BuildError: the same on every rank.
@@ -113,7 +110,7 @@ class OptimizerState:
                     )
 
     def groups(self) -> dict[str, int]:
-        """The number of the optimizer's group that each parameter is in. Collective."""
+        """Return the index of each parameter's optimizer group. Collective."""
         places = {id(main): number for number, group in enumerate(self._inner.param_groups) for main in group["params"]}
         own = {key: places[id(part.main)] for key, part in self._parts.items() if id(part.main) in places}
         return {key: number for each in gather_objects(own, self._mesh) for key, number in each.items()}
@@ -125,15 +122,15 @@ class OptimizerState:
                 yield key, main, start
 
     def masters(self) -> dict[str, torch.Tensor]:
-        """The weights in fp32, of what is trained. Collective over the replicas."""
+        """Return the optimizer's fp32 weights; empty unless the precision is bf16. Collective over the replicas."""
         return self._whole(MASTER) if self._has_masters else {}
 
     def sharded(self, has_state: bool, is_loading: bool) -> tuple[dict[str, Any], Callable[[dict[str, Any]], None]]:
-        """What Megatron writes or reads, and what takes over what was read. Collective.
+        """Return the sharded state that Megatron writes or reads, and a function that takes over a read one. Collective.
 
         Args:
-            has_state: Whether there is a state beside the weights.
-            is_loading: Whether tensors of their own are to be read into.
+            has_state: True if there is a state beside the weights.
+            is_loading: True to return new tensors to read into.
         """
         if is_loading and has_state and not isinstance(self._inner, WholeTensorOptimizer):
             prepared(self._inner)
@@ -151,21 +148,21 @@ class OptimizerState:
         return state, self._take
 
     def _names(self) -> tuple[list[str], list[str]]:
-        """Of what is kept for each parameter: tensors of its shape, and single numbers; the same on every rank."""
+        """Return the names of states of their parameter's shape, and of scalar states. Collective; the same on every rank."""
         own = {
             (name, value.dim() == 0 and main.dim() > 0)
             for main, state in self._inner.state.items()
             for name, value in state.items()
         }
         found = {each for names in gather_objects(sorted(own), self._mesh) for each in names}
-        numbers = {name for name, is_single in found if is_single}  # of a parameter without dimensions all is one
+        numbers = {name for name, is_single in found if is_single}  # any state of a 0-dim parameter is 0-dim
         return sorted({name for name, _ in found} - numbers), sorted(numbers)
 
     def _fresh(self) -> dict[str, torch.Tensor]:
         return {key: torch.zeros_like(part.parameter, dtype=torch.float32) for key, part in self._parts.items()}
 
     def _ranges(self, name: str) -> dict[str, tuple[torch.Tensor, int]]:
-        """What this rank's optimizer has, in fp32 without dimensions, and how many elements of the parameter are before it."""
+        """Return this rank's range of a state for each parameter, flat in fp32, and the offset of the range."""
         found = {}
         for key, (_, main, start, stop) in self._parts.items():
             if main is not None and start < stop:
@@ -174,7 +171,7 @@ class OptimizerState:
         return found
 
     def _whole(self, name: str) -> dict[str, torch.Tensor]:
-        """In fp32; as the optimizer has it, where this replica has all. Collective over the replicas where it has not."""
+        """Return a state in each parameter's shape, in fp32. Collective over the replicas with the distributed optimizer."""
         ranges, whole = self._ranges(name), {}
         for key, (parameter, _, _, _) in self._parts.items():
             values, start = ranges.get(key, (parameter.new_zeros(0, dtype=torch.float32), 0))
@@ -190,7 +187,7 @@ class OptimizerState:
         parts = self._parts.values()
         own = [0.0 if part.main is None else float(self._inner.state[part.main][name]) for part in parts]
         numbers = torch.tensor(own, dtype=torch.float64, device=next((part.parameter.device for part in parts), None))
-        if self._is_shared_out:  # a replica without a part does not know it
+        if self._is_shared_out:  # a replica without a part contributes 0
             dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._groups.dp)
         return {key: numbers[index : index + 1] for index, key in enumerate(self._parts)}
 

@@ -1,4 +1,4 @@
-"""The optimizer of a rank in Megatron's wrappers: fp32 weights beside low ones, state shared out over replicas."""
+"""A rank's optimizer in Megatron's wrappers, which add fp32 copies of weights and shard the state over replicas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..process_state.process_groups import config_of
 
 
 def optimizer_config(options: MegatronOptions) -> Any:
-    """Megatron's ``OptimizerConfig``."""
+    """Return Megatron's ``OptimizerConfig``."""
     from megatron.core.optimizer import OptimizerConfig
 
     given = options.section("optimizer")
@@ -26,12 +26,12 @@ def optimizer_config(options: MegatronOptions) -> Any:
     given |= {
         "use_distributed_optimizer": options.distributed_optimizer,
         "clip_grad": float(options.clip) or float("inf"),
-    }  # of 0 it computes no norm
+    }  # with 0 Megatron computes no norm
     return config_of(OptimizerConfig, {**given, **precision})
 
 
 def megatrons(config: Any, chunks: Sequence[Any], groups: Any) -> Any:
-    """Megatron's own optimizer, as its configuration says."""
+    """Return Megatron's own optimizer for a configuration."""
     from megatron.core.optimizer import get_megatron_optimizer
 
     made = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False, pg_collection=groups)
@@ -51,7 +51,7 @@ def whole_layout(options: MegatronOptions, program: Program, module: nn.Module) 
 
 
 def bind_masters(optimizer: torch.optim.Optimizer) -> None:
-    """Bind an optimizer of whole tensors to the fp32 copies that Megatron has put in the places of its parameters."""
+    """Bind a whole-tensor optimizer to the fp32 copies with which Megatron has replaced its parameters."""
     if not isinstance(optimizer, WholeTensorOptimizer):
         return
     optimizer.hide_state()
@@ -63,11 +63,11 @@ def bind_masters(optimizer: torch.optim.Optimizer) -> None:
 
 @torch.no_grad()
 def prepared(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
-    """Let an optimizer make the state it would have after a step, to be loaded into; weights stay as they are.
+    """Initialize an optimizer's state by a step without effect, so that a state can be loaded; weights are unchanged.
 
     Args:
-        optimizer: One that has stepped is left alone.
-        config: Not used; Megatron gives it.
+        optimizer: The optimizer; one that has a state is left unchanged.
+        config: Unused; Megatron passes it.
     """
     if optimizer.state:
         return

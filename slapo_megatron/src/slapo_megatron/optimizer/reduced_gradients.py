@@ -1,4 +1,4 @@
-"""Gradients in Megatron's buffers, behind its reduction, for the user's hooks."""
+"""Access to the reduced gradients in Megatron's buffers, for the user's gradient hooks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ..process_state._megatron_private import gradient_buckets, main_grad
 
 
 class ReducedGradients(GradientAccess):
-    """Reads and writes ``main_grad``.
+    """Access to ``main_grad``, the reduced gradient.
 
     Args:
-        program: Its replicas share the gradients out with the distributed optimizer.
+        program: The program; with the distributed optimizer its replicas shard the gradients.
         options: Options of the engine.
         chunks: Megatron's ``DistributedDataParallel`` around each stage of this rank.
     """
@@ -35,7 +35,7 @@ class ReducedGradients(GradientAccess):
             self.keeps_weights = "target 'megatron' keeps in fp32 beside the model's in bf16"
 
     def begin(self, hooked: Sequence[nn.Parameter]) -> None:
-        """Let all replicas have the whole gradients that the distributed optimizer has shared out. Collective over these."""
+        """All-gather the gradients that the distributed optimizer has sharded. Collective over the replicas."""
         if self._replicas is None:
             return
         known = {id(parameter) for parameter in hooked}
@@ -49,6 +49,6 @@ class ReducedGradients(GradientAccess):
         return main_grad(parameter) if parameter.requires_grad else None
 
     def put(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
-        """Let this be the reduced gradient."""
+        """Replace the reduced gradient."""
         assert gradient is not None
         main_grad(parameter).copy_(gradient)

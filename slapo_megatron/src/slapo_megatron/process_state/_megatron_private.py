@@ -1,6 +1,6 @@
-"""The private and undocumented names of Megatron-Core that this package uses; a test fails when Megatron moves one.
+"""All private and undocumented names of Megatron-Core that this package uses; a test fails when Megatron moves one.
 
-Other modules of the package import nothing of Megatron's below its documented packages, and read none of these attributes.
+Other modules of this package import only Megatron's documented packages, and read none of these attributes.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from slapo_training.engines import without_warnings
 
 
 def complete_imports() -> None:
-    """Import what Megatron would import within the first step, with warnings."""
+    """Import a module that Megatron would import inside the first step, with warnings."""
     import megatron.core.transformer.multi_token_prediction  # noqa: F401
 
 
 def cuda_rng_functions() -> tuple[tuple[Any, str], tuple[Any, str]]:
-    """Return owner and name of the functions that read and write the random state of CUDA past ``torch.cuda``."""
+    """Return owner and name of the functions that read and write CUDA's random state without ``torch.cuda``'s functions."""
     with without_warnings():
         import megatron.core.tensor_parallel.random as megatron_random
     return (megatron_random, "_get_cuda_rng_state"), (megatron_random, "_set_cuda_rng_state")
 
 
 def communicator(group: Any, config: Any) -> Any:
-    """Return what sends and receives between the stages of a pipeline without interleaving."""
+    """Return the object that sends and receives between pipeline stages without interleaving."""
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     return P2PCommunicator(pp_group=group, config=config)
 
 
 def model_type() -> Any:
-    """Return the type of model whose stages are alike."""
+    """Return Megatron's model type for a plain encoder or decoder, whose stages are all treated alike."""
     from megatron.core.enums import ModelType
 
     return ModelType.encoder_or_decoder
 
 
 def release_hooks(chunk: Any) -> None:
-    """Take the hooks of Megatron's ``DistributedDataParallel`` off, which it and they keep alive."""
+    """Remove the hooks of Megatron's ``DistributedDataParallel``, which form a reference cycle with it."""
     chunk.grad_accs.clear()
 
 
 def mark_tie(parameter: nn.Parameter, is_first: bool) -> None:
-    """Give a tied parameter a bucket of its own, so that replicas cut all copies alike, and count it in the norm once."""
+    """Give a tied parameter a bucket of its own, so that all copies are sharded equally, and count it in the norm once."""
     vars(parameter).update(shared_embedding=True, shared=not is_first)
 
 
@@ -75,12 +75,12 @@ def gradient_buckets(chunks: Iterable[Any]) -> Iterator[tuple[list[nn.Parameter]
 
 
 def main_param(parameter: Any) -> Any:
-    """Return the fp32 copy of a parameter that the optimizer steps, or the parameter where there is none."""
+    """Return the fp32 copy of a parameter that the optimizer steps, or the parameter itself if there is no copy."""
     return getattr(parameter, "main_param", parameter)
 
 
 def optimizer_range(outer: Any, parameter: torch.Tensor) -> tuple[torch.Tensor, int, int] | None:
-    """Return what a replica's distributed optimizer steps of a parameter, with the first of its elements and the one behind."""
+    """Return the tensor that a replica's distributed optimizer steps for a parameter, and its range of elements; or None."""
     if parameter not in outer.model_param_group_index_map:
         return None
     group, order = outer.model_param_group_index_map[parameter]
@@ -96,20 +96,20 @@ def copy_main_params(outer: Any) -> None:
 def wrapped(
     optimizer: torch.optim.Optimizer, config: Any, chunks: Sequence[Any], groups: Any, init_state: Callable[..., None]
 ) -> Any:
-    """Return an optimizer of this rank's parameters in the wrapper of Megatron's that its configuration asks for.
+    """Return an optimizer in the Megatron wrapper that its configuration asks for.
 
     Args:
-        optimizer: Its parameters become views or copies of these.
+        optimizer: Optimizer of this rank's parameters; it then steps views or copies of them.
         config: Megatron's ``OptimizerConfig``.
         chunks: Megatron's ``DistributedDataParallel`` around each stage of this rank.
         groups: Megatron's ``ProcessGroupCollection``.
-        init_state: Makes the state of an optimizer that has not stepped.
+        init_state: Initializes the state of an optimizer that has not stepped.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
     for group in optimizer.param_groups:
-        group.update(is_expert_parallel=False, wd_mult=1.0, lr_mult=1.0, is_decoupled_lr=False)  # which Megatron looks for
+        group.update(is_expert_parallel=False, wd_mult=1.0, lr_mult=1.0, is_decoupled_lr=False)  # Megatron reads these
     if config.use_distributed_optimizer:
         made = DistributedOptimizer(
             optimizer,
@@ -133,7 +133,7 @@ def wrapped(
 
 
 def has_fused_norms() -> bool:
-    """Return whether Transformer Engine or Apex is installed."""
+    """Return True if Transformer Engine or Apex is installed."""
     with without_warnings():
         from megatron.core.extensions.transformer_engine import HAVE_TE
         from megatron.core.fusions.fused_layer_norm import HAVE_FUSED_LAYER_NORM
@@ -155,7 +155,7 @@ def silence_cuda_advice() -> None:
 
 
 def row_parallel_linear() -> Any:
-    """Return Megatron's row-parallel layer, which uses its own group also where its weight is frozen."""
+    """Return Megatron's row-parallel layer, changed to use its own group also if its weight is frozen."""
     from megatron.core.tensor_parallel import RowParallelLinear
 
     class RowParallel(RowParallelLinear):  # type: ignore[misc]
@@ -166,14 +166,14 @@ def row_parallel_linear() -> Any:
 
 
 def split_state(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the sharded tensors of a state dict, which is changed, and the rest, which is saved once."""
+    """Split a state dict, which is changed, into the sharded tensors and the rest, which is saved once."""
     from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
     return save_preprocess(state, validate_access_integrity=False)  # type: ignore[no-any-return]
 
 
 def sharded_tensors(sharded: dict[str, Any]) -> list[tuple[Any, bool]]:
-    """Return the sharded tensors in nested dicts and lists, each with whether this rank's copy is the one that is saved."""
+    """Return the sharded tensors in nested dicts and lists, each with True if this rank saves it."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import is_main_replica
 
@@ -188,7 +188,7 @@ def common_file() -> str:
 
 
 def format_writer() -> Callable[[Path], None]:
-    """Return a function that notes the format of a checkpoint in its folder."""
+    """Return a function that writes the format of a checkpoint into its directory."""
     from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
     from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 
@@ -205,7 +205,7 @@ def save_planner() -> Any:
 
 
 def local_plan(planner: Any, sharded: dict[str, Any], common: dict[str, Any], is_first: bool) -> SavePlan:
-    """Return the plan of what this rank saves, where Megatron finds the tensors of all ranks complete. Collective."""
+    """Return the plan of this rank's save, after Megatron checked that all ranks' tensors are complete. Collective."""
     from megatron.core.dist_checkpointing import validation
     from megatron.core.dist_checkpointing.strategies import torch as megatron
 

@@ -1,7 +1,7 @@
-"""Megatron-Core on a CPU, for tests and dry runs: it asks for CUDA by name where it means the device of the model.
+"""Megatron-Core on a CPU, for tests and dry runs: Megatron asks for CUDA by name where it means the model's device.
 
-No file of Megatron's is changed, and nothing is answered differently to anybody else: what stands in asks who calls. All of
-it is gone on exit.
+Megatron's files are not changed. Replaced functions look at their caller and behave as before for all other modules. On
+exit the originals are restored.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _CPU = torch.device("cpu")
 
 @contextmanager
 def cpu_mode() -> Iterator[None]:
-    """Let Megatron-Core run on this process's CPU inside; may be entered again within itself.
+    """Let Megatron-Core run on this process's CPU inside; contexts may be nested.
 
-    Limits: its random states are those of the CPU, so that dropout which Megatron draws by itself differs from that on a GPU;
-    there are no streams.
+    Limits: Megatron's random states are the CPU's, so dropout that Megatron draws by itself differs from a GPU's. There are
+    no streams.
 
     Raises:
         BuildError: there is a CUDA device.
@@ -56,7 +56,7 @@ def cpu_mode() -> Iterator[None]:
 
 @contextmanager
 def without_mode() -> Iterator[None]:
-    """Leave the CPU mode for code that is not Megatron's, whose calls of torch it would slow; back in it behind."""
+    """Leave the CPU mode inside, for code that is not Megatron's: the mode would slow its calls of torch."""
     if (mode := _Depth.mode) is None:
         yield
         return
@@ -69,12 +69,12 @@ def without_mode() -> Iterator[None]:
 
 
 def mode_of(device_type: str) -> AbstractContextManager[None]:
-    """What the calls of Megatron need around them on a device of this type."""
+    """Return the context for calls of Megatron on a type of device."""
     return cpu_mode() if device_type == "cpu" else nullcontext()
 
 
 class _Depth:
-    """Whether this process is inside, and whether that was said."""
+    """State of the CPU mode in this process: nesting depth, and True in ``told`` after the warning."""
 
     now = 0
     told = False
@@ -82,7 +82,7 @@ class _Depth:
 
 
 class _NoCuda(TorchFunctionMode):
-    """Tensors that Megatron makes or moves go to the CPU, and their type is spelt as a CUDA tensor's, which it compares."""
+    """Mode that puts Megatron's new or moved tensors on the CPU, and reports CUDA tensor types, which Megatron compares."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -102,7 +102,7 @@ class _NoCuda(TorchFunctionMode):
 
 
 def _stand_ins() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """Owner, name and what stands in for it: CUDA's functions, and the two of Megatron's that go past them."""
+    """Yield owner, name and replacement: of CUDA's functions, and of Megatron's RNG functions that bypass them."""
 
     def nothing(*args: Any, **kwargs: Any) -> None: ...
 

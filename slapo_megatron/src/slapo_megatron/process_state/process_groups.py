@@ -1,4 +1,4 @@
-"""Importing Megatron-Core, and its ``parallel_state`` for the mesh of a schedule."""
+"""Import of Megatron-Core, and its ``parallel_state`` for the mesh of a schedule."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _AXES = {"tp": "get_tensor_model_parallel_group", "pp": "get_pipeline_model_para
 
 
 class ParallelState:
-    """Megatron's groups for a program: found as the user set them up, or made here. Collective.
+    """Megatron's process groups for a program: the ones that the user set up, or new ones. The constructor is collective.
 
     Args:
-        program: Its mesh has all ranks, row-major over pp, dp, tp.
-        chunks: Stages on each rank.
-        timeout_minutes: How long one of the groups made here waits for its other ranks.
+        program: The program; its mesh has all ranks, row-major over pp, dp, tp.
+        chunks: Number of stages on each rank.
+        timeout_minutes: Timeout of new groups.
 
     Attributes:
         groups: Megatron's ``ProcessGroupCollection``.
-        is_ours: Whether they were made here.
+        is_ours: True if an engine made the groups, not the user.
 
     Raises:
-        BuildError: it was set up for another layout.
+        BuildError: ``parallel_state`` was set up for another layout.
     """
 
     _users = 0
@@ -68,7 +68,7 @@ class ParallelState:
 
     @classmethod
     def abandon(cls) -> None:
-        """Forget Megatron's groups, which were made in a process group that is gone; nobody closed the engine."""
+        """Forget Megatron's groups if their default process group was destroyed before the engine was closed."""
         from megatron.core import parallel_state
 
         if cls._users and cls._world_of_users is not dist.group.WORLD:
@@ -87,7 +87,7 @@ class ParallelState:
             ) from err
 
     def _check(self, program: Program, chunks: int) -> None:
-        """Refuse groups of the user's that are not those of the mesh."""
+        """Refuse existing groups that differ from the mesh's."""
         for axis, getter in _AXES.items():
             if dist.get_process_group_ranks(getattr(self._state, getter)()) != _ranks(program, axis):
                 raise BuildError(
@@ -109,12 +109,12 @@ class ParallelState:
             )
 
     def group(self, ranks: list[int]) -> Any:
-        """A group of these ranks for this engine alone; what torch gives others where this rank is none of them. Collective."""
+        """Make a process group for this engine; outside of ``ranks``, return torch's placeholder. Collective."""
         self._made.append(dist.new_group(ranks))
         return self._made[-1]
 
     def close(self) -> None:
-        """Destroy what was made here, Megatron's groups with the last engine of this process that uses them. Collective."""
+        """Destroy this engine's groups, and Megatron's groups with the last engine that uses them. Collective."""
         destroy(self._made)
         own = [getattr(self.groups, field.name, None) for field in fields(self.groups)]
         if self.forget():
@@ -123,37 +123,40 @@ class ParallelState:
         self._world.close()
 
     def forget(self) -> bool:
-        """Forget all groups, whose threads end with the last reference; return whether Megatron's were, with the last user."""
+        """Drop all references to groups, whose threads end with the last reference.
+
+        Return True if engines made Megatron's groups and this was the last engine that used them.
+        """
         self._made.clear()
         was_ours, self.is_ours = self.is_ours, False
         ParallelState._users = max(ParallelState._users - was_ours, 0)
         is_last = was_ours and ParallelState._users == 0
         if is_last and self.groups.pp is self._state.get_pipeline_model_parallel_group(check_initialized=False):
-            self._state.destroy_model_parallel()  # which leaves them running
+            self._state.destroy_model_parallel()  # this does not end their threads
         for field in fields(self.groups):
             setattr(self.groups, field.name, None)
         return is_last
 
 
 def destroy(groups: Iterable[Any]) -> None:
-    """Give back what process groups hold, threads and sockets; what is no group of this rank's is passed over."""
+    """Destroy process groups, which frees their threads and sockets; objects that are not this rank's groups are ignored."""
     found = {id(group): group for group in groups if isinstance(group, dist.ProcessGroup) and group is not dist.group.WORLD}
     for group in found.values():
         dist.destroy_process_group(group)
 
 
 def device_of(program: Program) -> str:
-    """Type of the device that a program runs on: the mesh's, or without one that of its parameters."""
+    """Return the type of the device that a program runs on: the mesh's, or without a mesh the parameters'."""
     if program.mesh is not None:
         return program.mesh.device_type
     return next((parameter.device.type for parameter in program.module.parameters()), "cpu")
 
 
 def config_of(kind: Any, given: dict[str, Any]) -> Any:
-    """A configuration of Megatron's, which checks what is in it.
+    """Make one of Megatron's configurations, which check their arguments.
 
     Raises:
-        BuildError: it does not take this.
+        BuildError: Megatron refuses the arguments.
     """
     try:
         return kind(**given)

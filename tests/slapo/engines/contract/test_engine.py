@@ -1,4 +1,4 @@
-"""What engines of other projects do beside training like one process on every layout."""
+"""Behaviour of other projects' engines, apart from training like one process on every layout."""
 
 from __future__ import annotations
 

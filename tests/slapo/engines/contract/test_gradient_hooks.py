@@ -66,7 +66,7 @@ def test_every_kind_of_hook_on_four_ranks(target: str, ways: Ways) -> None:
 
 
 def _refusal(rank: int, target: str, options: dict[str, Any]) -> str:
-    """What a hook that steps by itself is told."""
+    """Error message for a hook that steps an optimizer by itself."""
     engine = build(scheduled(made("steps"), {"dp": 2}, False), target, optimizer=SGD, **options)
     part: dict[str, Any] = {name: value.chunk(2)[rank] for name, value in batches(1)[0].items()}
     said = message_of(lambda: engine.train_batch(**part))

@@ -49,7 +49,7 @@ def trained(engine: Any, steps: int) -> list[float]:
 
 
 def loaded(rank: int, target: str, folder: str, one: int, other: int) -> tuple[str, Any, Any]:
-    """What a load says, and what the engine has before and after it."""
+    """Message of a load, and the engine's state before and after it."""
     engine = engine_of(target, partial(sequence, one))
     trained(engine, 3)
     engine.save(folder)
@@ -86,7 +86,7 @@ class Picky(StepLR):
 
 
 def refused(rank: int, folder: str) -> tuple[str, Any, Any, list[float]]:
-    """What a load says whose schedule raises, and what the engine has before and after it."""
+    """Message of a load whose schedule raises, the engine's state before and after it, and the next loss."""
     engine = engine_of("megatron", partial(Picky, step_size=1))
     trained(engine, 3)
     engine.save(folder)
@@ -143,7 +143,7 @@ class Norms(torch.optim.SGD):
 
 
 def normed(rank: int, folder: str, is_split: bool) -> str:
-    """What a save says of an optimizer that keeps norms."""
+    """Message of a save with an optimizer whose state has norms."""
     torch.manual_seed(0)
     sch = create_schedule(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh=mesh_of(tp=2), plugins=PLUGINS)
     if is_split:

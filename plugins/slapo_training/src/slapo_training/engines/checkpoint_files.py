@@ -57,24 +57,24 @@ def prepared(
     averages: AverageList,
     is_copied: bool,
 ) -> Callable[[Ranks], None]:
-    """What writes a checkpoint, given the ranks to meet, collective as well. Collective.
+    """Return a function that writes a checkpoint; it takes the ranks to synchronize with. Both are collective.
 
     Args:
-        path: The same folder on every rank; made where there is none.
-        target: Whose it is.
-        program: Whose ranks.
-        about: What is written of it, the same on every rank.
-        position: Where training is.
-        collect: Given the folder of the engine's own files and the ranks to meet, gives what writes them, given the ranks to
-            meet then. Both collective, and they raise on all ranks.
-        ranks: All of the program.
-        buffers: This rank's, which may be others than those of another replica.
-        averages: Of the engine's weights.
-        is_copied: Whether training goes on while they are written.
+        path: The same directory on every rank; created if missing.
+        target: Target of the engine.
+        program: The program that the engine runs.
+        about: Description of the engine for the checkpoint, the same on every rank.
+        position: Position of training.
+        collect: Takes the directory of the engine's own files and the ranks to synchronize with, and returns a function that
+            writes the files and takes the ranks to synchronize with then. Both are collective and raise on all ranks.
+        ranks: All ranks of the program.
+        buffers: This rank's buffers, whose values may differ between replicas.
+        averages: Moving averages of the engine's weights.
+        is_copied: True if training goes on while the files are written.
 
     Raises:
-        BuildError: on every rank: it failed on one, the ranks have different folders, or it has another target's checkpoint;
-            the checkpoint that was there is as it was. What is given raises it, too.
+        BuildError: on every rank: one rank failed, the ranks have different directories, or the directory has another
+            target's checkpoint. An existing checkpoint is unchanged. The returned function raises it, too.
     """
     said = ranks.run_on_all(lambda: (CheckpointWriter.proposed(path, target), position.words()))
     writing = CheckpointWriter.agreed([proposed for proposed, _ in said], target)
@@ -136,15 +136,15 @@ class Beside(NamedTuple):
 
 
 def read_beside(checkpoint: Checkpoint, program: Program, buffers: Mapping[str, torch.Tensor]) -> Beside:
-    """What ``prepared`` writes beside an engine's own files. Collective.
+    """Read the files that ``prepared`` writes beside an engine's own. Collective.
 
     Args:
-        checkpoint: A complete one.
-        program: Whose ranks.
-        buffers: This rank's; nothing is put into them yet.
+        checkpoint: A complete checkpoint.
+        program: The program that the engine runs.
+        buffers: This rank's buffers; they are not changed.
 
     Raises:
-        BuildError: it cannot be put back in this process, or into these buffers.
+        BuildError: the state cannot be restored in this process, or into these buffers.
     """
     ranks = Ranks.of(program)
     is_same = checkpoint.about["layout_of_ranks"] == layout_of(program)
