@@ -65,11 +65,11 @@ def all_elementwise() -> Iterator[None]:
 def any_mean() -> Iterator[None]:
     """Take the first cross entropy that is computed for the loss."""
 
-    def first(means: ReductionTracker, loss: torch.Tensor) -> Any:
-        return means._noted[0][0] if means._noted else None
+    def first(tracker: ReductionTracker, loss: torch.Tensor) -> Any:
+        return tracker._losses[0][0] if tracker._losses else None
 
     with (
-        patch.object(ReductionTracker, "behind", first),
+        patch.object(ReductionTracker, "reduction_of", first),
         patch("slapo_training.losses.microbatch_loss.reduction_in_graph", lambda *_, **__: None),
     ):
         yield

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from slapo_core import Schedule, VerifyError, build, gather_objects, parameter_facts
-from slapo_training.distributed import over_group
+from slapo_training.distributed import full_state, over_group
 
 from ..comparison.model_results import OptimizerFactory
 from ..comparison.report import short_repr
@@ -72,7 +72,7 @@ class EngineRun:
             evaluations = (first, engine.eval_batch(**share).item())
             with whole():
                 after = _copies(engine.module)
-                full = {name: value for name, value in sch.full_state("param").items() if value is not None}
+                full = {name: value for name, value in full_state(sch).items() if value is not None}
         stages = len(sch.program.stages) if sch.program is not None else 1
         own = {name: each.detach() for name, each in self.reference.named_parameters(remove_duplicate=False)}
         copies = [
