@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from slapo.cli.app import create_app
 from slapo_core import Dialect, Registry, call_signature
+from tools.house import docstrings, opens_badly
 
 from .conftest import TOP, declared, folders
 
@@ -99,3 +100,15 @@ def test_the_command_line_says_one_sentence_for_an_unknown_primitive() -> None:
 def test_the_example_on_its_page_runs(name: str) -> None:
     (source,) = re.findall(r"```python\n(.*?)```", (folders()[name] / "README.md").read_text(), re.DOTALL)
     exec(source, {"__name__": name})  # noqa: S102  the page is ours
+
+
+SOURCE_FOLDERS = sorted(
+    path.name for path in TOP.iterdir() if path.is_dir() and path.name not in ("build", "dist") and path.name[0] != "."
+)
+
+
+@pytest.mark.parametrize("folder", SOURCE_FOLDERS)
+def test_no_docstring_opens_with_a_riddle(folder: str) -> None:
+    files = [file for file in (TOP / folder).rglob("*.py") if "build" not in file.parts]
+    riddles = [f"{file.relative_to(TOP)}:{line}" for file in files for line, text in docstrings(file) if opens_badly(text)]
+    assert riddles == []
