@@ -23,7 +23,7 @@ from sphinx.util.inspect import stringify_signature
 import slapo
 import slapo_core
 from slapo.cli.app import create_app
-from slapo.public_names import HOMES
+from slapo.public_names import NAME_ORIGINS
 from slapo_core import Registry
 
 
@@ -93,7 +93,7 @@ class PublicNames(_Registered):
     """``public-names``: each with a link to its description."""
 
     def descriptions(self, registry: Registry) -> Iterator[tuple[str, str]]:
-        homes = {**dict.fromkeys(slapo_core.__all__, "slapo_core"), **HOMES}
+        homes = {**dict.fromkeys(slapo_core.__all__, "slapo_core"), **NAME_ORIGINS}
         for name in sorted(homes, key=str.lower):
             if name in slapo.__all__ and homes[name].startswith("slapo"):
                 yield f".. describe:: slapo.{name}", f"See :py:obj:`{homes[name]}.{name}`."

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @hookspec
 def slapo_shard_rules() -> Sequence[ShardingRule | str]:  # type: ignore[empty-body]
-    """Return the ``ShardingRule``s for modules of your classes. They are asked in order, before those of this plugin.
+    """Return one ``ShardingRule`` for each kind of module of yours; they are asked in order, before those of this plugin.
 
     ``"module:NAME"`` stands for a rule or a list of rules, which is imported when a schedule first shards something. If your
     plugin is useful without ``slapo-sharding`` too, mark the hook ``@hookimpl(optionalhook=True)``.
