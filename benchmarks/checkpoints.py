@@ -66,7 +66,7 @@ def engine_of(target: str, layout: dict[str, int], options: dict[str, Any], smal
 
 
 def seconds(action: Callable[[], Any], mesh: Any) -> float:
-    """How long the slowest rank takes."""
+    """Return the seconds that the slowest rank takes."""
     dist.barrier()
     start = time.perf_counter()
     action()

@@ -1,4 +1,4 @@
-"""How long it takes to cut Transformers classes into four stages, against torch's own ``pipeline()``.
+"""Time to cut Transformers classes into four stages, against torch's own ``pipeline()``.
 
 Run ``python -m benchmarks.cutting``; it prints a section for ``benchmarks/README.md``. The classes are those that ``make test``
 compares with the unmodified model: small, with random weights, in train mode. Both sides get the same cuts. Seconds are the

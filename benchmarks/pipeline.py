@@ -1,4 +1,4 @@
-"""How long it takes to place the cuts of a large model and to take it apart, and how much memory, against torch's own.
+"""Time and memory to place the cuts of a large model and to take it apart, against torch's own.
 
 Run ``python -m benchmarks.pipeline``; it prints a section for ``benchmarks/README.md``. Each line is measured in a process of
 its own, after a first run on two layers: seconds are the processor's, which other load changes less than those of the wall,

@@ -1,4 +1,4 @@
-"""How long it takes to plan a large model, against DTensor, and whether that stays linear in its layers.
+"""Time to plan a large model, against DTensor, and its growth with the number of layers.
 
 Run ``python -m benchmarks.planning``; it prints a section for ``benchmarks/README.md``. Weights are on meta, and the group of
 eight ranks is one of torch that sends nothing. The number of Python calls of a layer does not depend on the number of layers,

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from slapo_core import create_schedule
-from slapo_tracing import trace_module
+from slapo_tracing import trace, trace_module
 from slapo_tracing.editing import subgraph
 from slapo_tracing.graphs import TracedModule
 from slapo_tracing.matching.matcher import find_subgraph
 from slapo_tracing.matching.patterns import call_module
-from slapo_tracing.tracers import trace
 
 SEQ = 64
 

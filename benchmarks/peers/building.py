@@ -1,4 +1,4 @@
-"""How long ``build`` of a model with 24 layers takes beside the engine's own start."""
+"""Time of ``build`` for a model with 24 layers, beside the engine's own start."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def tensor_parallel(sizes: Sizes) -> Step:
 
 
 def pipeline(sizes: Sizes) -> Step:
-    """As many blocks on each rank."""
+    """Return the step of a pipeline with the same number of blocks on each rank."""
     with cpu_mode(), without_warnings():
         rank, ranks = dist.get_rank(), dist.get_world_size()
         config = _config(sizes, pipeline_model_parallel_size=ranks)

@@ -86,6 +86,6 @@ def shard_blocks(schedule: Schedule) -> None:
 
 
 def cut_blocks(schedule: Schedule, stages: int, layers: int) -> None:
-    """As many blocks in each stage."""
+    """Cut the model into stages with the same number of blocks."""
     for stage in range(1, stages):
         schedule[f"blocks.{stage * layers // stages - 1}"].cut_pipeline_stage()

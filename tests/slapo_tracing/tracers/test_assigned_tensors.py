@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from slapo_core import TraceError
-from slapo_tracing.tracers import trace, trace_again
+from slapo_tracing import trace
+from slapo_tracing.tracers import trace_again
 from tests.slapo_tracing.tracers.test_value_tracer import Forward
 
 X = torch.randn(2, 4)

@@ -32,10 +32,10 @@ from .loopback_rendezvous import ADDRESS, BACKEND, use_loopback
 from .signals import TERMINATION_SIGNALS, signal_handler
 
 SHUTDOWN_SECONDS = 5
-"""How long a rank may take to end after a signal before it is killed."""
+"""Seconds that a rank has to end after a signal before it is killed."""
 
 LOST_CONNECTION_SECONDS = 2.0
-"""How long a rank that lost its connection waits before it ends, so that the rank that broke it is seen first."""
+"""Seconds that a rank with a lost connection waits before it ends, so that the rank that broke it is seen first."""
 
 FORK_SERVER_MODULES = [
     "slapo.launch.fork_server_preload",

@@ -18,7 +18,7 @@ from .short_values import listed, printable, shortened
 from .step_places import StepPlaces
 
 _NUM_PARAMETERS, _NUM_STEPS = 6, 12
-"""Those of one module that are shown."""
+"""Largest numbers of parameters and of steps shown for one module."""
 _NUM_REPEATED = 3
 """Modules inside from which on the same are not shown again."""
 

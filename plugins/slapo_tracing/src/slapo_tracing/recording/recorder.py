@@ -85,9 +85,9 @@ class Recorder:
         self.reads: set[tuple[int, str]] = set()
         """Attributes the forward has read: id of the module, and name."""
         self.reads_before: set[tuple[int, str]] = set()
-        """Those that it has read as they were before it ran."""
+        """Attributes the forward has read with the value from before the run."""
         self.writes: set[tuple[int, str]] = set()
-        """Those that it has set, to whatever value."""
+        """Attributes the forward has set, whatever the value."""
         self.assigned: list[str] = []
         """Dotted paths of the attributes that the forward has assigned."""
         self.inlined: set[str] = set()

@@ -99,7 +99,7 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Those of an object, of its slots too."""
+    """Return the attributes of an object, those in slots included."""
     slots = [name for each in type(value).__mro__ for name in _slots(each) if hasattr(value, name)]
     return {**{name: getattr(value, name) for name in slots}, **getattr(value, "__dict__", {})}
 
