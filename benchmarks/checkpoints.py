@@ -28,7 +28,8 @@ from torch.nn import functional as F
 
 from benchmarks.peers.rounds import in_new_processes
 from benchmarks.sharding import blocks
-from slapo_core import all_reduce, build, create_schedule
+from slapo_core import build, create_schedule
+from slapo_training.distributed import all_reduce
 
 HIDDEN, LAYERS, TURNS = 1024, 4, 7
 ZERO = {"config": {"zero_optimization": {"stage": 1}}}
