@@ -16,8 +16,8 @@ from contextlib import contextmanager
 
 import pluggy
 
-from ..interfaces import hookspecs
-from ..interfaces.hookspecs import NAME
+from .. import hookspecs
+from ..hookspecs import NAME
 from ..reporting.errors import PluginError, SlapoError, UnknownNameError
 from ..reporting.failure_reason import failure_reason
 from ..reporting.logger import get_logger
