@@ -48,9 +48,9 @@ def sharding_rule_checks(kind: str, examples: Iterable[RuleExample]) -> list[Che
         cuts = {(cut.main(case.layer()), cut.dims[cut.main(case.layer())]): cut for cut in case.cuts()}
         for (name, dim), cut in cuts.items():
             for what, (check, ranks) in case.checks(cut, name).items():
-                run = partial(on_ranks, check, ranks, case.example.layer, case, name, dim)
+                run = partial(on_ranks, check, ranks, case.author, case, name, dim)
                 checks.append(Check(kind, f"{what} {name!r} along {dim}, {ranks} ranks", case.example, run))
-        run = partial(on_ranks, _refusals, case.example.ranks, case.example.layer, case, [*cuts])
+        run = partial(on_ranks, _refusals, case.example.ranks, case.author, case)
         checks.append(Check(kind, "refusals", case.example, run))
     return checks
 
@@ -75,6 +75,12 @@ class RuleCase:
 
     kind: str
     example: RuleExample
+
+    @property
+    def author(self) -> Callable[..., Any]:
+        """Function whose file other processes have to load."""
+        function = self.example.inputs if callable(self.example.inputs) else self.example.layer
+        return getattr(function, "func", function)  # of a partial
 
     def layer(self) -> nn.Module:
         """Return a new layer, with the same numbers each time."""
@@ -223,7 +229,7 @@ def _meta(case: RuleCase, name: str, dim: int) -> None:
         raise ConformanceError(f"the shard of {real[0]!r} left the meta device")
 
 
-def _refusals(case: RuleCase, offered: list[tuple[str, int]]) -> None:
+def _refusals(case: RuleCase) -> None:
     """Check that other splits are refused in one sentence, and that nothing has changed then."""
     rule = case.rule()
     known = {(name, dim) for cut in (rule.cuts if rule else ()) for name, dim in cut.dims.items()}

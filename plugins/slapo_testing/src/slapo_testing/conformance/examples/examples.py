@@ -234,7 +234,8 @@ class RuleExample:
         _check_module_level(self)
 
     def __str__(self) -> str:
-        return self.name or getattr(self.layer, "__name__", "a layer")
+        made = getattr(self.layer, "func", self.layer)  # of a partial
+        return self.name or getattr(made, "__name__", "a layer")
 
 
 def _check_module_level(example: Example | EngineExample | RuleExample) -> None:
