@@ -1,4 +1,4 @@
-"""Conformance kit: checks that a primitive or a dialect keeps the contracts of its kind, on examples.
+"""Conformance kit: checks that a primitive, dialect, kernel or sharding rule keeps the contracts of its kind, on examples.
 
 Example:
     >>> EXAMPLES = [Example(model=lambda: nn.Linear(2, 2), inputs=(torch.randn(3, 2),), changes=("requires_grad",))]
