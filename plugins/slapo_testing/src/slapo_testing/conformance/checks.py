@@ -78,7 +78,7 @@ class Check:
     owner: str
     name: str
     example: Example | EngineExample | KernelExample | RuleExample | None
-    run: Callable[[], None]
+    run: Callable[[], object]
 
     def __call__(self) -> None:
         """Run the check.

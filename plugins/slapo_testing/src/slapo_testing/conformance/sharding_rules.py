@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from slapo_core import Registry, Schedule, ScheduleError, build, create_schedule, default_registry, shard_spec, split_inputs
+from slapo_core import Registry, Schedule, ScheduleError, build, create_schedule, default_registry, split_inputs
 from slapo_verify.comparison import assert_equivalent
 
 from ..workers.pool import MAX_WORKERS
@@ -47,8 +47,8 @@ def sharding_rule_checks(kind: str, examples: Iterable[RuleExample]) -> list[Che
     for case in [RuleCase(kind, example) for example in found]:
         cuts = {(cut.main(case.layer()), cut.dims[cut.main(case.layer())]): cut for cut in case.cuts()}
         for (name, dim), cut in cuts.items():
-            for what, (check, ranks) in case.checks(cut, name).items():
-                run = partial(on_ranks, check, ranks, case.author, case, name, dim)
+            for what, ranks in case.checks(cut, name).items():
+                run = partial(on_ranks, _check_split, ranks, case.author, case, what, name, dim)
                 checks.append(Check(kind, f"{what} {name!r} along {dim}, {ranks} ranks", case.example, run))
         run = partial(on_ranks, _refusals, case.example.ranks, case.author, case)
         checks.append(Check(kind, "refusals", case.example, run))
@@ -105,15 +105,20 @@ class RuleCase:
         refused = [tuple(each.args)[:2] for each in self.example.refused if not callable(each.args)]
         return tuple(cut for cut in (rule.cuts if rule else ()) if (cut.main(layer), cut.dims[cut.main(layer)]) not in refused)
 
-    def checks(self, cut: Cut, name: str) -> dict[str, tuple[Callable[..., None], int]]:
+    def cut(self, name: str, dim: int) -> Cut:
+        """Return the cut that splits a parameter along a dimension."""
+        rule = self.rule()
+        assert rule is not None
+        return next(each for each in rule.cuts if each.dims.get(name) == dim)
+
+    def checks(self, cut: Cut, name: str) -> dict[str, int]:
         """Return the checks of one cut, and the number of ranks of each."""
-        ranks = self.example.ranks
-        found = {"split": (_split, ranks), "meta": (_meta, ranks)}
+        found = {"split": self.example.ranks, "meta": self.example.ranks}
         size = self.layer().get_parameter(name).shape[cut.dims[name]] // cut.parts.get(name, 1)
         if uneven := [count for count in range(2, MAX_WORKERS + 1) if size % count]:
-            found["uneven"] = (_uneven if cut.uneven else _not_divisible, uneven[0])
+            found["uneven"] = uneven[0]
         if self.without_bias() is not None:
-            found["no bias"] = (_no_bias, ranks)
+            found["no bias"] = self.example.ranks
         return found
 
     def without_bias(self) -> nn.Module | None:
@@ -137,10 +142,7 @@ class RuleCase:
 
     def shard(self, layer: nn.Module, name: str, dim: int) -> Schedule:
         """Return the schedule of a layer that is split, with the syncs for replicated inputs and outputs."""
-        sch = self.schedule(layer)
-        rule = self.rule()
-        assert rule is not None
-        cut = next(each for each in rule.cuts if each.dims.get(name) == dim)
+        sch, cut = self.schedule(layer), self.cut(name, dim)
         try:
             sch.shard(name, dim, uneven=cut.uneven)
         except ScheduleError as error:
@@ -179,6 +181,14 @@ class RuleCase:
                 mode = "training" if training else "evaluation"
                 raise ConformanceError(f"in {mode}: {kind}{error}") from error
 
+    def compare_meta(self, name: str, dim: int) -> None:
+        """Check that a layer on the meta device gets the same shards, on meta."""
+        real, meta = (self.shard(self.layer().to(device), name, dim) for device in ("cpu", "meta"))
+        if structure(real) != structure(meta):
+            raise ConformanceError(f"on the meta device, {first_difference(structure(real), structure(meta))}")
+        if moved := [key for key, each in meta.mod.named_parameters() if not each.is_meta]:
+            raise ConformanceError(f"{moved[0]!r} left the meta device")
+
 
 def _with_gradient(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone().requires_grad_(tensor.is_floating_point())
@@ -195,38 +205,18 @@ def _registered(kind: str, examples: list[RuleExample]) -> None:
             raise ConformanceError(f"shard finds {other} for the layer of {example}; is the plugin installed, does it match?")
 
 
-def _split(case: RuleCase, name: str, dim: int) -> None:
-    """Check the split."""
-    case.compare(case.layer(), name, dim)
-
-
-def _no_bias(case: RuleCase, name: str, dim: int) -> None:
-    """Check the split of the layer without a bias."""
-    layer = case.without_bias()
+def _check_split(case: RuleCase, what: str, name: str, dim: int) -> None:
+    """Check one split of the layer on this rank."""
+    if what == "meta":
+        case.compare_meta(name, dim)
+        return
+    if what == "uneven":
+        _refused(case, Refused("divisible", (name, dim)))
+        if not case.cut(name, dim).uneven:
+            return
+    layer = case.without_bias() if what == "no bias" else case.layer()
     assert layer is not None
     case.compare(layer, name, dim)
-
-
-def _uneven(case: RuleCase, name: str, dim: int) -> None:
-    """Check a split into parts of different sizes, which ``shard`` refuses without ``uneven=True``."""
-    _not_divisible(case, name, dim)
-    case.compare(case.layer(), name, dim)
-
-
-def _not_divisible(case: RuleCase, name: str, dim: int) -> None:
-    """Check that a number of ranks that does not divide the size is refused."""
-    _refused(case, Refused("divisible", (name, dim)))
-
-
-def _meta(case: RuleCase, name: str, dim: int) -> None:
-    """Check that a layer on the meta device gets the same shards, on meta."""
-    found = [structure(case.shard(case.layer().to(device), name, dim)) for device in ("cpu", "meta")]
-    if found[0] != found[1]:
-        raise ConformanceError(f"on the meta device, {first_difference(*found)}")
-    layer = case.layer().to("meta")
-    case.shard(layer, name, dim)
-    if real := [key for key, each in layer.named_parameters() if not each.is_meta and shard_spec(each)]:
-        raise ConformanceError(f"the shard of {real[0]!r} left the meta device")
 
 
 def _refusals(case: RuleCase) -> None:
