@@ -1,4 +1,4 @@
-"""Numerics of the kernels: eager ones equal the models' operations. ``tests/contracts`` compares the others."""
+"""Numerics of the kernels: eager ones equal the models' operations. ``test_kernel_conformance.py`` compares the others."""
 
 from __future__ import annotations
 

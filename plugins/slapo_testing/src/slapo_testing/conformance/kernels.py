@@ -135,15 +135,15 @@ class KernelCase:
 
     def run(self, choice: str, way: Circumstance, seed: int = 1) -> tuple[Run, bool]:
         """Return outputs, gradients and the arguments afterwards, and True if the call drew random numbers."""
-        import slapo_kernels  # noqa: PLC0415  installed where kernels are written
+        from slapo_kernels import eager, run  # noqa: PLC0415  installed where kernels are written
 
-        bound = inspect.signature(getattr(slapo_kernels.eager, self.kernel)).bind(*self.example.args, **self.example.kwargs)
+        bound = inspect.signature(getattr(eager, self.kernel)).bind(*self.example.args, **self.example.kwargs)
         tensors = {name: self._own(name, value, way) for name, value in bound.arguments.items() if torch.is_tensor(value)}
         bound.arguments.update(tensors)
         torch.manual_seed(seed)
         before = rng_state().devices
         with torch.autocast(self.device, torch.bfloat16, enabled=way.autocast):
-            made = slapo_kernels.run(self.kernel, *bound.args, choice=choice, **bound.kwargs)
+            made = run(self.kernel, *bound.args, choice=choice, **bound.kwargs)
         draws = any(not torch.equal(state, before[device]) for device, state in rng_state().devices.items())
         outputs = made if isinstance(made, tuple) else (made,)
         incoming = [_incoming(each, way) for each in outputs]
@@ -220,17 +220,17 @@ def _chosen(kernel: str, implementation: str, device: str) -> Implementation:
     Raises:
         ScheduleError: it is not registered, or cannot be used here.
     """
-    import slapo_kernels  # noqa: PLC0415  installed where kernels are written
+    from slapo_kernels import choose  # noqa: PLC0415  installed where kernels are written
 
-    return slapo_kernels.choose(kernel, device, None, implementation)
+    return choose(kernel, device, None, implementation)
 
 
 def _signature(kernel: str, implementation: str, device: str) -> None:
     """Check that the function, ``refuses`` and ``avoids`` take the arguments of the eager implementation."""
-    import slapo_kernels  # noqa: PLC0415  installed where kernels are written
+    from slapo_kernels import eager  # noqa: PLC0415  installed where kernels are written
 
     found = _chosen(kernel, implementation, device)
-    wanted = inspect.signature(getattr(slapo_kernels.eager, kernel))
+    wanted = inspect.signature(getattr(eager, kernel))
     target = pkgutil.resolve_name(found.target) if isinstance(found.target, str) else found.target
     for what, function in (("the implementation", target), ("refuses", found.refuses), ("avoids", found.avoids)):
         if function is not None and (why := _misfit(inspect.signature(function), wanted, defaults=function is target)):

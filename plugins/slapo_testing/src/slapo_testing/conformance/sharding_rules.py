@@ -114,7 +114,8 @@ class RuleCase:
     def checks(self, cut: Cut, name: str) -> dict[str, int]:
         """Return the checks of one cut, and the number of ranks of each."""
         found = {"split": self.example.ranks, "meta": self.example.ranks}
-        size = self.layer().get_parameter(name).shape[cut.dims[name]] // cut.parts.get(name, 1)
+        tensors = dict([*self.layer().named_parameters(), *self.layer().named_buffers()])
+        size = tensors[name].shape[cut.dims[name]] // cut.parts.get(name, 1)
         if uneven := [count for count in range(2, MAX_WORKERS + 1) if size % count]:
             found["uneven"] = uneven[0]
         if self.without_bias() is not None:

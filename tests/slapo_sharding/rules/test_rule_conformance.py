@@ -93,6 +93,7 @@ RULES: dict[str, list[RuleExample]] = {
     "BatchNorm": [
         RuleExample(partial(norm, "BatchNorm2d"), (images("BatchNorm2d"),)),
         RuleExample(partial(norm, "BatchNorm1d"), (images("BatchNorm1d"),)),
+        RuleExample(partial(norm, "BatchNorm2d", affine=False), (images("BatchNorm2d"),), name="statistics alone"),
     ],
     "GroupNorm": [RuleExample(group_norm, (images("BatchNorm2d"),))],
     "InstanceNorm": [RuleExample(partial(norm, "InstanceNorm2d", affine=True), (images("BatchNorm2d"),))],
