@@ -16,8 +16,7 @@ from contextlib import contextmanager
 
 import pluggy
 
-from ..interfaces import hookspecs
-from ..interfaces.hookspecs import NAME
+from .. import hookspecs
 from ..reporting.errors import PluginError, SlapoError, UnknownNameError
 from ..reporting.failure_reason import failure_reason
 from ..reporting.logger import get_logger
@@ -29,7 +28,7 @@ _ADD_HOOKSPECS = "slapo_add_hookspecs"
 def discover() -> list[PluginRecord]:
     """Return the installed plugins, sorted by name. Imports none."""
     try:
-        found = [PluginRecord(point.name, point) for point in importlib.metadata.entry_points(group=NAME)]
+        found = [PluginRecord(point.name, point) for point in importlib.metadata.entry_points(group=hookspecs.NAME)]
     except Exception:  # one malformed entry_points.txt anywhere on the path stops the fast scan
         found = list(_discover_one_by_one())
     disabled = {name.strip() for name in os.environ.get("SLAPO_DISABLE_PLUGINS", "").split(",")}
@@ -49,7 +48,7 @@ def _discover_one_by_one() -> Iterator[PluginRecord]:
             name = dist.metadata["Name"]
             if name not in seen:
                 seen.add(name)
-                yield from [PluginRecord(point.name, point) for point in dist.entry_points if point.group == NAME]
+                yield from [PluginRecord(point.name, point) for point in dist.entry_points if point.group == hookspecs.NAME]
         except Exception as error:
             get_logger().warning("the entry points of %s cannot be read: %s", name, failure_reason(error))
 
@@ -63,7 +62,7 @@ class Plugins:
 
     def __init__(self, given: Iterable[object] | None = None) -> None:
         self.strict = given is not None or os.environ.get("SLAPO_STRICT_PLUGINS", "0") not in ("", "0")
-        self.manager = pluggy.PluginManager(NAME)
+        self.manager = pluggy.PluginManager(hookspecs.NAME)
         self.manager.add_hookspecs(hookspecs)
         self.manager.add_hookcall_monitoring(lambda *call: None, self._add_owner)
         self.records = discover()

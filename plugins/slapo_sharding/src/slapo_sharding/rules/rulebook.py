@@ -165,6 +165,18 @@ def rules_of(schedule: Schedule) -> Rulebook:
     return books[ranks]
 
 
+def rule_of(schedule: Schedule) -> ShardingRule | None:
+    """Return the rule by which ``shard`` splits the schedule's module, or None without one.
+
+    Args:
+        schedule: Handle of the module.
+
+    Raises:
+        PluginError: a plugin's hook fails, or a rule cannot be imported or is not one.
+    """
+    return rules_of(schedule).find(schedule.mod)
+
+
 _added: WeakKeyDictionary[Registry, dict[type[nn.Module], tuple[ShardingRule, str]]] = WeakKeyDictionary()
 
 

@@ -1,4 +1,4 @@
-"""Checks of a primitive or a dialect, for pytest one at a time, or all at once."""
+"""Checks of one kind, for pytest one at a time, or all at once; those of primitives and dialects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..workers.job_transport import FunctionRef, unpickled
 from ..workers.pool import DistributedError, run_distributed
 from .engine_checks import promises as of_dialect
 from .examples.case import Case, ConformanceError, registry_of
-from .examples.examples import EngineExample, Example
+from .examples.examples import EngineExample, Example, KernelExample, RuleExample
 from .examples.validation import check_examples_list
 from .numeric_checks import composition, precision
 from .numeric_checks.numerics import numerics
@@ -69,7 +69,7 @@ class Check:
     """One check. Call it to run it.
 
     Args:
-        owner: Name of the primitive or dialect.
+        owner: Name of the primitive, dialect, kernel or sharding rule.
         name: Name of the check.
         example: Its example; None for checks of the registration.
         run: Function that raises ``ConformanceError``.
@@ -77,8 +77,8 @@ class Check:
 
     owner: str
     name: str
-    example: Example | EngineExample | None
-    run: Callable[[], None]
+    example: Example | EngineExample | KernelExample | RuleExample | None
+    run: Callable[[], object]
 
     def __call__(self) -> None:
         """Run the check.

@@ -33,6 +33,7 @@ def _are_inputs(value: Any) -> bool:
 
 FIELD_RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "model": (_is_function, "a function that makes one each time, such as its class"),
+    "layer": (_is_function, "a function that makes one each time, such as its class"),
     "inputs": (_are_inputs, "a tuple of positional or a dict of keyword arguments, or a function that gives one"),
     "batch": (_is_function, "a function that gives the batch of a step"),
     "path": (lambda value: isinstance(value, str), "a string, '' for the whole model"),

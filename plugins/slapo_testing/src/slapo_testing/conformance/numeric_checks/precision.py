@@ -57,14 +57,19 @@ def _run(case: Case, model: nn.Module) -> Run:
 
 def _compare(case: Case, model: nn.Module, wanted: Run, found: Run, what: str) -> None:
     exact = _run(case, case.model())
-    apart = differences(_wide(exact), _wide(wanted), Tolerance(0.0, 0.0))
-    noise = {each.what: ROUNDING_FACTOR * each.absolute for each in apart if each.absolute is not None}
+    noise = rounding_errors(exact, wanted)
     tolerance = Tolerance(case.example.atol, max(RELATIVE_TOLERANCE, case.example.rtol), RELATIVE_TOLERANCE, noise)
     common_buffers(wanted, found)
     case.keep(model)(wanted, found)
     wanted.loss = found.loss = None  # a sum of all of them, in which errors may or may not be opposed
     for difference in differences(wanted, found, tolerance):
         raise ConformanceError(f"{what}: {difference.message}")
+
+
+def rounding_errors(exact: Run, rounded: Run) -> dict[str, float]:
+    """Return the allowed difference of each result, in multiples of the rounding error of an unmodified run."""
+    apart = differences(_wide(exact), _wide(rounded), Tolerance(0.0, 0.0))
+    return {each.what: ROUNDING_FACTOR * each.absolute for each in apart if each.absolute is not None}
 
 
 def _wide(run: Run) -> Run:
