@@ -21,7 +21,7 @@ import slapo_tracing.plugin
 import slapo_training.plugin
 from slapo_core import BuildError, Registry, build, create_schedule
 from slapo_sharding.checks.value_tracking.op_rules import OpCall, Slice, cached_layouts
-from slapo_sharding.checks.value_tracking.tracked_value import untracked
+from slapo_sharding.checks.value_tracking.tracked_value import untracked_layout
 from slapo_testing import run_distributed
 from slapo_verify.comparison import assert_equivalent
 
@@ -355,10 +355,10 @@ def _others(rank: int) -> None:
     _stack(lambda x: x * 1)(X)
     _stack(lambda x: x * 1.0)(X)
     assert cached_layouts.cache_info().currsize == 2
-    given = OpCall(len, (x,), (), None, untracked(x), (), False, False, ())
+    given = OpCall(len, (x,), (), None, untracked_layout(x), (), False, False, ())
     assert not given.is_cacheable
     assert not dataclasses.replace(given, func=torch.add).is_cacheable
-    assert dataclasses.replace(given, func=torch.add, leaves=(untracked(x), 1, Slice(0, None, 2))).is_cacheable
+    assert dataclasses.replace(given, func=torch.add, leaves=(untracked_layout(x), 1, Slice(0, None, 2))).is_cacheable
     assert not dataclasses.replace(given, func=torch.add, leaves=(Slice(x, None, None),)).is_cacheable
 
 

@@ -222,7 +222,7 @@ def _stacks(schedule: Schedule, derived: DerivedPlan) -> list[str]:
         values = {node, *node.all_input_nodes}
         if cut is None or values & layouts.local_shapes.keys() or values & layouts.partial_gradients.keys():
             continue
-        name = cut.main(schedule.mod.get_submodule(path))
+        name = cut.main_parameter(schedule.mod.get_submodule(path))
         try:
             ShardPlanner(schedule[path], name, cut.dims[name], None).plan()
         except ScheduleError as err:
@@ -251,7 +251,7 @@ def _split_layer(schedule: Schedule, split: LayerSplit, scattered: int | None) -
     cut = rules_of(schedule).layer_cut(schedule.mod, "partial" if split.output == "reduced" else split.output)
     assert cut is not None
     blocks = list(split.blocks) or (1 if cut.fusable else None)
-    name = cut.main(schedule.mod)
+    name = cut.main_parameter(schedule.mod)
     schedule.shard(name, axis=cut.dims[name], blocks=blocks, **({"copied": list(split.replicated)} if split.replicated else {}))
     if scattered is not None:
         schedule.sync("fwd_post", "reduce_scatter", axis=scattered)
@@ -267,7 +267,7 @@ def _split_unused_entries(schedule: Schedule, derived: DerivedPlan) -> None:
             applied = split_of(schedule.mod.get_submodule(path))
             assert applied is not None
             module, spec = schedule.mod.get_submodule(other), applied.spec
-            same_width = module.get_parameter(applied.cut.main(module)).shape[spec.dim] == spec.full_shape[spec.dim]
+            same_width = module.get_parameter(applied.cut.main_parameter(module)).shape[spec.dim] == spec.full_shape[spec.dim]
             if same_width and _try_split(schedule, other, split, None):
                 column_inputs.reduce_shared_gradients(schedule, [other])
 

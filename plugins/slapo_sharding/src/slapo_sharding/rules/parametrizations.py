@@ -69,7 +69,7 @@ def _functions(module: nn.Module) -> Mapping[str, nn.Module]:
 
 
 def _adapted_cut(module: nn.Module, cut: Cut, ranks: int) -> Cut | None:
-    split = {name: found for name in cut.dims if (found := _computing(module, name)) is not None}
+    split = {name: found for name in cut.dims if (found := _computation_of(module, name)) is not None}
     if not split:
         return cut
     if any("." in name and not isinstance(found, nn.Module) for name, found in split.items()):
@@ -84,7 +84,7 @@ def _adapted_cut(module: nn.Module, cut: Cut, ranks: int) -> Cut | None:
     )
 
 
-def _computing(module: nn.Module, name: str) -> Any:
+def _computation_of(module: nn.Module, name: str) -> Any:
     """Return the parametrization or hook that computes a tensor of this path; None without one, or without the tensor."""
     below, _, own = name.rpartition(".")
     try:

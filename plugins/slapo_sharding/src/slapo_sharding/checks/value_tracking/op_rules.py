@@ -98,7 +98,7 @@ class OpCall:
     def contracts(self) -> bool:
         """True if the call is a product that contracts a sharded dimension."""
         args, _ = pytree.tree_unflatten(list(self.leaves), self.spec)
-        products = _contracted(self.name, args)
+        products = _contracted_dims(self.name, args)
         return any(isinstance(value, Layout) and value.placement and value.dim == dim for value, dim in products)
 
     def run(self, leaves: Sequence[Any]) -> Any:
@@ -253,7 +253,7 @@ def _outcomes(made: Any, call: OpCall) -> list[Outcome]:
     return found
 
 
-def _contracted(name: str, args: Any) -> list[tuple[Any, int]]:
+def _contracted_dims(name: str, args: Any) -> list[tuple[Any, int]]:
     """Return the factors of a product and the contracted dimension of each."""
     left, right = args[1:3] if name in ("addmm", "baddbmm") and len(args) > 2 else (*args, None, None)[:2]
     if name not in _PRODUCTS or not all(isinstance(factor, (Layout, torch.Tensor)) for factor in (left, right)):

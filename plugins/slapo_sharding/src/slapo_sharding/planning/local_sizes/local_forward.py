@@ -193,7 +193,7 @@ class LocalForward(Hidden):
             if guard.problem(self._module, call) is None:
                 with unobserved():
                     self._check_parts()
-                return self._keep(call, _copied_guard(guard), variant)
+                return self._cache_call(call, _copied_guard(guard), variant)
         return self._trace(call, args, kwargs)
 
     def _trace(self, call: Call, args: Any, kwargs: Any) -> tuple[Guard, Variant]:
@@ -218,9 +218,9 @@ class LocalForward(Hidden):
         variant = Variant(graph, f"Local{type(self._module).__name__}")
         if not constants:  # constants may belong to this module alone
             _cache_graph(self._shared, call, _copied_guard(guard), variant)
-        return self._keep(call, guard, variant)
+        return self._cache_call(call, guard, variant)
 
-    def _keep(self, call: Call, guard: Guard, variant: Variant) -> tuple[Guard, Variant]:
+    def _cache_call(self, call: Call, guard: Guard, variant: Variant) -> tuple[Guard, Variant]:
         self._recent = _gradient_key(call), guard, variant
         _cache_graph(self._calls, call, guard, variant)
         return guard, variant
