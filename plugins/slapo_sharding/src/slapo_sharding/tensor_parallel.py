@@ -120,7 +120,7 @@ def _split(
     derived = steps is None
     if steps is None:
         steps = apply_derived_plan(schedule, sequence_parallel, _vocabulary(schedule))
-    elif plan is not None and (shown := _as_derived(schedule, steps)):
+    elif plan is not None and (shown := _apply_as_derived(schedule, steps)):
         steps = {path: style for path, style in steps.items() if path not in shown}
         derived = True
     if parallel_loss:
@@ -136,7 +136,7 @@ def _split(
         _guard_optional_outputs(schedule, sequence_parallel)
 
 
-def _as_derived(schedule: Schedule, steps: Mapping[str, str]) -> set[str]:
+def _apply_as_derived(schedule: Schedule, steps: Mapping[str, str]) -> set[str]:
     """Apply the layers of a given plan like a derived one, if the model's forward verifies it.
 
     Steps of styles for layers that gather, scatter or reduce by themselves are left to the caller.
@@ -296,7 +296,7 @@ def _steps(schedule: Schedule, plan: Mapping[str, str] | None) -> dict[str, str]
         )
     if plan is None:
         steps.update(dict.fromkeys(head_norms(schedule.mod, steps), "replicated_with_grad_allreduce"))
-        if wrapper := next(_without_rule(schedule, steps), None):
+        if wrapper := next(_layers_without_rule(schedule, steps), None):
             module = schedule.mod.get_submodule(wrapper)
             hint = "give example_inputs to create_schedule, from which a plan is derived, or plan="
             why = f"a {describe_class(module)}, which no sharding rule covers"
@@ -313,7 +313,7 @@ def _steps(schedule: Schedule, plan: Mapping[str, str] | None) -> dict[str, str]
     return steps
 
 
-def _without_rule(schedule: Schedule, steps: Mapping[str, str]) -> Iterator[str]:
+def _layers_without_rule(schedule: Schedule, steps: Mapping[str, str]) -> Iterator[str]:
     """Yield the layers of a plan that no sharding rule splits as planned, such as adapters around projections."""
     rules = rules_of(schedule)
     ways = {True: ("sharded", "partial"), False: ("replicated", "sharded")}

@@ -85,7 +85,7 @@ def apply_derived_plan(
     if [path for path in replicated.opaque if split_submodules(schedule[path], _apply_to_part)]:
         derived.reasons = remaining_reasons(schedule.mod, derived.reasons)
     if not splits_more and not any(map(is_sharded, schedule.mod.parameters())):
-        raise _nothing_split(schedule, derived, sequence_parallel)
+        raise _nothing_split_error(schedule, derived, sequence_parallel)
     if vocabulary == {}:
         steps = vocabulary_steps_from_graph(derived.layouts, schedule.mod, schedule.world_size, rules_of(schedule))
     if any(_runs_from_graph(schedule.mod, path) for path in steps):
@@ -159,7 +159,7 @@ def apply_plan(
         accept(derived)
     stacks = [path for path in _stacks(schedule, derived) if path not in replicated.layers] if accept is None else []
     if not len(derived) and not stacks and (sequence_parallel or not splits_more):
-        raise _nothing_split(schedule, derived, sequence_parallel)
+        raise _nothing_split_error(schedule, derived, sequence_parallel)
     if sequence_parallel and not derived.splits:
         raise _error(schedule, f"the sequence cannot be split: only {stacks[0]!r} and its like are split; leave them whole")
     layouts = derived.layouts
@@ -207,7 +207,7 @@ def _set_local_channels(schedule: Schedule, layouts: Layouts) -> None:
         vars(module)["num_features"] //= schedule.world_size
 
 
-def _nothing_split(schedule: Schedule, derived: DerivedPlan, sequence_parallel: bool) -> ScheduleError:
+def _nothing_split_error(schedule: Schedule, derived: DerivedPlan, sequence_parallel: bool) -> ScheduleError:
     reasons = "; ".join(dict.fromkeys(derived.reasons.values())) or "it has no layers with a sharding rule"
     along = "the sequence cannot be split: " if sequence_parallel else ""
     return _error(schedule, f"{along}nothing of the {type(schedule.mod).__name__} can be split: {reasons}; {REMEDY}")

@@ -39,9 +39,9 @@ def with_local_heads(
     causal = is_causal and key_padding_mask is None and not need_weights
     mask = None if causal else _mask(module, heads, key_padding_mask, attn_mask)
     mixed, weights = _attend(module, heads, mask, causal, need_weights)
-    output = F.linear(mixed.transpose(1, 2).flatten(2), module.out_proj.weight, _bias_once(module))
+    output = F.linear(mixed.transpose(1, 2).flatten(2), module.out_proj.weight, _bias_on_first_rank(module))
     if weights is not None:
-        weights = _of_all_heads(module, weights, average_attn_weights)
+        weights = _weights_of_all_heads(module, weights, average_attn_weights)
         weights = weights if batched else weights.squeeze(0)
     return (output.transpose(0, 1) if swapped else output if batched else output.squeeze(0)), weights
 
@@ -127,13 +127,13 @@ def _own_heads(module: nn.Module, number: int) -> slice:
     return slice(start, start + number)
 
 
-def _bias_once(module: Any) -> torch.Tensor | None:
+def _bias_on_first_rank(module: Any) -> torch.Tensor | None:
     """Return the bias on the first rank, and on others zeros through which the bias gets its replicated gradient."""
     bias: torch.Tensor | None = module.out_proj.bias
     return bias if bias is None or _cut_of(module).spec.rank == 0 else bias - bias.detach()
 
 
-def _of_all_heads(module: Any, weights: torch.Tensor, average: bool) -> torch.Tensor:
+def _weights_of_all_heads(module: Any, weights: torch.Tensor, average: bool) -> torch.Tensor:
     spec = _cut_of(module).spec
     if average:
         return collectives.all_reduce(weights.sum(1) / module.num_heads, spec.group)

@@ -51,7 +51,7 @@ class Rulebook:
         return (
             (restricted_rule(rule, layer, self.ranks), owner)
             for rule, owner in self.rules
-            if _ask(rule, owner, rule.matches, layer)
+            if _call_rule(rule, owner, rule.matches, layer)
         )
 
     def cuts_between(self, module: nn.Module, input: str, output: str) -> Iterator[Cut]:
@@ -123,7 +123,7 @@ def _cut(rule: ShardingRule, owner: str, module: nn.Module, name: str, dim: int)
         held = {*module._parameters, *module._buffers}
         known = sorted({f"{name!r} along {dim}" for cut in rule.cuts for name, dim in cut.dims.items() if name in held})
         raise LookupError(f"of a {rule.kind} cannot be split along {dim}; it can split {', '.join(known)}")
-    if why := _ask(rule, owner, rule.refuse, module, cut):
+    if why := _call_rule(rule, owner, rule.refuse, module, cut):
         raise LookupError(f"cannot be split along {dim}: {why}")
     if problem := next(_misfits(cut, module), None):
         raise PluginError(
@@ -142,7 +142,7 @@ def _misfits(cut: Cut, module: nn.Module) -> Iterator[str]:
             yield f"its attribute {name!r} is {value!r}, no number that could be divided"
 
 
-def _ask(rule: ShardingRule, owner: str, question: Callable[..., Any], *args: Any) -> Any:
+def _call_rule(rule: ShardingRule, owner: str, question: Callable[..., Any], *args: Any) -> Any:
     try:
         return question(*args)
     except Exception as error:

@@ -83,7 +83,7 @@ class Attributes:
         Raises:
             TraceError: an attribute differs.
         """
-        if changed := self.changed(module, in_part=True):
+        if changed := self.find_change(module, in_part=True):
             raise TraceError(f"attribute {changed}, which is part of the graph; trace again")
         self.check_original(module)
 
@@ -106,9 +106,9 @@ class Attributes:
         if changed := self._difference(differs, every=True):
             raise TraceError(f"attribute {changed} on the module that was traced; set it on the traced one")
 
-    def changed(self, root: nn.Module, in_part: bool = False) -> str | None:
+    def find_change(self, root: nn.Module, in_part: bool = False) -> str | None:
         """Return the first attribute that differs, as text, or None; ``in_part`` ignores weights and submodules."""
-        every = bool(self._inside.changed())
+        every = bool(self._inside.changed_paths())
         if not every and not self.is_rewritten and self._is_same(root, self._held if in_part else ()):
             return None
         values = self._read(root)
