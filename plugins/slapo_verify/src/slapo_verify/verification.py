@@ -114,16 +114,17 @@ def _notes_on_uncompared(task: ComparisonTask, expected: ModelResults, parts: Se
 def _notes_on_unmatched(reference: nn.Module, runs: nn.Module, task: ComparisonTask, gone: Sequence[str]) -> Iterator[str]:
     """Yield notes on parameters and buffers that only one model has."""
     if new := sorted(added_parameters(runs)):
-        yield f"the scheduled model trains {_first_of(new)} besides, which the unmodified one has not"
+        yield f"the scheduled model trains {_abbreviate(new)} besides, which the unmodified one has not"
     if gone:
-        yield f"it has no {_first_of(gone)} any more, which are not compared: slapo_weights.made_of says what a new one is made of"
+        what = f"it has no {_abbreviate(gone)} any more, which are not compared"
+        yield f"{what}: slapo_weights.made_of says what a new one is made of"
     now = dict(runs.named_buffers())
     lost = [name for name, _ in reference.named_buffers() if name not in now] if task.training else []
     if lost:
-        yield f"the scheduled model has no buffer {_first_of(lost)}"
+        yield f"the scheduled model has no buffer {_abbreviate(lost)}"
 
 
-def _first_of(names: Sequence[str]) -> str:
+def _abbreviate(names: Sequence[str]) -> str:
     """Return the first name, and the number of others."""
     return f"{names[0]!r}" + (f" and {len(names) - 1} more" if names[1:] else "")
 
