@@ -280,7 +280,7 @@ def _steps(schedule: Schedule, plan: Mapping[str, str] | None) -> dict[str, str]
         found = _match(schedule, key)
         owners = _match(schedule, key, parameter=True) if not found else []
         if not found and not owners and plan is not None:
-            hint = f"{_guess(key, _names_like(key, schedule.mod))}give a path or glob below {schedule.path or 'the model'!r}"
+            hint = f"{_guess(key, _module_paths(key, schedule.mod))}give a path or glob below {schedule.path or 'the model'!r}"
             raise error(f"the plan's {key!r} matches no module; {hint}")
         steps.update(dict.fromkeys(found, style))
         stacked.update(dict.fromkeys(owners, key))
@@ -321,7 +321,7 @@ def _layers_without_rule(schedule: Schedule, steps: Mapping[str, str]) -> Iterat
     return (path for path, rows in planned if not any(rules.cuts_between(schedule.mod.get_submodule(path), *ways[rows])))
 
 
-def _names_like(key: str, model: nn.Module) -> set[str]:
+def _module_paths(key: str, model: nn.Module) -> set[str]:
     """Return the paths of all modules, as globs if the key is a glob."""
     return {without_block_numbers(path) if "*" in key else path for path, _ in model.named_modules()}
 

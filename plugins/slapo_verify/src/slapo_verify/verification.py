@@ -58,7 +58,7 @@ def _compare_models(models: ComparedModels, task: ComparisonTask, blame: bool, n
         actual = compute(runs, task, expected, ranks, running)
     except Exception as error:
         if blame and running.failed:  # on all ranks, which are in step
-            _note(error, str(step_of(models, runs, task, expected)))
+            _add_note(error, str(step_of(models, runs, task, expected)))
         raise
     actual, parts = gather_outputs(expected, actual, top.group)
     own, wide = list(compare(expected, actual, task.tolerance)), None
@@ -196,7 +196,7 @@ def _first_rank_differences(models: ComparedModels, found: list[Difference]) -> 
     return next((each for each in models.ranks.gather(found) if each), None)
 
 
-def _note(error: Exception, text: str) -> None:
+def _add_note(error: Exception, text: str) -> None:
     if sys.version_info >= (3, 11):
         error.add_note(text)
     else:

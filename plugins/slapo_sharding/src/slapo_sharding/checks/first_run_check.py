@@ -205,7 +205,7 @@ class _FirstRunMode(TorchFunctionMode):
                 if self.is_whole and len(self.running) == 1:
                     result = self.gradients.check_output(result)
         except size_errors.SIZE_ERRORS as err:
-            self._note(module, args, kwargs, err)
+            self._record_size_error(module, args, kwargs, err)
             raise
         finally:
             self.running.pop()
@@ -234,7 +234,7 @@ class _FirstRunMode(TorchFunctionMode):
         """Return the error that explains a size error and names the innermost module, or None."""
         return BuildError(self.failed[1]) if self.failed is not None and self.failed[0] is err else None
 
-    def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], err: Exception) -> None:
+    def _record_size_error(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], err: Exception) -> None:
         """Record the explanation of a size error; it is raised when the error leaves the model, as code may catch it."""
         if self.failed is None or self.failed[0] is not err:
             inside = {*module.modules()}

@@ -174,7 +174,7 @@ class ProjectionProbe:
         assert tensor is not None
         return _differs(self._run(self.x), self._run(self.x, {name: self._random_like(tensor)}))
 
-    def _halves_redrawn(self, name: str, dim: int) -> list[torch.Tensor]:
+    def _redraw_halves(self, name: str, dim: int) -> list[torch.Tensor]:
         tensor = self.tensors[name]
         half, other = tensor.shape[dim] // 2, self._random_like(tensor)
         halves = [tensor.narrow(dim, 0, half), tensor.narrow(dim, half, half)]
@@ -188,7 +188,7 @@ class ProjectionProbe:
         """Return the dimension along which each half determines one half of the output and does not change the other."""
         before, half = self._run(self.x), self.widths["sharded"] // 2
         for dim in self._even_dims(name):
-            first, second = (self._run(self.x, {name: each}) for each in self._halves_redrawn(name, dim))
+            first, second = (self._run(self.x, {name: each}) for each in self._redraw_halves(name, dim))
             apart = [
                 _differs(found[..., own], before[..., own])
                 for found in (first, second)
@@ -207,7 +207,7 @@ class ProjectionProbe:
         for dim in self._even_dims(name):
             apart = [
                 _differs(self._run(x, {name: each}), own)
-                for each in self._halves_redrawn(name, dim)
+                for each in self._redraw_halves(name, dim)
                 for x, own in zip(given, before, strict=True)
             ]
             if apart == [True, False, False, True]:
@@ -219,9 +219,9 @@ class ProjectionProbe:
         sizes = [self.tensors[name].shape[dim] for name, dim in cut.dims.items()] + [self.widths[cut.output]]
         shares = [number for number in self.shares if all(size % number == 0 for size in sizes)]
         cases = product({*shares[:2]}, _INPUTS, (True, False), (self.probe, self.large, self.real))
-        return bool(shares) and all(self._holds_once(cut, *case) for case in cases)
+        return bool(shares) and all(self._holds_in_case(cut, *case) for case in cases)
 
-    def _holds_once(
+    def _holds_in_case(
         self, cut: Cut, ranks: int, given: tuple[tuple[int, ...], float], training: bool, source: nn.Module
     ) -> bool:
         shape, scale = given

@@ -37,7 +37,7 @@ def plan_with_sharded_logits(schedule: Schedule, steps: dict[str, str]) -> dict[
     head = next((path for path, module in model.named_modules() if module is _output_embeddings(model)), None)
     if head is None or steps.get(head) != _STYLE:
         raise _error(schedule, f"the plan does not split the model's head as {_STYLE!r}")
-    if (found := _loss_of(model)) != _LOSS:
+    if (found := _loss_name(model)) != _LOSS:
         raise _error(schedule, f"the model's loss is {found}, not {_LOSS}")
     return {**steps, head: "colwise"}
 
@@ -58,7 +58,7 @@ def _output_embeddings(model: Any) -> Any:
     return getattr(model, "get_output_embeddings", lambda: None)()
 
 
-def _loss_of(model: Any) -> str:
+def _loss_name(model: Any) -> str:
     """Return the name of the ``loss_function`` that a model's forward calls, for messages."""
     called = getattr(getattr(inspect.unwrap(type(model).forward), "__code__", None), "co_names", ())
     if not isinstance(getattr(type(model), "loss_function", None), property) or "loss_function" not in called:

@@ -250,7 +250,7 @@ class _Search:
         if not missing:
             yield bound
             return
-        start = self._next_to_bound(missing[0], bound)
+        start = self._unbound_neighbour(missing[0], bound)
         if start is None:
             candidates, start = self._candidates(missing[0]), missing[0]
         else:
@@ -260,7 +260,7 @@ class _Search:
             for more in self._node(start, candidate, bound):
                 yield from self._outputs(wanted, more)
 
-    def _next_to_bound(self, output: fx.Node, bound: _Bindings) -> fx.Node | None:
+    def _unbound_neighbour(self, output: fx.Node, bound: _Bindings) -> fx.Node | None:
         """Return an unbound node of the pattern with a bound input, among the nodes that ``output`` is made from."""
         todo = [output]
         for node in todo:

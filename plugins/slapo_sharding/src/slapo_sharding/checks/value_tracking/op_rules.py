@@ -185,7 +185,7 @@ def _by_rules(call: OpCall, run: Callable[[OpCall, Sequence[Any]], Any]) -> tupl
         warnings.simplefilter("ignore")
         for attempt in call.attempts():
             try:
-                made.append((attempt, run(call, [_for_rules(leaf, mesh) for leaf in attempt])))
+                made.append((attempt, run(call, [_rule_argument(leaf, mesh) for leaf in attempt])))
             except Exception as err:  # torch's rules raise all kinds of errors for what they cannot do
                 moved += [attempt] if any(word in str(err) for word in REDISTRIBUTION_WORDS) else []
     return made, moved
@@ -228,7 +228,7 @@ def _is_sum(placement: Placement) -> bool:
     return not placement.is_partial() or (type(placement) is Partial and placement.reduce_op == "sum")
 
 
-def _for_rules(leaf: Any, mesh: Any) -> Any:
+def _rule_argument(leaf: Any, mesh: Any) -> Any:
     if isinstance(leaf, Layout):
         return leaf.empty(mesh)
     return torch.device("meta") if isinstance(leaf, torch.device) else leaf

@@ -218,7 +218,7 @@ class ShardedValues:
             if not self._track_fused_parts(name, args, changed, value):
                 shapes = tuple((tensor.shape, tensor.device) for tensor in tensors_in(changed))
                 call = OpCall(func, given.leaves, given.kinds, given.spec, value.layout, shapes, reduced, counted, around)
-                self._note(changed, result_layouts(call, given.numbers), value)
+                self._record_layouts(changed, result_layouts(call, given.numbers), value)
         except MixesShards as err:
             self._set_unknown(changed, self._value_error(value, *err.args) if self.checks_values else None)
         except Exception as err:  # arguments may be anything, and the check must not fail itself
@@ -307,7 +307,7 @@ class ShardedValues:
                     leaves[place] = untracked_layout(leaf) if leaf.layout is torch.strided else leaf
         return _FlatArguments(tuple(leaves), tuple(map(type, leaves)), spec, numbers)
 
-    def _note(self, result: Any, outcomes: Sequence[Outcome], of: TrackedValue) -> None:
+    def _record_layouts(self, result: Any, outcomes: Sequence[Outcome], of: TrackedValue) -> None:
         for tensor, outcome in zip(tensors_in(result), outcomes, strict=False):
             if outcome == SAME:
                 self.known.pop(tensor, None)
