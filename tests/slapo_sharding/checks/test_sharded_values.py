@@ -320,7 +320,7 @@ def test_identical_layers_are_analysed_once_and_others_still_refused() -> None:
         assert f": softmax needs all of it, and each rank has a part of the output of 'layers.{index}.up'" in message
 
 
-def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
+def _shift(x: torch.Tensor, by: int) -> torch.Tensor:
     kernel = torch.eye(3)[1 + by].view(1, 1, 3)
     return F.conv1d(x[:, None], kernel, padding=1)[:, 0]
 
@@ -328,9 +328,9 @@ def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
 def _by_numbers(rank: int) -> None:
     """Answers that depend on values are not cached by shape."""
     for _ in range(2):
-        _stack(lambda x: _shifted(x, 0))(X)
+        _stack(lambda x: _shift(x, 0))(X)
         with pytest.raises(BuildError, match="conv1d needs all of it"):
-            _stack(lambda x: _shifted(x, 1))(X)
+            _stack(lambda x: _shift(x, 1))(X)
 
 
 def test_answers_of_the_numeric_probe_are_not_cached() -> None:
