@@ -121,7 +121,7 @@ class Partitioner:
             if plan is not None and plan.inlined.wrapping_changed(self.root):
                 check_cuts(self.root, self.cuts)
                 plans.clear()
-            elif plan is not None and (plan.attributes.changed(self.root) or plan.inlined.has_replaced_members(self.root)):
+            elif plan is not None and (plan.attributes.find_change(self.root) or plan.inlined.has_replaced_members(self.root)):
                 plans.clear()
             if plan is None or plan not in plans:
                 plan = self._cut(unshared_tensors(inputs))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from slapo_core import Schedule, SlapoError, rng_state
-from slapo_verify.comparison import Run, Staged, as_built, weighted_sum
+from slapo_verify.comparison import Run, StagedModel, as_built, weighted_sum
 
 from ..examples.case import BUFFER_LABEL, Case, ConformanceError, check_sentence
 from .training_steps import compare_trained
@@ -170,5 +170,5 @@ def _run_result(case: Case, each: Circumstance, model: nn.Module) -> RunResult:
 def _stages(case: Case, reference: nn.Module, schedule: Schedule) -> None:
     """Check that the pipeline stages, if there are any, compute the same as the model."""
     runs = as_built(schedule)
-    if isinstance(runs, Staged):
+    if isinstance(runs, StagedModel):
         case.compare(reference, runs, f"in {runs.count} stages")
