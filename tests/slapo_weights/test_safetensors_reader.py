@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from slapo_core import BuildError
 from slapo_weights.safetensors_files.reader import WeightFiles
 from slapo_weights.tensor_views import box_view
-from slapo_weights.tensor_views.box_view import TensorView, concatenated, stacked
+from slapo_weights.tensor_views.box_view import TensorView, concatenate, stack
 from slapo_weights.tensor_views.unread_tensor import UnreadTensor
 
 
@@ -79,10 +79,10 @@ def test_the_kernel_counts_the_same_bytes(file: Path, starts: tuple[int, int], s
 def test_put_together_turned_and_cut_it_is_what_torch_makes(file: Path) -> None:
     files, tensors = WeightFiles(file), whole(file)
     cube, view = tensors["cube"], TensorView.of(files, "cube")
-    made = stacked([view.narrow(0, 1, 3), view.narrow(0, 2, 4)], 1).transposed(0, 3)
+    made = stack([view.narrow(0, 1, 3), view.narrow(0, 2, 4)], 1).transposed(0, 3)
     same = torch.stack([cube[1:3], cube[2:4]], 1).transpose(0, 3)
     assert torch.equal(made.read(files, torch.float32), same)
-    cut = concatenated([made.narrow(2, 0, 2), made.narrow(2, 4, 6)], 2).local(0, [(7, 9), (0, 3)])
+    cut = concatenate([made.narrow(2, 0, 2), made.narrow(2, 4, 6)], 2).local(0, [(7, 9), (0, 3)])
     expected = torch.cat([same[:, :, :2], same[:, :, 4:]], 2)
     expected = torch.cat([expected[7:9], expected[:3]])
     before = files.bytes_read
@@ -134,7 +134,7 @@ def test_what_is_cast_or_turned_is_read_in_parts(limit: int, file: Path, monkeyp
     view = TensorView.of(files, "cube").narrow(1, 2, 6)
     assert torch.equal(view.read(files, torch.float64), cube[:, 2:6].double())
     assert files.bytes_read == 4 * 4 * 10 * 4
-    both = stacked([view.transposed(0, 2), view.transposed(0, 2)], 1)
+    both = stack([view.transposed(0, 2), view.transposed(0, 2)], 1)
     assert torch.equal(both.read(files, torch.float32), torch.stack([cube[:, 2:6].transpose(0, 2)] * 2, 1))
 
 
@@ -148,7 +148,7 @@ def test_rows_behind_the_last_are_zeros(file: Path) -> None:
 def test_tensors_that_do_not_go_together_are_refused(file: Path) -> None:
     files = WeightFiles(file)
     with pytest.raises(ValueError, match=r"tensors of torch.bfloat16 \[300, 500\], torch.float32 \[4, 6, 10\] do not go"):
-        concatenated([TensorView.of(files, "cube"), TensorView.of(files, "half")], 0)
+        concatenate([TensorView.of(files, "cube"), TensorView.of(files, "half")], 0)
 
 
 Damage = Callable[[Path], None]

@@ -32,9 +32,9 @@ from .configuration.options import DeepSpeedOptions
 from .optimizer import master_weights, whole_tensor_optimizer
 from .optimizer.local_tensors import Shares, why_not
 from .optimizer.reduced_gradients import ReducedGradients
-from .pipeline import RunningStage, in_pipeline, staying, steps
+from .pipeline import RunningStage, in_pipeline, keep_mode, steps
 from .process_state import _deepspeed_private as private
-from .process_state.engine_import import TorchLinear, imported, number_alike, start
+from .process_state.engine_import import TorchLinear, import_deepspeed, number_alike, start
 from .process_state.process_groups import MeshGroups
 from .zero.external_parameters import ExternalReads
 from .zero.gradient_order import UsedParameters
@@ -57,7 +57,7 @@ class DeepSpeedEngine(ExternalEngine):
         super().__init__(program, options)
         self.options = options
         self._device_type = program.mesh.device_type if program.mesh is not None else "cpu"
-        self._deepspeed = imported(self._device_type)
+        self._deepspeed = import_deepspeed(self._device_type)
         self._world, self._linear = start(self._deepspeed), TorchLinear()
         with self._built():
             self._config = options.settled(self._device_type)
@@ -181,10 +181,10 @@ class DeepSpeedEngine(ExternalEngine):
     def _prepare_save(
         self, path: str | PathLike[str], position: Position, ranks: Ranks, copies: Buffers | None
     ) -> Callable[[Ranks], None]:
-        return save_load.prepared(self, path, position, ranks, copies)
+        return save_load.prepare_save(self, path, position, ranks, copies)
 
     def _load(self, path: str | PathLike[str]) -> Position:
-        found = save_load.checked(self, path)
+        found = save_load.prepare_load(self, path)
         with self._reading():
             save_load.load(self, found)
         self.averages.put(found.averages)
@@ -249,7 +249,7 @@ class DeepSpeedEngine(ExternalEngine):
         self._counted.clear()
         if self._stage is not None:
             self._begin(self._stage, batch, training)
-            with staying(self.model.module, training):
+            with keep_mode(self.model.module, training):
                 loss = torch.as_tensor(self.model.eval_batch(steps(len(batch.parts)))).detach().float().reshape(())
             return loss, self._stage.counted
         self.model.train(training)

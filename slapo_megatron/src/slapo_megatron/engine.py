@@ -21,7 +21,7 @@ from slapo_training.external_engine import ExternalEngine
 from slapo_training.losses import LossReduction
 from slapo_training.model import Piece, piece_of
 from slapo_training.optimizers import make_on_all_ranks
-from slapo_training.stage_forward import numbered
+from slapo_training.stage_forward import enumerate_micro_batches
 
 from .checkpoint import save_load
 from .checkpoint.file_writer import MegatronFiles
@@ -29,7 +29,7 @@ from .configuration.limits import ANOTHER_OPTIMIZER, is_shared_out
 from .configuration.options import MegatronOptions
 from .optimizer.local_tensors import Held
 from .optimizer.optimizer_state import OptimizerState
-from .optimizer.optimizer_wrappers import bind_masters, megatrons, optimizer_config, prepared, whole_layout
+from .optimizer.optimizer_wrappers import bind_masters, initialize_state, megatrons, optimizer_config, whole_layout
 from .optimizer.reduced_gradients import ReducedGradients
 from .pipeline import Borders, RunningStage, borders, ties_of
 from .process_state import _megatron_private as private
@@ -67,7 +67,7 @@ class MegatronEngine(ExternalEngine):
             chunks = nn.ModuleList(program.stages[index].module for index in own)
             self.module = chunks[0] if len(own) == 1 else chunks
             self.moves_parameters = options.trains
-            self._check_parameters(chunks, _named(chunks))
+            self._check_parameters(chunks, _parameters_by_name(chunks))
             optimizer, self.lr_scheduler = make_on_all_ranks(options, whole_layout(options, program, chunks), chunks, self._fit)
             with self._calling():
                 self._make(program, own, chunks, optimizer)
@@ -105,13 +105,13 @@ class MegatronEngine(ExternalEngine):
             waits = [chunk.no_sync for chunk in self.model]
             self.config.no_sync_func = waits if len(waits) > 1 else waits[0]
         if optimizer is not None:
-            self.optimizer = private.wrapped(optimizer, optimizer_settings, self.model, self.groups, prepared)
+            self.optimizer = private.wrap_optimizer(optimizer, optimizer_settings, self.model, self.groups, initialize_state)
             bind_masters(optimizer)
         else:
             self.optimizer = megatrons(optimizer_settings, self.model, self.groups) if options.trains else None
         self._run = get_forward_backward_func(pp_size=pp, vp_size=len(own) if len(own) > 1 else None)
         self._sender = private.communicator(self.groups.pp, self.config)
-        self._begin_checks(_named(chunks))
+        self._begin_checks(_parameters_by_name(chunks))
         self._hooks.bind(chunks, ReducedGradients(program, options, self.model))
         self._plan: tuple[Program, Borders] | None = None
 
@@ -171,7 +171,7 @@ class MegatronEngine(ExternalEngine):
     def _prepare_save(
         self, path: str | PathLike[str], position: Position, ranks: Ranks, copies: Buffers | None
     ) -> Callable[[Ranks], None]:
-        return save_load.prepared(self, path, position, ranks, copies)
+        return save_load.prepare_save(self, path, position, ranks, copies)
 
     def _load(self, path: str | PathLike[str]) -> Position:
         return save_load.load(self, path, self._reading)
@@ -248,7 +248,7 @@ class MegatronEngine(ExternalEngine):
 
     def _scheduled(self, batch: MicroBatches, training: bool) -> torch.Tensor:
         """Run all micro-batches and return their mean loss over all replicas."""
-        iterators = [numbered(batch.parts, batch.labels) for _ in self.model]
+        iterators = [enumerate_micro_batches(batch.parts, batch.labels) for _ in self.model]
         several = len(self.model) > 1
         options: dict[str, Any] = {}
         if len(self.program.stages) > 1:
@@ -297,7 +297,7 @@ class MegatronEngine(ExternalEngine):
         self._run_hooks()
 
 
-def _named(chunks: nn.ModuleList) -> dict[str, nn.Parameter]:
+def _parameters_by_name(chunks: nn.ModuleList) -> dict[str, nn.Parameter]:
     """Return the parameters of this rank's stages by name."""
     return {name: parameter for chunk in chunks for name, parameter in chunk.named_parameters()}
 

@@ -20,7 +20,7 @@ import slapo_training.plugin
 from slapo_core import BuildError, Registry, build, create_schedule
 from slapo_testing import run_distributed
 from slapo_training.checkpoint import CheckpointWriter
-from slapo_training.checkpoint.folder import open_checkpoint, reading, verify
+from slapo_training.checkpoint.folder import open_checkpoint, read_context, verify
 from slapo_training.distributed import Ranks
 from slapo_training.distributed._torch_private import job_timeout
 from tests.background_saves import fail, held_back
@@ -132,10 +132,10 @@ def test_another_save_while_one_is_loaded_is_told_as_that(tmp_path: Path) -> Non
     engine = engine_of()
     engine.save(tmp_path)
     found = open_checkpoint(tmp_path, "torch", Ranks())
-    with pytest.raises(KeyError), reading(found):  # an error of its own otherwise
+    with pytest.raises(KeyError), read_context(found):  # an error of its own otherwise
         raise KeyError
     engine.save(tmp_path)
-    with pytest.raises(BuildError, match=r"was saved anew while it was loaded; load it again"), reading(found):
+    with pytest.raises(BuildError, match=r"was saved anew while it was loaded; load it again"), read_context(found):
         verify(found, Ranks())
 
 

@@ -54,7 +54,7 @@ def describe(partitioned: Program | Schedule, code: bool = False) -> str:
         lines = [f"  {name:<16}{text}" for name, text in rows.items() if text]
         blocks.append("\n".join([f"stage {stage.index}", *lines]))
         if code:
-            blocks.append(_indented(stage_code(program, stage.index)))
+            blocks.append(_indent(stage_code(program, stage.index)))
     return "\n\n".join(blocks)
 
 
@@ -137,7 +137,7 @@ def _bytes(count: float) -> str:
     return f"{count / 1024:.1f} TiB"
 
 
-def _indented(text: str) -> str:
+def _indent(text: str) -> str:
     return "\n".join(f"  {line}" for line in text.splitlines())
 
 

@@ -15,7 +15,7 @@ from .label_weights import LabelWeights
 from .losses.microbatch_loss import CountedLoss, check_has_gradient, run_stage
 from .losses.reductions import LossReduction
 
-__all__ = ["StageForward", "numbered"]
+__all__ = ["StageForward", "enumerate_micro_batches"]
 
 
 class StageForward(nn.Module):
@@ -80,6 +80,6 @@ class StageForward(nn.Module):
         return loss if self._weights is None else self._weights.weighted(index, loss, counted)
 
 
-def numbered(parts: Sequence[Batch], labels: Sequence[Any]) -> Iterator[tuple[int, Batch, Any]]:
+def enumerate_micro_batches(parts: Sequence[Batch], labels: Sequence[Any]) -> Iterator[tuple[int, Batch, Any]]:
     """Iterate over number, arguments and labels of micro-batches."""
     return iter([*zip(range(len(parts)), parts, labels, strict=True)])

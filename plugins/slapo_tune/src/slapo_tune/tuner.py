@@ -163,7 +163,7 @@ class Tuner:
         if output.timed_out:
             problem = f"was killed at the time limit of {self._settings.timeout:g} s"
         elif output.exit_code:
-            problem = f"ended {_ending(output.exit_code)}"
+            problem = f"ended {_exit_reason(output.exit_code)}"
         elif result is None:
             problem = f"printed no throughput, as in {json.dumps({'throughput': 12.5})}"
         elif reason := invalid_throughput(result["throughput"]):
@@ -188,7 +188,7 @@ def _is_record(found: Mapping[str, Any]) -> bool:
     return outcome and all(isinstance(number, (int, float)) for number in numbers)
 
 
-def _ending(exit_code: int) -> str:
+def _exit_reason(exit_code: int) -> str:
     return f"with exit code {exit_code}" if exit_code > 0 else f"by {signal_name(-exit_code)}"
 
 

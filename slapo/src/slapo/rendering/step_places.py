@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from slapo_core import Step
 
-from .short_values import short_call, tally
+from .short_values import format_tally, short_call
 
 CUTS = "cut_pipeline_stage"
 """Name of the primitive that ends a stage."""
@@ -33,7 +33,7 @@ class StepPlaces:
 
     def _add(self, step: Step) -> None:
         inner = list(_elsewhere(step, step.path))
-        taken = f": {tally(child.name for child in inner)}" if inner else ""
+        taken = f": {format_tally(child.name for child in inner)}" if inner else ""
         self.words.setdefault(step.path, []).append(short_call(step.name, step.args, step.kwargs) + taken)
         self.names.setdefault(step.path, []).append(step.name)
         if step.name == CUTS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .module_tree import ModuleNode
-from .short_values import counted, short_count, tally
+from .short_values import format_count, format_tally, short_count
 
 Facts = tuple[tuple[str, str], ...]
 """Names and texts; a fact without text is left out."""
@@ -102,5 +102,5 @@ def inside_text(node: ModuleNode) -> str:
     """Return what a closed module holds: ``5 modules inside: checkpoint, 2 shard``, or ``inside as in h.0``."""
     if node.model_inside:
         return f"inside as in {node.model_inside}"
-    steps = tally(node.steps_inside.elements())
-    return f"{counted(node.modules_inside, 'module')} inside{': ' if steps else ''}{steps}"
+    steps = format_tally(node.steps_inside.elements())
+    return f"{format_count(node.modules_inside, 'module')} inside{': ' if steps else ''}{steps}"

@@ -69,10 +69,10 @@ class _Tree:
         """The stages that run the module, or a part of it; none where the model is not cut."""
         if len(self.stage_paths) < 2:
             return []
-        return [index for index, paths in enumerate(self.stage_paths) if any(_related(path, other) for other in paths)]
+        return [index for index, paths in enumerate(self.stage_paths) if any(_overlap(path, other) for other in paths)]
 
 
-def _related(one: str, other: str) -> bool:
+def _overlap(one: str, other: str) -> bool:
     return not one or not other or one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
 
 

@@ -13,7 +13,7 @@ from slapo_training.engines import check_shapes
 from ..optimizer.local_tensors import Share, Shares
 from ..process_state._deepspeed_private import COUNTERS, loss_scaler, set_counters
 from .tensor_index import WEIGHT
-from .tensor_reader import SAME_LAYOUT, Saved
+from .tensor_reader import SAME_LAYOUT, CheckpointReader
 
 
 class Taken:
@@ -38,7 +38,7 @@ class Taken:
         self._common: Mapping[str, Any] = {}
         self._scale: Any = None
 
-    def read(self, saved: Saved) -> None:
+    def read(self, saved: CheckpointReader) -> None:
         """Read this rank's data. Not collective.
 
         Raises:
@@ -73,10 +73,10 @@ class Taken:
             self._model.lr_scheduler.load_state_dict(self._common["lr_scheduler"])
         set_counters(self._model, self._common)
 
-    def _numbers(self, saved: Saved, share: Share, key: str) -> torch.Tensor:
+    def _numbers(self, saved: CheckpointReader, share: Share, key: str) -> torch.Tensor:
         return saved.read(share.name, key, self._shares.pieces[share.name], share.start, share.value.numel())
 
-    def _state(self, saved: Saved, stepped: torch.Tensor, shares: list[Share]) -> dict[str, Any]:
+    def _state(self, saved: CheckpointReader, stepped: torch.Tensor, shares: list[Share]) -> dict[str, Any]:
         """Return the optimizer's state for one stepped tensor; elements without a saved state get zeros."""
         state: dict[str, Any] = {}
         found: dict[str, dict[tuple[Any, Any], str]] = {}
@@ -97,7 +97,7 @@ class Taken:
             state[key] = value if kind is None else torch.tensor(value, dtype=kind)
         return state
 
-    def _chosen(self, saved: Saved) -> list[dict[str, Any]]:
+    def _chosen(self, saved: CheckpointReader) -> list[dict[str, Any]]:
         """Return the saved options of this rank's groups.
 
         Raises:
@@ -129,7 +129,7 @@ class Taken:
             found.append(next(iter(own.values())))
         return found
 
-    def _chosen_common(self, saved: Saved) -> dict[str, Any]:
+    def _chosen_common(self, saved: CheckpointReader) -> dict[str, Any]:
         """Return the counters and the state of the learning-rate schedule, from a rank with the same group options.
 
         Raises:

@@ -25,7 +25,7 @@ from ..process_state._deepspeed_private import full_shape, inner_optimizer, rese
 from .file_writer import Files
 from .resharding import Taken
 from .tensor_index import Places, name_of
-from .tensor_reader import SAME_LAYOUT, Saved
+from .tensor_reader import SAME_LAYOUT, CheckpointReader
 
 if TYPE_CHECKING:
     from ..engine import DeepSpeedEngine
@@ -50,7 +50,7 @@ class Checkpoint:
     averages: TakenAverages = field(default_factory=list)
 
 
-def prepared(
+def prepare_save(
     engine: DeepSpeedEngine, path: str | PathLike[str], position: Position, ranks: Ranks, copies: Buffers | None
 ) -> Callable[[Ranks], None]:
     """Return a function that writes DeepSpeed's checkpoint and the files beside it. Collective.
@@ -74,7 +74,7 @@ def prepared(
         def gather() -> None:
             files.take(model)
             beside.update(places[0].files(ranks.index))
-            if (states := whole_tensor_checkpoint.packed(inner_optimizer(model), parameters(module))) is not None:
+            if (states := whole_tensor_checkpoint.pack_state(inner_optimizer(model), parameters(module))) is not None:
                 beside[whole_tensor_checkpoint.file_of(ranks.index)] = states
 
         def put() -> None:
@@ -89,10 +89,10 @@ def prepared(
         return write
 
     given = path, engine.options.target, program, about, position, collect, ranks, buffers(module)
-    return checkpoint_files.prepared(*given, engine.averages, copies is not None)
+    return checkpoint_files.prepare_save(*given, engine.averages, copies is not None)
 
 
-def checked(engine: DeepSpeedEngine, path: str | PathLike[str]) -> Checkpoint:
+def prepare_load(engine: DeepSpeedEngine, path: str | PathLike[str]) -> Checkpoint:
     """Check that a checkpoint can be loaded, and read it if it is of another layout. Collective; the engine is unchanged.
 
     Raises:
@@ -115,7 +115,7 @@ def checked(engine: DeepSpeedEngine, path: str | PathLike[str]) -> Checkpoint:
         whole_tensor_checkpoint.check_kind(saved["whole"], inner_optimizer(model))
 
     ranks.run_on_all(check)
-    with checkpoint_folder.reading(complete):
+    with checkpoint_folder.read_context(complete):
         checkpoint_folder.verify(complete, ranks)
         found = Checkpoint(complete.data, checkpoint_files.read_beside(complete, program, held))
         found.averages = engine.averages.read(complete, ranks)
@@ -154,7 +154,7 @@ def _taken(complete: checkpoint_folder.Checkpoint, engine: DeepSpeedEngine) -> T
 
     def read() -> None:
         try:
-            parts = Saved(complete.data, saved["pp"] * saved["dp"] * saved["tp"])
+            parts = CheckpointReader(complete.data, saved["pp"] * saved["dp"] * saved["tp"])
             taken.read(parts)
         except BuildError:
             raise
@@ -174,7 +174,7 @@ def _shares(engine: DeepSpeedEngine) -> Shares:
 
 
 def load(engine: DeepSpeedEngine, found: Checkpoint) -> None:
-    """Load a checkpoint that ``checked`` returned. Collective.
+    """Load a checkpoint that ``prepare_load`` returned. Collective.
 
     Raises:
         BuildError: on every rank: reading failed; the weights may have changed.

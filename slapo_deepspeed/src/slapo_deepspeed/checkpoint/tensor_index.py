@@ -19,7 +19,7 @@ WEIGHT = ""
 """State name that stands for the weight itself, or for a buffer."""
 
 
-class _Wanted(NamedTuple):
+class _TensorRequest(NamedTuple):
     """Elements to find in a file.
 
     Args:
@@ -51,7 +51,7 @@ class Places:
 
     def __init__(self, model: Any, module: nn.Module, program: Program) -> None:
         self._found: list[tuple[Any, ...]] = []
-        self._wanted: list[_Wanted] = []
+        self._wanted: list[_TensorRequest] = []
         self._about: dict[str, Any] = {"why_not": why_not(model, module), "common": None, "scale": None}
         if not self._about["why_not"]:
             shares = Shares(model, module, program)
@@ -68,12 +68,12 @@ class Places:
             aliases.setdefault(id(tensor), []).extend((local, f"stage.{local}"))
         known = {name: tuple(aliases.get(key, ())) for key, name in shares.names.items()}
         for share in shares.own:
-            self._wanted.append(_Wanted(share.name, WEIGHT, share.start, share.value, known[share.name]))
+            self._wanted.append(_TensorRequest(share.name, WEIGHT, share.start, share.value, known[share.name]))
             if shares.optimizer is None or share.stepped is None:
                 continue
             for key, value in shares.optimizer.state.get(share.stepped, {}).items():
                 if isinstance(value, torch.Tensor) and value.shape == share.stepped.shape:
-                    self._wanted.append(_Wanted(share.name, key, share.start, share.of(value), ()))
+                    self._wanted.append(_TensorRequest(share.name, key, share.start, share.of(value), ()))
                 elif isinstance(value, torch.Tensor) and value.dim() == 0:
                     numbers.setdefault(share.name, {})[key] = (value.item(), value.dtype)
                 elif not isinstance(value, torch.Tensor | list | tuple | dict):
@@ -124,7 +124,7 @@ class Places:
         found[name_of(place)] = bytes_of(self._about)
         return found
 
-    def _note(self, each: _Wanted, file: str, at: Any, offset: int) -> None:
+    def _note(self, each: _TensorRequest, file: str, at: Any, offset: int) -> None:
         self._found.append((each.name, each.key, each.start, each.value.numel(), file, at, offset))
 
 

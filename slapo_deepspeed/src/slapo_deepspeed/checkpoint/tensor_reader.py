@@ -35,7 +35,7 @@ class _Part(NamedTuple):
     found: dict[str, list[_Found]]
 
 
-class Saved:
+class CheckpointReader:
     """Checkpoint whose tensors are read by original names.
 
     Args:
@@ -90,7 +90,7 @@ class Saved:
         for part in self.parts[name].values():
             if key not in part.found or bool(has.all()):
                 continue
-            source, before = _overlapping(part, wanted)
+            source, before = _overlapping_rows(part, wanted)
             if source is None:
                 continue
             local, known = self._local(part.found[key], source.tensor.shape, before)
@@ -156,7 +156,7 @@ def _sizes(ranges: tuple[Ranges, ...]) -> list[int]:
     return [sum(stop - start for start, stop in each) for each in ranges]
 
 
-def _overlapping(part: _Part, wanted: Piece) -> tuple[Piece | None, int]:
+def _overlapping_rows(part: _Part, wanted: Piece) -> tuple[Piece | None, int]:
     """Return the rows of a part that overlap ``wanted``, or None, and the number of the part's elements before them."""
     source = Piece(torch.empty(_sizes(part.ranges), device="meta"), part.full_shape, part.ranges)
     boxes = [one for one, _ in _common(source, wanted)]

@@ -66,7 +66,7 @@ class DeepSpeedOptions(EngineOptions):
                 "optimizer="
             )
         super()._check_rate()
-        if rate is not None and not is_lr_scheduler(rate) and (missing := _missing(rate)):
+        if rate is not None and not is_lr_scheduler(rate) and (missing := _required_arguments(rate)):
             raise BuildError(
                 f"lr_scheduler= is called with the optimizer alone, and {getattr(rate, '__name__', 'it')} needs {missing}; "
                 "give a factory, lambda optimizer: ..."
@@ -227,7 +227,7 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _missing(factory: Any) -> str:
+def _required_arguments(factory: Any) -> str:
     """Return the names of the arguments that a factory requires after the first."""
     try:
         _, *others = inspect.signature(factory).parameters.values()

@@ -20,7 +20,7 @@ _OLD_NAMES = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tenso
 """Pattern of torch's deprecation warning for the collectives that ZeRO calls."""
 
 
-def imported(device_type: str) -> Any:
+def import_deepspeed(device_type: str) -> Any:
     """Import DeepSpeed for a type of device, and return the module.
 
     DeepSpeed chooses its accelerator at import, from ``DS_ACCELERATOR`` if that is set, and reads ``LOCAL_RANK``. This

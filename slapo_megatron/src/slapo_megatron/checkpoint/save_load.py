@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ..engine import MegatronEngine
 
 
-def prepared(
+def prepare_save(
     engine: MegatronEngine, path: str | PathLike[str], position: Position, ranks: Ranks, copies: Buffers | None
 ) -> Callable[[Ranks], None]:
     """Return a function that writes Megatron's checkpoint and the files beside it. Collective.
@@ -59,7 +59,7 @@ def prepared(
             state["optimizer"], _ = OptimizerState(engine, held).sharded(engine.has_stepped, is_loading=False)
         copy_into = engine.files.prepared(state, folder, ranks, copies)
         found: list[bytes | None] = []
-        ranks.run_on_all(lambda: found.append(whole_tensor_checkpoint.packed(_inner(engine), _stepped(held))))
+        ranks.run_on_all(lambda: found.append(whole_tensor_checkpoint.pack_state(_inner(engine), _master_tensors(held))))
 
         def put(meeting: Ranks) -> None:
             if (states := found[0]) is not None:
@@ -76,7 +76,7 @@ def prepared(
         kept.check_numbers()
     target, about = engine.options.target, _about(engine, held)
     given = path, target, program, about, position, collect, ranks, held.buffers()
-    return checkpoint_files.prepared(*given, engine.averages, copies is not None)
+    return checkpoint_files.prepare_save(*given, engine.averages, copies is not None)
 
 
 def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[], AbstractContextManager[None]]) -> Position:
@@ -131,7 +131,7 @@ def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[]
             for group, saved in zip(inner.param_groups, state["common"]["groups"], strict=True):
                 group.update(saved)
             if "states" in found:
-                whole_tensor_checkpoint.put(inner, _stepped(held), found["states"])
+                whole_tensor_checkpoint.put(inner, _master_tensors(held), found["states"])
         beside.put(held.buffers())
         engine.has_stepped = has_stepped
 
@@ -142,7 +142,7 @@ def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[]
 
     own, loading = _about(engine, held), StateLoading()
     ranks.run_on_all(lambda: _check(complete.about, own))
-    with checkpoint_folder.reading(complete):
+    with checkpoint_folder.read_context(complete):
         checkpoint_folder.verify(complete, ranks)
         beside = checkpoint_files.read_beside(complete, program, held.buffers())
         averages = engine.averages.read(complete, ranks)
@@ -187,7 +187,7 @@ def _first(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:200]
 
 
-def _stepped(held: Held) -> dict[str, torch.Tensor]:
+def _master_tensors(held: Held) -> dict[str, torch.Tensor]:
     """Return this rank's tensors, with the optimizer's fp32 copy in place of each parameter that has one."""
     return {key: main_param(tensor) for key, tensor in held.tensors.items()}
 

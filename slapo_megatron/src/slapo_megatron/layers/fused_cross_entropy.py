@@ -42,7 +42,7 @@ class FusedLosses(nn.Module):
         if not compiling and bool((~ignored & ((target < 0) | (target >= size))).any()):
             raise IndexError(f"a target is outside of the vocabulary of {size} and is not ignore_index ({ignore_index})")
         if logits.device.type == "cpu" and not compiling:
-            losses = _Uncompiled.apply(self.fused, logits, target, self.spec.group)  # type: ignore[no-untyped-call]
+            losses = _EagerCrossEntropy.apply(self.fused, logits, target, self.spec.group)  # type: ignore[no-untyped-call]
         else:
             losses = self.fused(logits, target, self.spec.group)
         if losses.requires_grad and not compiling:
@@ -61,7 +61,7 @@ class _First:
         self.done = True
 
 
-class _Uncompiled(torch.autograd.Function):
+class _EagerCrossEntropy(torch.autograd.Function):
     """Autograd node that runs Megatron's function without its ``torch.compile``, which on a CPU needs a C++ compiler."""
 
     @staticmethod

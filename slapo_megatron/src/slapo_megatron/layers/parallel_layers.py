@@ -34,7 +34,7 @@ def layer_classes() -> dict[str, Any]:
     if not torch.cuda.is_available():
         silence_cuda_advice()
 
-    class ColumnParallel(_Copied, megatron.ColumnParallelLinear, _Linear):  # type: ignore[misc]
+    class ColumnParallel(_ParallelLayer, megatron.ColumnParallelLinear, _Linear):  # type: ignore[misc]
         """Linear with the rows of its weight sharded, and therefore the columns of its output."""
 
         def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -44,14 +44,14 @@ def layer_classes() -> dict[str, Any]:
             output = _like(input, once(output))
             return output if bias is None else output + bias
 
-    class RowParallel(_Copied, row_parallel_linear(), _Linear):  # type: ignore[misc]
+    class RowParallel(_ParallelLayer, row_parallel_linear(), _Linear):  # type: ignore[misc]
         """Linear with the columns of its weight and its input sharded; the output is all-reduced."""
 
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             _check_autocast(input)
             return _like(input, once(super().forward(_two_dimensional(input))[0]))
 
-    class VocabParallel(_Copied, megatron.VocabParallelEmbedding, _Embedding):  # type: ignore[misc]
+    class VocabParallel(_ParallelLayer, megatron.VocabParallelEmbedding, _Embedding):  # type: ignore[misc]
         """Embedding with the rows of its table sharded; the output is all-reduced."""
 
         def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -78,7 +78,7 @@ class _Embedding(nn.Embedding):
         nn.Module.__init__(self)
 
 
-class _Copied:
+class _ParallelLayer:
     """Base of all layers: a copy shares the process group, and the parameters are the only state."""
 
     get_extra_state = nn.Module.get_extra_state

@@ -17,7 +17,7 @@ from slapo_training.optimizers import WholeTensorOptimizer
 
 from ..process_state._megatron_private import main_param, optimizer_range
 from .local_tensors import Held
-from .optimizer_wrappers import prepared
+from .optimizer_wrappers import initialize_state
 
 if TYPE_CHECKING:
     from ..engine import MegatronEngine
@@ -133,7 +133,7 @@ class OptimizerState:
             is_loading: True to return new tensors to read into.
         """
         if is_loading and has_state and not isinstance(self._inner, WholeTensorOptimizer):
-            prepared(self._inner)
+            initialize_state(self._inner)
         whole, single = self._names() if has_state else ([], [])
         state: dict[str, Any] = {}
         for name in [*whole, *([MASTER] if self._has_masters else [])]:

@@ -62,7 +62,7 @@ def bind_masters(optimizer: torch.optim.Optimizer) -> None:
 
 
 @torch.no_grad()
-def prepared(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
+def initialize_state(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
     """Initialize an optimizer's state by a step without effect, so that a state can be loaded; weights are unchanged.
 
     Args:

@@ -91,12 +91,12 @@ class Units:
         Raises:
             TraceError: the stages between them cannot run.
         """
-        return _crossing(self._at(cuts))
+        return _sent_bytes(self._at(cuts))
 
     def sent_at(self, cuts: Sequence[int]) -> list[int]:
         """Return the bytes that cross these cuts in the built stages, which may have blocks inlined to send fewer."""
         coarse = self._at(cuts)
-        return _crossing(with_inlined_blocks(self.root, self.inputs, [self.paths[cut - 1] for cut in cuts], coarse) or coarse)
+        return _sent_bytes(with_inlined_blocks(self.root, self.inputs, [self.paths[cut - 1] for cut in cuts], coarse) or coarse)
 
     def refusal(self, cuts: Sequence[int]) -> TraceError | None:
         """Return the error of the stages between these cuts, or None if they can run."""
@@ -175,5 +175,5 @@ def _is_divided(module: nn.Module) -> bool:
     return any(_is_divided(child) for child in module.children() if not isinstance(child, nn.Sequential))
 
 
-def _crossing(flat: DividedGraph) -> list[int]:
+def _sent_bytes(flat: DividedGraph) -> list[int]:
     return [sum(map(node_bytes, received)) for received in flat.assignment.received[1:]]

@@ -11,7 +11,7 @@ from typing import Any
 
 from slapo_core import SlapoError
 
-from ..workers.job_transport import FunctionRef, unpickled
+from ..workers.job_transport import FunctionRef, unpickle
 from ..workers.pool import DistributedError, run_distributed
 from .engine_checks import promises as of_dialect
 from .examples.case import Case, ConformanceError, registry_of
@@ -214,7 +214,7 @@ def on_ranks(fn: Callable[..., None], ranks: int, model: Callable[..., Any], *ar
 
 def _run_payload(rank: int, author: FunctionRef, fn: FunctionRef, payload: bytes) -> None:
     author.load()
-    fn.load()(*unpickled(payload))
+    fn.load()(*unpickle(payload))
 
 
 def _run_here(check: str, name: str, example: Example) -> None:

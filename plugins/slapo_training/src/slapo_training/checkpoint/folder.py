@@ -90,7 +90,7 @@ class CheckpointWriter:
 
         def make() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = _locked(self.folder)
+            self._lock = _lock_folder(self.folder)
             if (kept := data_of(self.folder)) is not None:
                 _remove_orphans(self.folder, kept)
             self.data.mkdir()
@@ -193,7 +193,7 @@ def open_checkpoint(path: str | PathLike[str], target: str, ranks: Ranks) -> Che
 
 
 @contextmanager
-def reading(checkpoint: Checkpoint) -> Iterator[None]:
+def read_context(checkpoint: Checkpoint) -> Iterator[None]:
     """Context of reads of a checkpoint; an error caused by a save that replaced it says so.
 
     Raises:
@@ -224,7 +224,7 @@ def verify(checkpoint: Checkpoint, ranks: Ranks) -> None:
         raise BuildError(f"the checkpoint {fspath(checkpoint.folder)!r} is damaged: {shown}; load another one")
 
 
-def _locked(folder: Path) -> int | None:
+def _lock_folder(folder: Path) -> int | None:
     """Lock a folder until the process ends; return None on a file system without locks.
 
     Raises:

@@ -45,7 +45,7 @@ class Position(NamedTuple):
             raise BuildError("the ranks save different extra; give all of them the same, as it is kept once")
 
 
-def prepared(
+def prepare_save(
     path: str | PathLike[str],
     target: str,
     program: Program,
@@ -136,7 +136,7 @@ class Beside(NamedTuple):
 
 
 def read_beside(checkpoint: Checkpoint, program: Program, buffers: Mapping[str, torch.Tensor]) -> Beside:
-    """Read the files that ``prepared`` writes beside an engine's own. Collective.
+    """Read the files that ``prepare_save`` writes beside an engine's own. Collective.
 
     Args:
         checkpoint: A complete checkpoint.

@@ -29,7 +29,7 @@ def check_same_start(program: Program, named: Mapping[str, nn.Parameter], replic
     """
     error = _equal(program, "dp", "replicas", named) if replicas else None
     error = _equal(program, "tp", "tensor-parallel ranks", {n: p for n, p in named.items() if not is_sharded(p)}) or error
-    raise_on_all_ranks(_tied(program, named) or error, program.mesh)
+    raise_on_all_ranks(_tie_error(program, named) or error, program.mesh)
 
 
 def _equal(program: Program, axis: str, ranks: str, named: Mapping[str, nn.Parameter]) -> BuildError | None:
@@ -52,7 +52,7 @@ def _equal(program: Program, axis: str, ranks: str, named: Mapping[str, nn.Param
     )
 
 
-def _tied(program: Program, named: Mapping[str, nn.Parameter]) -> BuildError | None:
+def _tie_error(program: Program, named: Mapping[str, nn.Parameter]) -> BuildError | None:
     mesh, ties = program.mesh, program.ties
     if mesh is None or not ties or program.axis_size("pp") == 1:
         return None

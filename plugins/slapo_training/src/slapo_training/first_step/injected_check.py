@@ -15,7 +15,7 @@ from .diagnostics import IN_FP16, INNER_BACKWARD, Partition, injected_is_no_mean
 from .injected_gradients import InjectionProbe, is_mean_over_rows
 from .row_mixing import tolerance_of
 from .row_subsets import Rows, dissimilar_quarters, join_rows
-from .stage_runs import AfterStage, Planned, Run, RunCache, RunFailedError, StageRuns, runs_alone
+from .stage_runs import AfterStage, PlannedRows, Run, RunCache, RunFailedError, StageRuns, runs_alone
 
 
 class Part(NamedTuple):
@@ -28,7 +28,7 @@ class Part(NamedTuple):
         injected: Probe of the gradients injected for the rows; of a deterministic run if the model samples random numbers.
     """
 
-    planned: Planned
+    planned: PlannedRows
     parts: Sequence[Rows]
     half: int | None = None
     injected: InjectionProbe | None = None
@@ -50,7 +50,7 @@ class InjectedCheck:
         self._program, self._options, self._runs = program, options, runs
         self._is_hidden = False
 
-    def run(self, whole: Planned, halves: Sequence[Rows], cut: Partition | None) -> tuple[RunCache, bool] | None:
+    def run(self, whole: PlannedRows, halves: Sequence[Rows], cut: Partition | None) -> tuple[RunCache, bool] | None:
         """Return runs of the rows, and whether gradients are injected; None if the micro-batch does not run.
 
         Args:
@@ -83,7 +83,7 @@ class InjectedCheck:
             self._run_remaining_halves(halves, known)
         return known, found is not None
 
-    def _find_part(self, whole: Planned, halves: Sequence[Rows], known: RunCache) -> Part | None:
+    def _find_part(self, whole: PlannedRows, halves: Sequence[Rows], known: RunCache) -> Part | None:
         """Return rows of a micro-batch for which gradients are injected, or None."""
         try:
             found = self._find_part_of_halves(halves, known)
@@ -125,7 +125,7 @@ class InjectedCheck:
             known.parts[part.half] = run
         return run.found, injected
 
-    def _compare(self, found: Part, whole: Planned, cut: Partition, known: RunCache) -> None:
+    def _compare(self, found: Part, whole: PlannedRows, cut: Partition, known: RunCache) -> None:
         """Warn if the gradients injected for some rows are not the mean of those for their parts.
 
         Raises:
@@ -156,13 +156,13 @@ class InjectedCheck:
         except RunFailedError as err:
             get_logger().debug("the model does not run some rows of a micro-batch: %s", err)
 
-    def _run(self, planned: Planned, after_stage: AfterStage, fixed: bool = False) -> tuple[Run, bool]:
+    def _run(self, planned: PlannedRows, after_stage: AfterStage, fixed: bool = False) -> tuple[Run, bool]:
         """Run rows; return the run, and whether this rank used random numbers."""
         with runs_alone(self._program, [planned]) as state:
             run = self._runs(planned, state, after_stage=after_stage, fixed=fixed)
             return run, run.rng_fingerprint != state.start
 
-    def _injected(self, planned: Planned) -> InjectionProbe:
+    def _injected(self, planned: PlannedRows) -> InjectionProbe:
         parameters = [parameter for module in self._runs.own_modules(planned) for parameter in module.parameters()]
         return InjectionProbe([each for each in parameters if each.requires_grad], self._runs.accumulates)
 

@@ -18,8 +18,8 @@ from ..model.state_rollback import StateSnapshot
 from ..options.common_options import CommonOptions
 from . import row_mixing
 from .diagnostics import Pair
-from .row_subsets import expected_losses, narrowed
-from .stage_runs import Planned, Run, RunCache, StageRuns
+from .row_subsets import expected_losses, narrow_rows
+from .stage_runs import PlannedRows, Run, RunCache, StageRuns
 
 T = TypeVar("T")
 _FACTORS_AGREE = 1e-2
@@ -27,7 +27,7 @@ _SMALL_TERM = 0.1
 """Largest fraction of a loss that a balance loss may have; a larger term is the trained loss itself."""
 
 
-class Compared(NamedTuple):
+class ComparedRuns(NamedTuple):
     """Results of runs of some rows and of their parts.
 
     Args:
@@ -75,7 +75,7 @@ class LossComparison:
         options: CommonOptions,
         runs: StageRuns,
         state: StateSnapshot,
-        plans: Sequence[Planned],
+        plans: Sequence[PlannedRows],
         synced: Sequence[nn.Module],
         labels_differ: bool,
     ) -> None:
@@ -98,7 +98,7 @@ class LossComparison:
         known: RunCache | None,
         norms: Iterable[nn.Module] = (),
         doubted: bool = False,
-    ) -> Compared:
+    ) -> ComparedRuns:
         """Compare the loss of all rows with the mean of the losses of their parts.
 
         Args:
@@ -126,7 +126,7 @@ class LossComparison:
             allowed = max(allowed, whole.rounding)  # a loss may have a lower precision than its model
             pair = self._differing(whole.loss, losses, [each.counted for each in parts], allowed)
         self._pair = pair
-        return Compared(whole, self.first(pair))
+        return ComparedRuns(whole, self.first(pair))
 
     def mixing(self, norms: Iterable[nn.Module]) -> str | None:
         """Return the path of the first module that mixes rows, with BatchNorms on running statistics."""
@@ -187,7 +187,7 @@ class LossComparison:
         if loss_fn is not None and whole.loss is not None:
             try:
                 for part in rows[1:]:
-                    output = narrowed(whole.output, rows[0].number, start, part.number)
+                    output = narrow_rows(whole.output, rows[0].number, start, part.number)
                     with torch.no_grad():
                         losses.append(loss_of(output, loss_fn, part.labels).item())
                     start += part.number

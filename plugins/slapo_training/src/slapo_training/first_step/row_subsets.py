@@ -54,7 +54,7 @@ def join_rows(parts: Sequence[Rows]) -> Rows:
     return parts[0].of(parts[0].places.join([part.given() for part in parts]))
 
 
-def narrowed(value: Any, total: int, start: int, size: int) -> Any:
+def narrow_rows(value: Any, total: int, start: int, size: int) -> Any:
     """Return some rows of every tensor in ``value`` with ``total`` rows."""
     return tree_map(lambda leaf: leaf.narrow(0, start, size) if _has(leaf, total) else leaf, value)
 
@@ -136,14 +136,14 @@ def expected_losses(
     """
     known = [each.labels for each in counted if isinstance(each, LabelMean)]
     if len(known) == len(counted):
-        return [_weighted(losses, known)]
+        return [_weighted_mean(losses, known)]
     whole, rest = zip(*labels_of([part.given() for part in parts], ignored), strict=True)
     # with a known reduction the engine weights by labels; with an unknown one it refuses uneven labels
     weights = ([part.number for part in parts], whole, rest)
-    return [_weighted(losses, each) for each in weights if sum(each)]
+    return [_weighted_mean(losses, each) for each in weights if sum(each)]
 
 
-def _weighted(losses: Sequence[float], weights: Sequence[int]) -> float:
+def _weighted_mean(losses: Sequence[float], weights: Sequence[int]) -> float:
     total = sum(weights)
     if not total:
         return float("nan")

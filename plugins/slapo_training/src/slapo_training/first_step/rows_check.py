@@ -12,7 +12,7 @@ from . import row_mixing
 from .diagnostics import Pair, Partition, buffers_are_updated, loss_is_no_mean, rows_are_mixed, term_is_no_mean, warn_or_refuse
 from .loss_comparison import Factor, LossComparison
 from .row_subsets import Rows, dissimilar_pair, join_rows, other_replicas
-from .stage_runs import Planned, RunCache, RunFailedError, StageRuns, has_loss_of_its_own, runs_alone
+from .stage_runs import PlannedRows, RunCache, RunFailedError, StageRuns, has_loss_of_its_own, runs_alone
 
 
 class RowsCheck:
@@ -114,10 +114,10 @@ class RowsCheck:
             get_logger().debug("the first-step check 'rows' was left out: %s", err)
             return None
 
-    def _planned(self, parts: Sequence[Rows]) -> list[Planned]:
+    def _planned(self, parts: Sequence[Rows]) -> list[PlannedRows]:
         return [self._runs.planned(each, has_backward=False) for each in (join_rows(parts), *parts)]
 
-    def _comparison(self, plans: Sequence[Planned], state: StateSnapshot) -> LossComparison:
+    def _comparison(self, plans: Sequence[PlannedRows], state: StateSnapshot) -> LossComparison:
         return LossComparison(self._program, self._options, self._runs, state, plans, self._synchronized, self._labels_differ)
 
     def _report_mixing(self, paths: Sequence[str], pair: Pair | None) -> None:

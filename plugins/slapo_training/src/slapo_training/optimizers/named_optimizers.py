@@ -51,9 +51,9 @@ class NamedOptimizer(NamedTuple):
         """
         if name not in self.parts:
             return {**elements, **rest}
-        from .dtensors.optimizer_state import loaded  # noqa: PLC0415  torch.distributed.tensor takes a second
+        from .dtensors.optimizer_state import step_state  # noqa: PLC0415  torch.distributed.tensor takes a second
 
-        return loaded(self.known[name], elements, rest)
+        return step_state(self.known[name], elements, rest)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's own state and groups; a composite's ``state_dict`` may be of its nested optimizers."""

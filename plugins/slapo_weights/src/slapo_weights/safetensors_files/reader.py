@@ -62,7 +62,7 @@ class WeightFiles:
         self.source, self.bytes_read = Path(source), 0
         self.entries: dict[str, TensorHeader] = {}
         entry = _entry(self.source)
-        listed = _listed(entry) if entry.suffix == ".json" else {}
+        listed = _read_index(entry) if entry.suffix == ".json" else {}
         for path in dict.fromkeys(listed.values()) if listed else [entry]:
             if listed and not os.path.exists(path):
                 raise BuildError(f"{entry} names the file {path.name}, which is not beside it")
@@ -179,7 +179,7 @@ def _entry(source: Path) -> Path:
 _CONVERT = "convert it with Transformers' from_pretrained and save_pretrained"
 
 
-def _listed(index: Path) -> dict[str, Path]:
+def _read_index(index: Path) -> dict[str, Path]:
     """Return tensor name to file, from an index."""
     try:
         table = json.loads(index.read_text())["weight_map"]

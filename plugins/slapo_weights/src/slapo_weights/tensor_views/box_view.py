@@ -122,7 +122,7 @@ class TensorView:
 
     def local(self, dim: int, ranges: Sequence[tuple[int, int]]) -> TensorView:
         """Return the concatenated ranges along a dimension."""
-        return concatenated([self.narrow(dim, start, stop) for start, stop in ranges], dim)
+        return concatenate([self.narrow(dim, start, stop) for start, stop in ranges], dim)
 
     def transposed(self, first: int, second: int) -> TensorView:
         """Return the view with two dimensions swapped."""
@@ -232,7 +232,7 @@ class TensorView:
         return replace(self, shape=of(self.shape), boxes=boxes)
 
 
-def concatenated(views: Sequence[TensorView], dim: int) -> TensorView:
+def concatenate(views: Sequence[TensorView], dim: int) -> TensorView:
     """Concatenate views along a dimension.
 
     Raises:
@@ -244,16 +244,16 @@ def concatenated(views: Sequence[TensorView], dim: int) -> TensorView:
         told = ", ".join(sorted({f"{each.dtype} {list(each.shape)}" for each in views}))
         raise ValueError(f"tensors of {told} do not go together")
     stops = [*accumulate(each.shape[dim] for each in views)]
-    boxes = tuple(_moved(views, stops, dim))
+    boxes = tuple(_shift_boxes(views, stops, dim))
     return replace(first, shape=(*first.shape[:dim], stops[-1], *first.shape[dim + 1 :]), boxes=boxes)
 
 
-def stacked(views: Sequence[TensorView], dim: int) -> TensorView:
+def stack(views: Sequence[TensorView], dim: int) -> TensorView:
     """Stack views along a new dimension."""
-    return concatenated([each.unsqueezed(dim) for each in views], dim % (len(views[0].shape) + 1))
+    return concatenate([each.unsqueezed(dim) for each in views], dim % (len(views[0].shape) + 1))
 
 
-def _moved(views: Sequence[TensorView], stops: Sequence[int], dim: int) -> Iterator[Box]:
+def _shift_boxes(views: Sequence[TensorView], stops: Sequence[int], dim: int) -> Iterator[Box]:
     for each, stop in zip(views, stops, strict=True):
         yield from (box.moved(dim, stop - each.shape[dim]) for box in each.boxes)
 

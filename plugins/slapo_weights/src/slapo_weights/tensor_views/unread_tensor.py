@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .box_view import TensorView, concatenated, stacked
+from .box_view import TensorView, concatenate, stack
 
 
 class UnreadTensor:
@@ -74,11 +74,11 @@ class UnreadTensor:
 
 
 def _cat(tensors: Sequence[UnreadTensor], dim: int = 0) -> UnreadTensor:
-    return UnreadTensor(concatenated([each.source for each in tensors], dim))
+    return UnreadTensor(concatenate([each.source for each in tensors], dim))
 
 
 def _stack(tensors: Sequence[UnreadTensor], dim: int = 0) -> UnreadTensor:
-    return UnreadTensor(stacked([each.source for each in tensors], dim))
+    return UnreadTensor(stack([each.source for each in tensors], dim))
 
 
 def _transpose(tensor: UnreadTensor, dim0: int, dim1: int) -> UnreadTensor:

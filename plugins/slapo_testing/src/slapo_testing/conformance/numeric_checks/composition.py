@@ -74,8 +74,8 @@ def _checkpoint(case: Case, schedule: Schedule) -> None:
     if "checkpoint" in case.registry.names("primitive"):
         at.apply("checkpoint")
     elif type(at.mod).forward is not nn.Module.forward:
-        wrap_forward(at.mod, _recomputed)
+        wrap_forward(at.mod, _call_with_recomputation)
 
 
-def _recomputed(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call_with_recomputation(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return checkpoint(call, *args, use_reentrant=False, **kwargs) if torch.is_grad_enabled() else call(*args, **kwargs)

@@ -67,23 +67,23 @@ def _hook(case: Case, schedule: Schedule, hook: Hook, fired: dict[str, int]) -> 
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             what = f"the gradient hook of {name!r}"
-            parameter.register_hook(_Counting(fired, what))  # type: ignore[no-untyped-call]
+            parameter.register_hook(_CountingHook(fired, what))  # type: ignore[no-untyped-call]
 
 
 def _forward_hooks(module: nn.Module, label: str, fired: dict[str, int]) -> None:
-    module.register_forward_pre_hook(_Counting(fired, f"the forward pre-hook of {label}"))
-    module.register_forward_hook(_Counting(fired, f"the forward hook of {label}"))
+    module.register_forward_pre_hook(_CountingHook(fired, f"the forward pre-hook of {label}"))
+    module.register_forward_hook(_CountingHook(fired, f"the forward hook of {label}"))
     kind = "hook with keyword arguments"
-    module.register_forward_pre_hook(_Counting(fired, f"the forward pre-{kind} of {label}", 3), with_kwargs=True)
-    module.register_forward_hook(_Counting(fired, f"the forward {kind} of {label}", 4), with_kwargs=True)
+    module.register_forward_pre_hook(_CountingHook(fired, f"the forward pre-{kind} of {label}", 3), with_kwargs=True)
+    module.register_forward_hook(_CountingHook(fired, f"the forward {kind} of {label}", 4), with_kwargs=True)
 
 
 def _backward_hooks(module: nn.Module, label: str, fired: dict[str, int]) -> None:
-    module.register_full_backward_pre_hook(_Counting(fired, f"the backward pre-hook of {label}"))
-    module.register_full_backward_hook(_Counting(fired, f"the backward hook of {label}"))
+    module.register_full_backward_pre_hook(_CountingHook(fired, f"the backward pre-hook of {label}"))
+    module.register_full_backward_hook(_CountingHook(fired, f"the backward hook of {label}"))
 
 
-class _Counting:
+class _CountingHook:
     """Hook that counts its calls; copies of it count there too.
 
     Args:

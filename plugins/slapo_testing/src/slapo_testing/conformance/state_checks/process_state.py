@@ -46,7 +46,7 @@ def process(case: Case) -> None:
 
     Changed state is restored in any case.
     """
-    wanted = _unmodified(case)
+    wanted = _run_unmodified(case)
     schedule = case.begin()
     inputs = copy_containers(schedule.example_inputs, clone=True)
     _check_process(case, schedule)
@@ -56,10 +56,10 @@ def process(case: Case) -> None:
         raise ConformanceError(f"the step leaves a gradient in {kept[0]!r}")
     if case.example.numerics != "none":
         what = "after the step a model without it computes another thing"
-        replace(case, training=False).same(wanted, _unmodified(case), what)
+        replace(case, training=False).same(wanted, _run_unmodified(case), what)
 
 
-def _unmodified(case: Case) -> Run:
+def _run_unmodified(case: Case) -> Run:
     """Return the results of a model without the step."""
     quiet = replace(case, training=False)
     model = quiet.model()

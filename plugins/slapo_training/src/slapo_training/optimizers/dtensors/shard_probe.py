@@ -16,7 +16,7 @@ from ..introspection.nested_optimizers import Optimizer, optimizers_in
 from ..probe.probe_runs import Cut, ProbeRuns, Size, is_close, isolation
 from ..probe.update_probe import sizes_of
 from ..whole_tensors.whole_tensor import local_of
-from .optimizer_state import check_normalized, loaded, normalize_state
+from .optimizer_state import check_normalized, normalize_state, step_state
 
 _STATISTIC = 2**10
 """Number of elements of the largest allowed message; DTensor may gather a smaller parameter instead of reducing it."""
@@ -78,7 +78,9 @@ def _after_step(optimizer: Optimizer, is_last: bool) -> None:
                 if isinstance(parameter, DTensor):
                     elements = {key: value for key, value in state.items() if _is_sharded(value, parameter)}
                     rest = {key: local_of(value) for key, value in state.items() if key not in elements}
-                    each.state[parameter] = loaded(parameter, {key: local_of(value) for key, value in elements.items()}, rest)
+                    each.state[parameter] = step_state(
+                        parameter, {key: local_of(value) for key, value in elements.items()}, rest
+                    )
 
 
 def _is_sharded(value: Any, parameter: DTensor) -> bool:
