@@ -113,8 +113,8 @@ def written_by_megatron(engine: Any, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     with cpu_mode():
         held = Held(engine.program)
-        optimizer, _ = OptimizerState(engine, held).sharded(engine.has_stepped, is_loading=False)
-        dist_checkpointing.save({"model": held.sharded(held.tensors), "optimizer": optimizer}, str(folder))
+        optimizer, _ = OptimizerState(engine, held).sharded_state(engine.has_stepped, is_loading=False)
+        dist_checkpointing.save({"model": held.sharded_tensors(held.tensors), "optimizer": optimizer}, str(folder))
 
 
 def measure(

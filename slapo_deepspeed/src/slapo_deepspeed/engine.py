@@ -60,7 +60,7 @@ class DeepSpeedEngine(ExternalEngine):
         self._deepspeed = import_deepspeed(self._device_type)
         self._world, self._linear = start(self._deepspeed), TorchLinear()
         with self._built():
-            self._config = options.settled(self._device_type)
+            self._config = options.full_config(self._device_type)
             check_config(self._config, options.given, program.axis_size("dp"))
             self._make(program, options)
 
@@ -185,7 +185,7 @@ class DeepSpeedEngine(ExternalEngine):
 
     def _load(self, path: str | PathLike[str]) -> Position:
         found = save_load.prepare_load(self, path)
-        with self._reading():
+        with self._load_context():
             save_load.load(self, found)
         self.averages.put(found.averages)
         return found.beside.position
@@ -204,7 +204,7 @@ class DeepSpeedEngine(ExternalEngine):
 
     def use_masters(self) -> None:
         """Copy the values of the tensors that DeepSpeed's optimizer steps to the model. Collective."""
-        with Shares(self.model, self.module, self.program).writing():
+        with Shares(self.model, self.module, self.program).write_context():
             pass
 
     def averaging_problem(self) -> str:
@@ -254,7 +254,7 @@ class DeepSpeedEngine(ExternalEngine):
             return loss, self._stage.counted
         self.model.train(training)
         self._modes.restore_frozen()
-        with self._reads.watched(training) if self._reads is not None else nullcontext():
+        with self._reads.check_once(training) if self._reads is not None else nullcontext():
             return self._mean([self._part(index, batch) for index in range(len(batch.parts))]), self._counted
 
     def _begin(self, stage: RunningStage, batch: MicroBatches, training: bool) -> None:
@@ -272,13 +272,13 @@ class DeepSpeedEngine(ExternalEngine):
         self._counted.clear()
         if self._stage is not None:
             self._begin(self._stage, batch, training=True)
-            with self._unused.watched(), self._gradients.compared():
+            with self._unused.watch_backwards(), self._gradients.compare_backwards():
                 loss = torch.as_tensor(self.model.train_batch(steps(len(batch.parts)))).detach().float()
             self._used.check()
         else:
             self.model.train()
             self._modes.restore_frozen()
-            with self._unused.watched(), self._reads.watched(True) if self._reads is not None else nullcontext():
+            with self._unused.watch_backwards(), self._reads.check_once(True) if self._reads is not None else nullcontext():
                 losses = [self._train_part(index, batch) for index in range(len(batch.parts))]
             loss = self._mean(losses)
         norm = self.model.get_global_grad_norm() if self._clipped_norm is None else self._clipped_norm
@@ -291,7 +291,7 @@ class DeepSpeedEngine(ExternalEngine):
     def _train_part(self, index: int, batch: MicroBatches) -> torch.Tensor:
         loss = self._part(index, batch)
         check_has_gradient(loss)
-        with self._gradients.compared() if index == 0 else nullcontext():
+        with self._gradients.compare_backwards() if index == 0 else nullcontext():
             self.model.backward(loss)
         self._used.end_micro_batch()
         if index == len(batch.parts) - 1:
@@ -304,7 +304,7 @@ class DeepSpeedEngine(ExternalEngine):
         args, kwargs = call_arguments(self.program.module, batch.parts[index])
         loss, counted = self._loss(lambda: self.model(*args, **kwargs), batch.labels[index])
         self._counted.append(counted)
-        return loss if batch.weights is None else batch.weights.weighted(index, loss, counted)
+        return loss if batch.weights is None else batch.weights.weight_loss(index, loss, counted)
 
     def _mean(self, losses: list[torch.Tensor]) -> torch.Tensor:
         """Return the mean over this rank's micro-batches and all replicas."""

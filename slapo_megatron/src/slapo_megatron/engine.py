@@ -69,7 +69,7 @@ class MegatronEngine(ExternalEngine):
             self.moves_parameters = options.trains
             self._check_parameters(chunks, _parameters_by_name(chunks))
             optimizer, self.lr_scheduler = make_on_all_ranks(options, whole_layout(options, program, chunks), chunks, self._fit)
-            with self._calling():
+            with self._call_context():
                 self._make(program, own, chunks, optimizer)
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -80,7 +80,7 @@ class MegatronEngine(ExternalEngine):
         return mode_of(self._device_type)
 
     @contextmanager
-    def _calling(self) -> Iterator[None]:
+    def _call_context(self) -> Iterator[None]:
         with self._mode(), without_warnings():
             yield
 
@@ -99,7 +99,7 @@ class MegatronEngine(ExternalEngine):
         self._stages: list[RunningStage] = []
         for index in own:
             self._stages.append(RunningStage(program, index, self._loss, self.config, self._stages))
-        self.model = [self._replicated(stage, number) for number, stage in enumerate(self._stages)]
+        self.model = [self._wrap_ddp(stage, number) for number, stage in enumerate(self._stages)]
         self.config.finalize_model_grads_func = self._finalize
         if options.section("ddp").get("overlap_grad_reduce"):
             waits = [chunk.no_sync for chunk in self.model]
@@ -160,7 +160,7 @@ class MegatronEngine(ExternalEngine):
                     "limits; freeze it, let the optimizer have it, or use target='torch'"
                 )
 
-    def _replicated(self, stage: RunningStage, number: int) -> Any:
+    def _wrap_ddp(self, stage: RunningStage, number: int) -> Any:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
         given = {"grad_reduce_in_fp32": True, **self.options.section("ddp")}
@@ -174,7 +174,7 @@ class MegatronEngine(ExternalEngine):
         return save_load.prepare_save(self, path, position, ranks, copies)
 
     def _load(self, path: str | PathLike[str]) -> Position:
-        return save_load.load(self, path, self._reading)
+        return save_load.load(self, path, self._load_context)
 
     def pieces(self) -> dict[str, Piece]:
         """Return this rank's pieces of the parameters, in fp32 if they are trained, and of persistent buffers. Collective.
@@ -194,7 +194,7 @@ class MegatronEngine(ExternalEngine):
 
     def use_masters(self) -> None:
         """Copy the values of the tensors that Megatron's optimizer steps to the model. Collective."""
-        with self._calling():
+        with self._call_context():
             if self.options.precision != "fp32":
                 private.copy_main_params(self.optimizer)
             if self.options.distributed_optimizer:
@@ -227,8 +227,8 @@ class MegatronEngine(ExternalEngine):
         with self._mode():
             with without_warnings():
                 self.optimizer.zero_grad()
-            with self._unused.watched(), self._gradients.compared():
-                loss = self._scheduled(batch, training=True)
+            with self._unused.watch_backwards(), self._gradients.compare_backwards():
+                loss = self._run_schedule(batch, training=True)
             with without_warnings():
                 _, norm, _ = self.optimizer.step()
         self.has_stepped = True
@@ -243,10 +243,10 @@ class MegatronEngine(ExternalEngine):
             chunk.train(training)
         self._modes.restore_frozen()
         with self._mode():
-            loss = self._scheduled(batch, training=False)
+            loss = self._run_schedule(batch, training=False)
         return loss, self._stages[-1].counted
 
-    def _scheduled(self, batch: MicroBatches, training: bool) -> torch.Tensor:
+    def _run_schedule(self, batch: MicroBatches, training: bool) -> torch.Tensor:
         """Run all micro-batches and return their mean loss over all replicas."""
         iterators = [enumerate_micro_batches(batch.parts, batch.labels) for _ in self.model]
         several = len(self.model) > 1

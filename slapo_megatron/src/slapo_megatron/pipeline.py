@@ -104,7 +104,7 @@ class RunningStage(StageForward):
 
     def sent(self, output: Any) -> torch.Tensor:
         """Return ``forward``'s result as the one tensor that Megatron sends; its backward reaches the received tensor."""
-        one: torch.Tensor = output if self.post_process else self._packed(output)
+        one: torch.Tensor = output if self.post_process else self._pack_output(output)
         if self._index and torch.is_grad_enabled():
             assert self._received is not None
             one = with_zero_gradient(one, self._received)
@@ -112,7 +112,7 @@ class RunningStage(StageForward):
         is_changed = self.post_process or self.config.deallocate_pipeline_outputs
         return one.clone() if is_changed else one
 
-    def _packed(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _pack_output(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         assert self._borders is not None
         layout = self._borders.layouts[self._index + 1]
         return layout.pack(values, layout.size if self._is_alone else self._borders.size)

@@ -61,7 +61,7 @@ def test_what_is_only_called_like_it_stays(tmp_path: Path) -> None:
 
 def test_only_the_first_rank_removes_what_broke_off_and_never_what_is_in_place(tmp_path: Path) -> None:
     """Another rank may give up waiting while the first one puts it there."""
-    writing = CheckpointWriter.agreed([CheckpointWriter.proposed(tmp_path, "torch")], "torch")
+    writing = CheckpointWriter.from_proposals([CheckpointWriter.propose(tmp_path, "torch")], "torch")
     writing.begin(Ranks())
     (writing.data / "file").write_text("content")
 
@@ -112,7 +112,7 @@ def test_a_folder_takes_one_save_at_a_time(tmp_path: Path) -> None:
     other.module.fill(2.0)
     engine.save(tmp_path)
     with held_back() as gate:
-        writing = CheckpointWriter.agreed([CheckpointWriter.proposed(tmp_path, "torch")], "torch")
+        writing = CheckpointWriter.from_proposals([CheckpointWriter.propose(tmp_path, "torch")], "torch")
         writing.begin(Ranks())
         with pytest.raises(BuildError, match=r"another save writes to '.*' now; give another folder"):
             other.save(tmp_path)

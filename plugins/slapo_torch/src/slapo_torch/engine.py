@@ -368,7 +368,7 @@ class TorchEngine(AveragedEngine):
         """Return the mean loss over micro-batches and replicas, or raise any rank's error on every rank. Collective."""
         own = torch.stack(result.losses).sum().double() if result.losses else torch.zeros((), dtype=torch.float64)
         self._ignored = next((each.ignore_index for each in result.counted if isinstance(each, LabelMean)), self._ignored)
-        used = self._shards.used() if self._shards is not None else ()
+        used = self._shards.used_ids() if self._shards is not None else ()
         unchecked = training and self._parameters.num_unchecked(used)
         if training and result.failure is None:
             result.failure = self._parameters.sparse_gradient(clips=bool(self.options.clip))

@@ -93,7 +93,7 @@ class BatchEngine(AveragedEngine):
         self._trained = {name: (parameter, parameter.requires_grad) for name, parameter in named.items()}
 
     @property
-    def trained(self) -> dict[str, nn.Parameter]:
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters that this rank trains, by name; none once the engine is closed."""
         found = {} if self._is_closed or not self._trains else self._trained
         return {name: parameter for name, (parameter, is_trained) in found.items() if is_trained}
@@ -187,7 +187,7 @@ class BatchEngine(AveragedEngine):
         self._evaluate(batch._replace(labels=labels), training)
 
     @contextmanager
-    def _reading(self) -> Iterator[None]:
+    def _load_context(self) -> Iterator[None]:
         """While a checkpoint is put into the engine: if that breaks off, it does nothing before another one is loaded."""
         self._is_half_read = True
         yield

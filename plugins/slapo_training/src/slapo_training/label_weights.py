@@ -102,7 +102,7 @@ class LabelWeights:
         assert self.kind is not None
         return self._own[index][self.kind] * self._num_parts / self._totals[self.kind] if self._totals[self.kind] else 0.0
 
-    def weighted(self, index: int, loss: torch.Tensor, counted: LossReduction) -> torch.Tensor:
+    def weight_loss(self, index: int, loss: torch.Tensor, counted: LossReduction) -> torch.Tensor:
         """Return a micro-batch's loss times its factor; a mean over no labels, which is NaN, gives zero."""
         factor = self.of(index, counted)
         if factor != 1.0:

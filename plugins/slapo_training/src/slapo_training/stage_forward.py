@@ -77,7 +77,7 @@ class StageForward(nn.Module):
         loss, counted = self._loss_of(lambda: self.stage(*args, **kwargs), labels, self._index)
         check_has_gradient(loss)
         self.counted.append(counted)
-        return loss if self._weights is None else self._weights.weighted(index, loss, counted)
+        return loss if self._weights is None else self._weights.weight_loss(index, loss, counted)
 
 
 def enumerate_micro_batches(parts: Sequence[Batch], labels: Sequence[Any]) -> Iterator[tuple[int, Batch, Any]]:

@@ -56,7 +56,7 @@ class Database:
             self.db[key] = data
             return
         try:
-            with self._locked():
+            with self._file_lock():
                 merged = {**self.db, **self._read(), key: data}
                 self._write(json.dumps(merged, indent=2).encode())
         except OSError as err:
@@ -73,7 +73,7 @@ class Database:
         return Path(os.path.realpath(self.db_file_name))  # a link stays one
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _file_lock(self) -> Iterator[None]:
         """Hold the file lock in the block; the system releases it if the process ends."""
         lock = os.open(self._beside(".lock"), os.O_RDWR | os.O_CREAT, 0o666)
         try:

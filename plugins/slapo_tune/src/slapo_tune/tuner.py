@@ -96,7 +96,7 @@ class Tuner:
     def run(self) -> Results:
         """Run the trials that the database does not have, and return all results."""
         for number, values in enumerate(self._traversal, 1):
-            with self._interruption.deferred():  # no result of a trial is lost
+            with self._interruption.defer_signals():  # no result of a trial is lost
                 record = self._take(number, values)
             if record is None or self._interruption.number is not None:
                 break

@@ -231,12 +231,12 @@ class LoadPlan:
         else:
             views = [*dict.fromkeys(self._of_ties[name] for name in parameter_facts(tensor).names if name in self._of_ties)]
         if views:
-            self.views[key] = [view for view in (self._fitting(key, tensor, view) for view in views) if view is not None]
+            self.views[key] = [view for view in (self._fit_view(key, tensor, view) for view in views) if view is not None]
         elif not (_matches(key, self._weights.missing) or (self._optional is not None and self._optional.search(key))):
             kind = "missing" if parameter_facts(tensor).names else "brought in by a step that does not say what of (made_of)"
             self._problems[kind].append(key)
 
-    def _fitting(self, key: str, tensor: torch.Tensor, view: TensorView) -> TensorView | None:
+    def _fit_view(self, key: str, tensor: torch.Tensor, view: TensorView) -> TensorView | None:
         names, shape = ", ".join(view.names), _full_shape(tensor)
         of = f" of {key}" if names != key else ""
         both = view.dtype.is_floating_point and tensor.dtype.is_floating_point
@@ -246,7 +246,7 @@ class LoadPlan:
             return None
         is_less = view.shape[1:] == shape[1:] and view.shape[:1] < shape[:1]
         if is_less and view.shape == self._vocabulary.get(key):
-            view = view.padded(shape[0])
+            view = view.pad(shape[0])
         if view.shape != shape:
             self._problems["mis-shaped"].append(f"{names} is {list(view.shape)} for {list(shape)}{of}")
             return None

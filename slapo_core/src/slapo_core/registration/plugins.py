@@ -72,10 +72,10 @@ class Plugins:
             self.records = [record for record in self.records if record.name == "core"] + own
         # each step for all plugins before the next, since a plugin may specify the hooks of another
         for step in (self._refuse_equal_names, self._import, self._add_hookspecs, self._register, self._refuse_unknown_hooks):
-            for record in self._pending():
+            for record in self._loadable_records():
                 with self.guard(record):
                     step(record)
-        for record in self._pending():
+        for record in self._loadable_records():
             record.loaded = True
 
     @contextmanager
@@ -101,7 +101,7 @@ class Plugins:
                     problem.__cause__ = error
                     outcome.force_exception(problem)
 
-    def _pending(self) -> list[PluginRecord]:
+    def _loadable_records(self) -> list[PluginRecord]:
         return [record for record in self.records if not record.disabled and not record.problems]
 
     def _disable(self, record: PluginRecord, error: BaseException) -> None:

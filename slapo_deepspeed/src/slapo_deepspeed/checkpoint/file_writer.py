@@ -47,7 +47,7 @@ class Files:
                 "DeepSpeed's decoupled checkpoint engine writes on behind a save; leave it out of DeepSpeed's config"
             )
 
-        def noted(write: Any, state_dict: Any, path: str, *args: Any, **kwargs: Any) -> Any:
+        def write_and_record(write: Any, state_dict: Any, path: str, *args: Any, **kwargs: Any) -> Any:
             name = Path(path).relative_to(self._folder).as_posix()
             try:
                 self._noting.see(state_dict, name)
@@ -58,7 +58,7 @@ class Files:
             except Exception as err:
                 errors.append(err)
 
-        with replaced_save(model, noted):
+        with replaced_save(model, write_and_record):
             model.save_checkpoint(str(self._folder))
         if self._copies is not None:
             drop_other_buffers(keys, self._copies)

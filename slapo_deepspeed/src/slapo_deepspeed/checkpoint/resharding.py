@@ -61,7 +61,7 @@ class Taken:
     @torch.no_grad()
     def put(self) -> None:
         """Put the data into the engine. Collective."""
-        with self._shares.writing():
+        with self._shares.write_context():
             for share, numbers in zip(self._shares.held, self._weights, strict=True):
                 share.value.copy_(numbers.view(share.value.shape))
             if self._shares.optimizer is not None:

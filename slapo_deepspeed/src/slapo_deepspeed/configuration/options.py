@@ -56,7 +56,7 @@ class DeepSpeedOptions(EngineOptions):
             raise BuildError(f"gradient_clipping in DeepSpeed's config is {self.largest_norm}; it has to be 0 or more")
         if self.parts < 1:
             raise BuildError(f"gradient_accumulation_steps in DeepSpeed's config is {self.parts}; it has to be 1 or more")
-        self.settled()
+        self.full_config()
 
     def _check_rate(self) -> None:
         rate = self.lr_scheduler
@@ -157,7 +157,7 @@ class DeepSpeedOptions(EngineOptions):
             return "train_batch_size", int(rows) // (self.parts * dp)
         return None
 
-    def settled(self, device_type: str = "") -> dict[str, Any]:
+    def full_config(self, device_type: str = "") -> dict[str, Any]:
         """Return DeepSpeed's configuration with all required values; a micro-batch has one row if no batch size is given.
 
         Args:
@@ -187,7 +187,10 @@ class DeepSpeedOptions(EngineOptions):
 
     def rank_invariants(self) -> list[str]:
         """Return the options that have to be the same on all ranks."""
-        return [f"DeepSpeed's config {json.dumps(self.settled(), sort_keys=True, default=repr)}", *super().rank_invariants()]
+        return [
+            f"DeepSpeed's config {json.dumps(self.full_config(), sort_keys=True, default=repr)}",
+            *super().rank_invariants(),
+        ]
 
     def _one(self, name: str, ours: Number, default: Number, key: str, kind: type[Number]) -> Number:
         if key not in self.given:

@@ -101,7 +101,7 @@ class Shares:
         has_order = self.optimizer is None or (own["held"] == saved["held"] and names[0] == names[1])
         return has_order and own["pieces"] == saved["pieces"]
 
-    def writing(self) -> AbstractContextManager[None]:
+    def write_context(self) -> AbstractContextManager[None]:
         """Return a context to write into the held elements; on exit the model gets the new values. Collective."""
         return private.weight_writing(self._outer)
 

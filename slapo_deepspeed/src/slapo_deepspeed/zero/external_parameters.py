@@ -46,7 +46,7 @@ class ExternalReads:
         ]
 
     @contextmanager
-    def watched(self, training: bool) -> Iterator[None]:
+    def check_once(self, training: bool) -> Iterator[None]:
         """Run a step inside; after it, forwards in the same mode are no longer checked."""
         yield
         self._awaited.discard(training)

@@ -47,7 +47,7 @@ def prepare_save(
     """
     program = engine.program
     held = Held(program)
-    state: dict[str, Any] = {"model": held.sharded(held.tensors), "common": _common(engine)}
+    state: dict[str, Any] = {"model": held.sharded_tensors(held.tensors), "common": _common(engine)}
 
     def check() -> None:
         _check_extra_state(program.module)
@@ -56,8 +56,8 @@ def prepare_save(
 
     def collect(folder: Path, ranks: Ranks) -> Callable[[Ranks], None]:
         if engine.optimizer is not None:
-            state["optimizer"], _ = OptimizerState(engine, held).sharded(engine.has_stepped, is_loading=False)
-        copy_into = engine.files.prepared(state, folder, ranks, copies)
+            state["optimizer"], _ = OptimizerState(engine, held).sharded_state(engine.has_stepped, is_loading=False)
+        copy_into = engine.files.prepare_write(state, folder, ranks, copies)
         found: list[bytes | None] = []
         ranks.run_on_all(lambda: found.append(whole_tensor_checkpoint.pack_state(_inner(engine), _master_tensors(held))))
 
@@ -103,12 +103,12 @@ def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[]
 
     def read() -> None:
         fresh = {key: torch.empty_like(tensor) for key, tensor in held.tensors.items()}
-        state: dict[str, Any] = {"model": held.sharded(fresh)}
+        state: dict[str, Any] = {"model": held.sharded_tensors(fresh)}
         if engine.optimizer is not None:
             is_whole = complete.about["whole"]
             whole_tensor_checkpoint.check_kind(is_whole, _inner(engine))
             kept = OptimizerState(engine, held)
-            state["optimizer"], found["take"] = kept.sharded(has_stepped and not is_whole, is_loading=True)
+            state["optimizer"], found["take"] = kept.sharded_state(has_stepped and not is_whole, is_loading=True)
             if not is_whole:
                 _check_kept(complete.about, kept)
             else:

@@ -43,7 +43,7 @@ class Held:
         """Return the held tensors that are not parameters."""
         return {key: tensor for key, tensor in self.tensors.items() if not isinstance(tensor, nn.Parameter)}
 
-    def sharded(self, tensors: dict[str, torch.Tensor], prefix: str = "") -> dict[str, Any]:
+    def sharded_tensors(self, tensors: dict[str, torch.Tensor], prefix: str = "") -> dict[str, Any]:
         """Return a sharded tensor at the position of the held tensor of the same key; empty tensors are left out.
 
         Args:

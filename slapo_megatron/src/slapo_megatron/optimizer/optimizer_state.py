@@ -125,7 +125,7 @@ class OptimizerState:
         """Return the optimizer's fp32 weights; empty unless the precision is bf16. Collective over the replicas."""
         return self._whole(MASTER) if self._has_masters else {}
 
-    def sharded(self, has_state: bool, is_loading: bool) -> tuple[dict[str, Any], Callable[[dict[str, Any]], None]]:
+    def sharded_state(self, has_state: bool, is_loading: bool) -> tuple[dict[str, Any], Callable[[dict[str, Any]], None]]:
         """Return the sharded state that Megatron writes or reads, and a function that takes over a read one. Collective.
 
         Args:
@@ -139,11 +139,11 @@ class OptimizerState:
         for name in [*whole, *([MASTER] if self._has_masters else [])]:
             prefix = f"optimizer.{name}."
             if is_loading:
-                state[name] = self._held.sharded(self._fresh(), prefix)
+                state[name] = self._held.sharded_tensors(self._fresh(), prefix)
             elif self._is_shared_out:
                 state[name] = self._held.shared_out(self._ranges(name), prefix)
             else:
-                state[name] = self._held.sharded(self._whole(name), prefix)
+                state[name] = self._held.sharded_tensors(self._whole(name), prefix)
         state |= {name: self._held.alike(self._single(name), f"optimizer.{name}.") for name in single}
         return state, self._take
 

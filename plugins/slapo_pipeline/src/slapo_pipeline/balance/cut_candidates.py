@@ -71,7 +71,7 @@ class Units:
         nodes = enumerate(self.nodes)
         return [(self.unit_of(position), str(node.target)) for position, node in nodes if node.op == "call_module"]
 
-    def crossing(self) -> list[int | None]:
+    def crossing_bytes(self) -> list[int | None]:
         """Return the bytes that cross the end of each unit but the last; None where no stage can end."""
         cuts = range(1, len(self))
         try:

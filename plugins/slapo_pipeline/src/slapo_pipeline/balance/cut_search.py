@@ -136,7 +136,7 @@ class _Level:
 
     def __init__(self, search: _Search, units: Units) -> None:
         self.search, self.units = search, units
-        self.crossing = units.crossing()
+        self.crossing = units.crossing_bytes()
         self.sent = [size or 0 for size in self.crossing]
         self.refused = [cut for cut, size in enumerate(self.crossing, 1) if size is None]
 

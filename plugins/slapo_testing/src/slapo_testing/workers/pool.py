@@ -181,7 +181,7 @@ class _Rank:
             with suppress(BrokenPipeError):  # it died meanwhile, which the next wait finds out
                 self.worker.jobs.send_bytes(b"release")
 
-    def died(self) -> None:
+    def record_exit(self) -> None:
         """Record why the process ended. Sorts before the errors that this causes on other ranks."""
         try:
             code = self.worker.process.wait(_GRACE_SECONDS)
@@ -281,7 +281,7 @@ def _receive(rank: _Rank) -> None:
     try:
         rank.take(unpickle(connection.recv_bytes()))
     except (EOFError, ConnectionResetError):
-        rank.died()
+        rank.record_exit()
 
 
 def _raise_first(ranks: Sequence[_Rank], timeout: float) -> None:

@@ -68,7 +68,7 @@ class ShardedParameter:
     whole: nn.Parameter | None = None
     is_used: bool = False
 
-    def gathered(self) -> nn.Parameter:
+    def gathered_parameter(self) -> nn.Parameter:
         """Return the gathered parameter, with the facts and hooks from before it was sharded."""
         if self.whole is None:
             self.whole = self.holder._parameters[self.key]
@@ -180,7 +180,7 @@ class Unit:
     def install(self, form: str) -> None:
         """Install a form of each parameter in the model: ``"whole"``, ``"freed"`` or ``"local"``."""
         for module, name, each in self.owners:
-            parameter = each.gathered() if form == "whole" else getattr(each, form)
+            parameter = each.gathered_parameter() if form == "whole" else getattr(each, form)
             if type(module).__setattr__ is nn.Module.__setattr__:
                 module._parameters[name] = parameter
             else:  # recurrent layers keep their own list of weights

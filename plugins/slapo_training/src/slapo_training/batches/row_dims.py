@@ -118,7 +118,7 @@ class RowDims:
         """Return the place of the rows in a tensor; ``counted`` are the tensors whose entries it counts."""
         name, tensor = option_name_of(path, self._given), self._tensors[path]
         if name is None:
-            return self._inferred(path, tensor)
+            return self._infer_row_dim(path, tensor)
         dim = self._given[name]
         if dim is None:
             return None
@@ -130,7 +130,7 @@ class RowDims:
             )
         return dim % tensor.dim()
 
-    def _inferred(self, path: Path, tensor: torch.Tensor) -> Place:
+    def _infer_row_dim(self, path: Path, tensor: torch.Tensor) -> Place:
         shape, known = tuple(tensor.shape), self._known.get(path)
         if self._is_part and path in self._known and known is None:
             return None

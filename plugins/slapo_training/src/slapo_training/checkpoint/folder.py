@@ -51,8 +51,8 @@ class CheckpointWriter:
     _lock: int | None = field(default=None, init=False)
 
     @staticmethod
-    def proposed(path: str | PathLike[str], target: str) -> tuple[str, str]:
-        """Return this rank's proposal for ``agreed``, before anything is written.
+    def propose(path: str | PathLike[str], target: str) -> tuple[str, str]:
+        """Return this rank's proposal for ``from_proposals``, before anything is written.
 
         Raises:
             BuildError: the path has another target's checkpoint, a foreign manifest, or a file; or it is no path.
@@ -69,7 +69,7 @@ class CheckpointWriter:
         return os.path.abspath(path), uuid.uuid4().hex
 
     @classmethod
-    def agreed(cls, ranks: Sequence[tuple[str, str]], target: str) -> CheckpointWriter:
+    def from_proposals(cls, ranks: Sequence[tuple[str, str]], target: str) -> CheckpointWriter:
         """Return the writer of all ranks' checkpoint, from the proposals of all ranks.
 
         Raises:

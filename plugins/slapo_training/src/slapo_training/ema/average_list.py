@@ -64,7 +64,7 @@ class AverageList:
             raise BuildError(f"{what} inside of applied(), where the model has averaged weights; call it outside")
 
     @contextmanager
-    def applying(self) -> Iterator[None]:
+    def mark_applied(self) -> Iterator[None]:
         """Context in which the model has averaged weights."""
         self.check_idle("applied()")
         self.is_applied = True
@@ -77,7 +77,7 @@ class AverageList:
         """Return the facts for a checkpoint's manifest, the same on every rank."""
         return {KEY: [each.facts() for each in self.items]} if self.items else {}
 
-    def prepared(self, ranks: Ranks, is_copied: bool) -> Callable[[Path, Ranks], None]:
+    def prepare_save(self, ranks: Ranks, is_copied: bool) -> Callable[[Path, Ranks], None]:
         """Return a function that writes the current averages, given the folder and the ranks to use. Collective.
 
         Args:
@@ -98,7 +98,9 @@ class AverageList:
 
     def _pieces(self) -> dict[str, list[Piece]]:
         return {
-            key: [*master.pieces(value)] for number, each in enumerate(self.items) for key, master, value in each.saved(number)
+            key: [*master.pieces(value)]
+            for number, each in enumerate(self.items)
+            for key, master, value in each.saved_entries(number)
         }
 
     def read(self, checkpoint: Checkpoint, ranks: Ranks) -> Taken:
@@ -125,7 +127,7 @@ class AverageList:
 
         files = SavedTensors(folder)
         known, found, wanted = files.facts(), [], list[list[tuple[str, Piece]]]()
-        for keys, master, value in average.wanted(number):
+        for keys, master, value in average.loaded_entries(number):
             key = next((key for key in keys if key in known), None)
             if key is None or known[key][0] != tuple(master.place.full_shape):
                 raise BuildError(f"the checkpoint has no moving average of {master.name!r}; build with the same model and ema")

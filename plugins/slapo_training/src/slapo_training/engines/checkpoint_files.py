@@ -76,8 +76,8 @@ def prepare_save(
         BuildError: on every rank: one rank failed, the ranks have different directories, or the directory has another
             target's checkpoint. An existing checkpoint is unchanged. The returned function raises it, too.
     """
-    said = ranks.run_on_all(lambda: (CheckpointWriter.proposed(path, target), position.words()))
-    writing = CheckpointWriter.agreed([proposed for proposed, _ in said], target)
+    said = ranks.run_on_all(lambda: (CheckpointWriter.propose(path, target), position.words()))
+    writing = CheckpointWriter.from_proposals([proposed for proposed, _ in said], target)
     position.check_same(words for _, words in said)
     about = {**about, "layout_of_ranks": layout_of(program), **averages.about()}
     files: dict[str, bytes] = {}
@@ -103,7 +103,7 @@ def prepare_save(
         writing.begin(ranks)
         fill = collect(writing.data, ranks)
         ranks.run_on_all(gather)
-        put_averages = averages.prepared(ranks, is_copied)
+        put_averages = averages.prepare_save(ranks, is_copied)
     return write
 
 

@@ -41,7 +41,7 @@ class GradientComparison:
         self._is_done = not program.shard_specs  # the same on every rank
 
     @contextmanager
-    def compared(self) -> Iterator[None]:
+    def compare_backwards(self) -> Iterator[None]:
         """Compare the gradients of the backwards inside. Collective over the tensor-parallel ranks, behind the last of them.
 
         Raises:

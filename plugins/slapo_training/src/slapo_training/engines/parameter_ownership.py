@@ -29,7 +29,7 @@ class Owner(Protocol):
     superseded: str
 
     @property
-    def trained(self) -> Mapping[str, nn.Parameter]:
+    def trained_parameters(self) -> Mapping[str, nn.Parameter]:
         """Parameters that it trains, by name; none once it is closed."""
 
 
@@ -39,7 +39,7 @@ _open: WeakSet[Owner] = WeakSet()
 def add(engine: Owner) -> None:
     """Remember an engine, and that it has moved the memory of parameters that others train."""
     if engine.moves_parameters:
-        for other, name in _owners_sharing(engine.trained):
+        for other, name in _owners_sharing(engine.trained_parameters):
             other.superseded = name
     _open.add(engine)
 
@@ -66,5 +66,7 @@ def _owners_sharing(named: Mapping[str, nn.Parameter]) -> Iterator[tuple[Owner, 
     """Iterate over open engines that train one of these parameters, and its name."""
     names = {id(parameter): name for name, parameter in named.items() if parameter.requires_grad}
     for other in [*_open]:
-        if (shared := next((names[id(each)] for each in other.trained.values() if id(each) in names), None)) is not None:
+        if (
+            shared := next((names[id(each)] for each in other.trained_parameters.values() if id(each) in names), None)
+        ) is not None:
             yield other, shared

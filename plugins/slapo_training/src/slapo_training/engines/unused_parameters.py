@@ -31,7 +31,7 @@ class UnusedParameters:
         self._is_done = False
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watch_backwards(self) -> Iterator[None]:
         """Watch the backwards inside, the first time. Collective over the mesh, behind the last of them."""
         if self._is_done:
             yield

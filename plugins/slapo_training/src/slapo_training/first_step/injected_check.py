@@ -62,7 +62,7 @@ class InjectedCheck:
             BuildError: gradients are injected with fp16; or, with ``strict=True``, they are no mean over rows.
         """
         in_parts = cut is not None and halves[0].number > 1
-        injected = self._injected(whole)
+        injected = self._injection_probe(whole)
         try:
             base, draws = self._run(whole, _runs_functions if in_parts else injected)
         except RunFailedError as err:
@@ -100,13 +100,13 @@ class InjectedCheck:
         quarters, is_half = dissimilar_quarters(halves, self._options.ignored_label)
         half = None if self._runs.any_rank(not is_half) else 0
         rows = join_rows(quarters) if half is None else halves[0]
-        found = self._find_injection(Part(self._runs.planned(rows), quarters, half), known)
+        found = self._find_injection(Part(self._runs.plan_rows(rows), quarters, half), known)
         if found is not None or not known.whole.found:
             return found
         for index, each in enumerate(halves):
             if index != half:
                 parts = dissimilar_quarters([each], self._options.ignored_label)[0] if each.number > 1 else []
-                found = self._find_injection(Part(self._runs.planned(each), parts, index), known, fixed=known.draws)
+                found = self._find_injection(Part(self._runs.plan_rows(each), parts, index), known, fixed=known.draws)
                 if found is not None:
                     return found
         return None
@@ -118,7 +118,7 @@ class InjectedCheck:
 
     def _backward(self, part: Part, known: RunCache, fixed: bool) -> tuple[bool, InjectionProbe]:
         """Run rows backward from zero; return whether gradients are injected on any rank, and this rank's probe."""
-        injected = self._injected(part.planned)
+        injected = self._injection_probe(part.planned)
         run, _ = self._run(part.planned, injected, fixed)
         self._is_hidden = self._is_hidden or injected.is_hidden
         if part.half is not None and fixed == known.draws:
@@ -135,7 +135,7 @@ class InjectedCheck:
         try:
             one = found.injected or self._backward(found, known, known.draws)[1]
             for index, rows in enumerate(found.parts):
-                part = Part(self._runs.planned(rows), (), index if found.planned is whole else None)
+                part = Part(self._runs.plan_rows(rows), (), index if found.planned is whole else None)
                 others.append(self._backward(part, known, known.draws)[1])
         except RunFailedError as err:
             get_logger().debug("whether injected gradients are means over rows was not seen: %s", err)
@@ -152,7 +152,7 @@ class InjectedCheck:
         try:
             for index, rows in enumerate(halves):
                 if known.parts[index] is None:
-                    known.parts[index] = self._run(self._runs.planned(rows), _runs_functions)[0]
+                    known.parts[index] = self._run(self._runs.plan_rows(rows), _runs_functions)[0]
         except RunFailedError as err:
             get_logger().debug("the model does not run some rows of a micro-batch: %s", err)
 
@@ -162,7 +162,7 @@ class InjectedCheck:
             run = self._runs(planned, state, after_stage=after_stage, fixed=fixed)
             return run, run.rng_fingerprint != state.start
 
-    def _injected(self, planned: PlannedRows) -> InjectionProbe:
+    def _injection_probe(self, planned: PlannedRows) -> InjectionProbe:
         parameters = [parameter for module in self._runs.own_modules(planned) for parameter in module.parameters()]
         return InjectionProbe([each for each in parameters if each.requires_grad], self._runs.accumulates)
 

@@ -124,11 +124,11 @@ class LossComparison:
         losses = [each.loss for each in parts if each.loss is not None]
         if is_known and whole.loss is not None and len(losses) == len(parts):
             allowed = max(allowed, whole.rounding)  # a loss may have a lower precision than its model
-            pair = self._differing(whole.loss, losses, [each.counted for each in parts], allowed)
+            pair = self._differing_losses(whole.loss, losses, [each.counted for each in parts], allowed)
         self._pair = pair
         return ComparedRuns(whole, self.first(pair))
 
-    def mixing(self, norms: Iterable[nn.Module]) -> str | None:
+    def find_row_mixing(self, norms: Iterable[nn.Module]) -> str | None:
         """Return the path of the first module that mixes rows, with BatchNorms on running statistics."""
         events = []
         with row_mixing.by_running_statistics([*self._synced, *norms]):
@@ -165,11 +165,11 @@ class LossComparison:
             numbers = [float(each.detach()) for each in values if isinstance(each, torch.Tensor) and not each.dim()]
             if "loss" in str(name) and name != "loss" and len(numbers) == len(values):
                 whole, *parts = numbers
-                if (pair := self._differing(whole, parts, self._counted, self._tolerance.repeated)) is not None:
+                if (pair := self._differing_losses(whole, parts, self._counted, self._tolerance.repeated)) is not None:
                     found[name] = pair
         return found
 
-    def updated(self) -> list[str]:
+    def differing_buffers(self) -> list[str]:
         """Return the names of buffers, except of norms, that got different values from different parts."""
         found = []
         for name in self._written[0] if self._written else ():
@@ -191,7 +191,7 @@ class LossComparison:
                     with torch.no_grad():
                         losses.append(loss_of(output, loss_fn, part.labels).item())
                     start += part.number
-                pair = self._differing(whole.loss, losses, [None] * len(losses), self._tolerance.repeated)
+                pair = self._differing_losses(whole.loss, losses, [None] * len(losses), self._tolerance.repeated)
             except Exception as err:  # outputs cannot be split
                 get_logger().debug("the loss function was not run on some rows of the outputs: %s", err)
         return self.first(pair)
@@ -203,7 +203,7 @@ class LossComparison:
     def _run(self, index: int) -> Run:
         return self._runs(self._plans[index], self._state, fixed=self._fixed)
 
-    def _differing(
+    def _differing_losses(
         self, loss: float, losses: Sequence[float], counted: Sequence[LabelMean | None], tolerance: float
     ) -> Pair | None:
         """Return a loss and the nearest mean of its parts if they differ by more than rounding, or None."""

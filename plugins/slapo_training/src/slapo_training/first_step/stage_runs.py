@@ -109,7 +109,7 @@ class StageRuns:
         self.accumulates, self._failed, self._has_run = accumulates, failed, False
         self._program, self._options, self.device, self._around = program, options, device, around
 
-    def planned(self, rows: Rows, has_backward: bool = True) -> PlannedRows:
+    def plan_rows(self, rows: Rows, has_backward: bool = True) -> PlannedRows:
         """Plan the stages for rows of this shape.
 
         Args:

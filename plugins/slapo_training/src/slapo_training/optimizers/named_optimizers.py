@@ -81,9 +81,9 @@ def named_optimizers(parameters: Tensors, optimizer: torch.optim.Optimizer | Non
         return {}
     known, elsewhere, parts = parameters, frozenset[str](), Tensors()
     if isinstance(optimizer, WholeTensorOptimizer):
-        stand_ins, sources = optimizer.stepped(), optimizer.sources()
+        stand_ins, sources = optimizer.named_stand_ins(), optimizer.sources()
         known = {**{name: each for name, each in known.items() if id(each) not in sources}, **stand_ins}
-        owned = optimizer.owned()
+        owned = optimizer.owned_ids()
         elsewhere = frozenset(name for name, each in stand_ins.items() if id(each) not in owned)
         parts = dict(optimizer.parts())
         optimizer = optimizer.inner

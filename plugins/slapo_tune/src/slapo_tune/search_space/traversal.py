@@ -43,7 +43,7 @@ class Traversal:
         yield from self._below(self._space.clone())
 
     def _below(self, base: Space) -> Iterator[dict[str, Any]]:
-        space = self._updated(base)
+        space = self._update_space(base)
         if len(space.fixed_values()) > MAX_SYMBOLS:
             raise TuneError(f"update_space: it has made {MAX_SYMBOLS} symbols and makes more; make the same in every call")
         if (symbol := space.next()) is None:
@@ -58,7 +58,7 @@ class Traversal:
                 self._skipping = False
                 return
 
-    def _updated(self, base: Space) -> Space:
+    def _update_space(self, base: Space) -> Space:
         space = base.clone()
         try:
             returned = self._update(self._args, space)

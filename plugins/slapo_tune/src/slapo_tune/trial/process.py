@@ -66,7 +66,7 @@ def run_trial(
     """
     mark = uuid.uuid4().hex
     environment = trial_environment(values, mark)
-    with interruption.deferred(), tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, _run_watcher(mark):
+    with interruption.defer_signals(), tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, _run_watcher(mark):
         start = time.monotonic()
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment, start_new_session=True

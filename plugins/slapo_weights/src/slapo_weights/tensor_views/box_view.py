@@ -36,11 +36,11 @@ class Box:
     sizes: tuple[int, ...]
     dims: tuple[int | None, ...]
 
-    def moved(self, dim: int, by: int) -> Box:
+    def shift(self, dim: int, by: int) -> Box:
         """Return the box shifted along a dimension of the view."""
         return replace(self, at=(*self.at[:dim], self.at[dim] + by, *self.at[dim + 1 :]))
 
-    def clipped(self, dim: int, start: int, stop: int) -> Box | None:
+    def clip(self, dim: int, start: int, stop: int) -> Box | None:
         """Return the part of the box in a range of a dimension, relative to the range; None if it is empty."""
         low, high = max(start, self.at[dim]), min(stop, self.at[dim] + self.sizes[dim])
         if low >= high:
@@ -49,7 +49,7 @@ class Box:
         if of is not None:
             starts[of] += low - self.at[dim]
         sizes = (*self.sizes[:dim], high - low, *self.sizes[dim + 1 :])
-        return replace(self, starts=tuple(starts), sizes=sizes).moved(dim, low - start - self.at[dim])
+        return replace(self, starts=tuple(starts), sizes=sizes).shift(dim, low - start - self.at[dim])
 
     def read(self, files: WeightFiles, out: torch.Tensor) -> None:
         """Read its values into its position in ``out``, a tensor of the view's shape."""
@@ -84,9 +84,9 @@ class Box:
         step = max(1, self.sizes[dim] * _COPIED // size)
         for start in range(0, self.sizes[dim], step):
             low = self.at[dim] + start
-            part = self.clipped(dim, low, min(low + step, self.at[dim] + self.sizes[dim]))
+            part = self.clip(dim, low, min(low + step, self.at[dim] + self.sizes[dim]))
             assert part is not None
-            yield part.moved(dim, low)
+            yield part.shift(dim, low)
 
 
 @dataclass(frozen=True)
@@ -117,20 +117,20 @@ class TensorView:
 
     def narrow(self, dim: int, start: int, stop: int) -> TensorView:
         """Return a range along a dimension."""
-        boxes = tuple(part for box in self.boxes if (part := box.clipped(dim, start, stop)) is not None)
+        boxes = tuple(part for box in self.boxes if (part := box.clip(dim, start, stop)) is not None)
         return replace(self, shape=(*self.shape[:dim], stop - start, *self.shape[dim + 1 :]), boxes=boxes)
 
     def local(self, dim: int, ranges: Sequence[tuple[int, int]]) -> TensorView:
         """Return the concatenated ranges along a dimension."""
         return concatenate([self.narrow(dim, start, stop) for start, stop in ranges], dim)
 
-    def transposed(self, first: int, second: int) -> TensorView:
+    def transpose(self, first: int, second: int) -> TensorView:
         """Return the view with two dimensions swapped."""
         order = list(range(len(self.shape)))
         order[first], order[second] = order[second], order[first]
-        return self._ordered(order)
+        return self._permute(order)
 
-    def unsqueezed(self, dim: int) -> TensorView:
+    def unsqueeze(self, dim: int) -> TensorView:
         """Return the view with a new dimension of size 1."""
         dim %= len(self.shape) + 1
         boxes = tuple(
@@ -139,7 +139,7 @@ class TensorView:
         )
         return replace(self, shape=_with(self.shape, dim, 1), boxes=boxes)
 
-    def squeezed(self, dim: int) -> TensorView:
+    def squeeze(self, dim: int) -> TensorView:
         """Return the view without a dimension of size 1."""
         dim %= len(self.shape)
         boxes = tuple(
@@ -148,7 +148,7 @@ class TensorView:
         )
         return replace(self, shape=_without(self.shape, dim), boxes=boxes)
 
-    def reshaped(self, shape: Sequence[int]) -> TensorView:
+    def reshape(self, shape: Sequence[int]) -> TensorView:
         """Return the view in another shape, in row-major order; -1 is the size that fits.
 
         A dimension that is split or merged becomes several boxes.
@@ -166,26 +166,26 @@ class TensorView:
         view = self
         for dim, size in enumerate(sizes):
             while dim < len(view.shape) - 1 and size % view.shape[dim] == 0 and view.shape[dim] < size:
-                view = view._merged(dim)
+                view = view._merge_dims(dim)
             if dim == len(view.shape):
-                view = view.unsqueezed(dim)
+                view = view.unsqueeze(dim)
             elif view.shape[dim] != size:
                 view = view._split(dim, size)
         while len(view.shape) > len(sizes):
-            view = view.squeezed(-1)
+            view = view.squeeze(-1)
         return view
 
-    def _merged(self, dim: int) -> TensorView:
+    def _merge_dims(self, dim: int) -> TensorView:
         """Merge a dimension with the next."""
         inner = self.shape[dim + 1]
         if inner == 1:
-            return self.squeezed(dim + 1)
+            return self.squeeze(dim + 1)
         boxes = []
         for box in self.boxes:
             for outer in range(box.at[dim], box.at[dim] + box.sizes[dim]):
-                part = box.clipped(dim, outer, outer + 1)
+                part = box.clip(dim, outer, outer + 1)
                 assert part is not None
-                part = part.moved(dim + 1, outer * inner)
+                part = part.shift(dim + 1, outer * inner)
                 boxes.append(
                     replace(part, at=_without(part.at, dim), sizes=_without(part.sizes, dim), dims=_without(part.dims, dim))
                 )
@@ -201,7 +201,7 @@ class TensorView:
         boxes = []
         for box in self.boxes:
             for outer in range(box.at[dim] // inner, -(-(box.at[dim] + box.sizes[dim]) // inner)):
-                part = box.clipped(dim, outer * inner, (outer + 1) * inner)
+                part = box.clip(dim, outer * inner, (outer + 1) * inner)
                 assert part is not None
                 boxes.append(
                     replace(
@@ -210,7 +210,7 @@ class TensorView:
                 )
         return replace(self, shape=_with(_with(_without(self.shape, dim), dim, inner), dim, size), boxes=(*boxes,))
 
-    def padded(self, size: int, dim: int = 0) -> TensorView:
+    def pad(self, size: int, dim: int = 0) -> TensorView:
         """Return the view padded with zeros to a size along a dimension."""
         return replace(self, shape=_with(_without(self.shape, dim), dim, size))
 
@@ -222,7 +222,7 @@ class TensorView:
             box.read(files, out)
         return out
 
-    def _ordered(self, order: Sequence[int]) -> TensorView:
+    def _permute(self, order: Sequence[int]) -> TensorView:
         def of(values: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(values[dim] for dim in order)
 
@@ -250,12 +250,12 @@ def concatenate(views: Sequence[TensorView], dim: int) -> TensorView:
 
 def stack(views: Sequence[TensorView], dim: int) -> TensorView:
     """Stack views along a new dimension."""
-    return concatenate([each.unsqueezed(dim) for each in views], dim % (len(views[0].shape) + 1))
+    return concatenate([each.unsqueeze(dim) for each in views], dim % (len(views[0].shape) + 1))
 
 
 def _shift_boxes(views: Sequence[TensorView], stops: Sequence[int], dim: int) -> Iterator[Box]:
     for each, stop in zip(views, stops, strict=True):
-        yield from (box.moved(dim, stop - each.shape[dim]) for box in each.boxes)
+        yield from (box.shift(dim, stop - each.shape[dim]) for box in each.boxes)
 
 
 def _with(values: tuple[_Value, ...], at: int, value: _Value) -> tuple[_Value, ...]:

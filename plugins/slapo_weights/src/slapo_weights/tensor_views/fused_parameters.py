@@ -86,4 +86,4 @@ def view_of(made: FusedParts, views: Mapping[str, TensorView]) -> TensorView:
         ValueError: the parts differ in dtype or shape.
     """
     view = concatenate([views[name].narrow(made.dim, *span) for name, span, _ in made.parts], made.dim)
-    return view if made.padded is None else view.padded(made.padded, made.dim)
+    return view if made.padded is None else view.pad(made.padded, made.dim)

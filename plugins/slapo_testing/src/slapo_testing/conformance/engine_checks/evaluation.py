@@ -27,7 +27,7 @@ def evaluation(case: EngineCase) -> None:
             if modes not in ([], now):
                 raise ConformanceError("after eval_batch() modules are in another mode in training")
             modes = now
-            case.equal(_evaluate(case, engine, step), case.evaluated(model, step), f"eval_batch() after step {step + 1}")
+            case.equal(_evaluate(case, engine, step), case.unmodified_loss(model, step), f"eval_batch() after step {step + 1}")
 
 
 def _evaluate(case: EngineCase, engine: Engine, step: int) -> float:

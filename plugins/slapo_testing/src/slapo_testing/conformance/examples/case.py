@@ -154,7 +154,7 @@ class Case:
             self.example.after(schedule)
         return schedule
 
-    def scheduled(self) -> Schedule:
+    def make_schedule(self) -> Schedule:
         """Return the schedule of a new model with all steps."""
         schedule = self.begin()
         self.step(schedule)
@@ -218,7 +218,7 @@ class Case:
         return drop
 
     @contextmanager
-    def unchanged(self, schedule: Schedule, what: str) -> Any:
+    def check_unchanged(self, schedule: Schedule, what: str) -> Any:
         """Check that a ``with`` block leaves the model as it was, to the bit."""
         before = Snapshot(schedule)
         yield

@@ -49,7 +49,7 @@ def _check_composition(case: Case, word: str, other: Callable[[Case, Schedule], 
         if not _taken(case, schedule, what, action):
             return
     try:
-        case.compare(case.scheduled().mod, schedule.mod, f"with {word}() {'before' if first else 'after'} the step")
+        case.compare(case.make_schedule().mod, schedule.mod, f"with {word}() {'before' if first else 'after'} the step")
     except SlapoError as error:  # a model may also say when it runs that the two do not go together
         check_sentence(error, f"{word}() {'before' if first else 'after'} the step")
 

@@ -75,7 +75,7 @@ def _compare_circumstances(case: Case, course: list[Circumstance]) -> tuple[nn.M
         _expected_result(case, each, reference) for each in course
     ]  # before the step, which may change what all compute
     _has_numbers(expected)
-    schedule = case.scheduled()
+    schedule = case.make_schedule()
     for each, wanted in zip(course, expected, strict=True):
         if wanted is not None:
             _matches_expected(case, each, schedule.mod, wanted)

@@ -40,7 +40,7 @@ def _check(case: Case, how: str, context: AbstractContextManager[Any]) -> None:
     except Exception:  # the unmodified model's own: it does not run so
         return
     try:
-        model = case.scheduled().mod
+        model = case.make_schedule().mod
         with context:
             found = _run(case, model)
     except SlapoError as error:

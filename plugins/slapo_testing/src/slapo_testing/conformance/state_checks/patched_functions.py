@@ -28,18 +28,18 @@ class Patches:
     def differences(self) -> list[str]:
         """Return the names of the functions that have been replaced since."""
         hooks = [name for name, table in hooks_of_all_modules().items() if dict(table) != self._hooks[name]]
-        changed = [f"{_name(owner)}.{name}" for owner, name, _ in self._changed()]
+        changed = [f"{_name(owner)}.{name}" for owner, name, _ in self._changed_functions()]
         return [*changed, *(f"the hooks of all modules, torch.nn.modules.module.{name}" for name in hooks[:1])]
 
     def put_back(self) -> None:
         """Restore the functions."""
-        for owner, name, value in [*self._changed()]:
+        for owner, name, value in [*self._changed_functions()]:
             setattr(owner, name, value)
         for name, table in hooks_of_all_modules().items():
             table.clear()
             table.update(self._hooks[name])
 
-    def _changed(self) -> Iterator[tuple[Any, str, Any]]:
+    def _changed_functions(self) -> Iterator[tuple[Any, str, Any]]:
         for owner, functions in self._kept.items():
             now = vars(owner)
             yield from ((owner, name, value) for name, value in functions.items() if now.get(name) is not value)

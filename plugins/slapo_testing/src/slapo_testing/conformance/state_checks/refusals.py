@@ -28,7 +28,7 @@ def refusals(case: Case) -> None:
 def _refuse(case: Case, refused: Refused, what: str) -> None:
     schedule = case.begin()
     args = copy_containers(refused.args(schedule) if callable(refused.args) else refused.args)
-    with case.unchanged(schedule, f"after {what} was refused"):
+    with case.check_unchanged(schedule, f"after {what} was refused"):
         try:
             case.at(schedule, refused).apply(case.name, *args, **copy_containers(dict(refused.kwargs)))
         except Exception as error:

@@ -24,7 +24,7 @@ def contracts(case: Case) -> None:
     broken = dict[str, str]()
     for training in (True, False):
         mine = replace(case, training=training)
-        before, schedule = _ModelFacts(mine.model()), mine.scheduled()
+        before, schedule = _ModelFacts(mine.model()), mine.make_schedule()
         for what, sentence in _violations(before, schedule, training):
             broken.setdefault(what, sentence)
         check_replicas(schedule)

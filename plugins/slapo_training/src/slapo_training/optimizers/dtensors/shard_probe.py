@@ -97,11 +97,11 @@ def _divisible(size: Size, ranks: int) -> Size:
 def _shard_functions(mesh: DeviceMesh, dims: Sequence[int | None]) -> list[Cut]:
     """Return for each parameter the function that shards it along a dimension; None keeps it whole."""
 
-    def sharded(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    def shard_copy(tensor: torch.Tensor, dim: int) -> torch.Tensor:
         if not tensor.dim():
             return tensor
         dim = min(dim, tensor.dim() - 1)
         local = tensor.chunk(mesh.size(), dim)[mesh.get_local_rank()].clone()
         return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False)
 
-    return [(lambda tensor: tensor) if dim is None else partial(sharded, dim=dim) for dim in dims]
+    return [(lambda tensor: tensor) if dim is None else partial(shard_copy, dim=dim) for dim in dims]
