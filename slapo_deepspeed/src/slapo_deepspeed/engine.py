@@ -30,11 +30,11 @@ from .configuration.config_optimizer import factory_of, is_offloaded
 from .configuration.config_validation import check_config
 from .configuration.options import DeepSpeedOptions
 from .optimizer import master_weights, whole_tensor_optimizer
-from .optimizer.local_tensors import Shares, why_not
+from .optimizer.local_tensors import Shares, unsupported_reason
 from .optimizer.reduced_gradients import ReducedGradients
 from .pipeline import RunningStage, in_pipeline, keep_mode, steps
 from .process_state import _deepspeed_private as private
-from .process_state.engine_import import TorchLinear, import_deepspeed, number_alike, start
+from .process_state.engine_import import TorchLinear, align_numbering, import_deepspeed, start
 from .process_state.process_groups import MeshGroups
 from .zero.external_parameters import ExternalReads
 from .zero.gradient_order import UsedParameters
@@ -59,7 +59,7 @@ class DeepSpeedEngine(ExternalEngine):
         self._device_type = program.mesh.device_type if program.mesh is not None else "cpu"
         self._deepspeed = import_deepspeed(self._device_type)
         self._world, self._linear = start(self._deepspeed), TorchLinear()
-        with self._built():
+        with self._build_context():
             self._config = options.full_config(self._device_type)
             check_config(self._config, options.given, program.axis_size("dp"))
             self._make(program, options)
@@ -72,7 +72,7 @@ class DeepSpeedEngine(ExternalEngine):
         self._stage = RunningStage(program, self._loss, options.dtype) if len(program.stages) > 1 else None
         self._plan: Program | None = None
         trainable = [parameter for parameter in named.values() if parameter.requires_grad]
-        optimizer, rate = self._made(program, options)
+        optimizer, rate = self._make_optimizer(program, options)
         pipelined = None if self._stage is None else in_pipeline(program, self._stage, self._modes)
         if pipelined is not None:
             release_others(program, [self.module], lambda x: x.to(options.dtype) if x.is_floating_point() else x)
@@ -80,14 +80,14 @@ class DeepSpeedEngine(ExternalEngine):
         mpu = MeshGroups(program) if program.mesh is not None and pipelined is None else None
         own = trainable if optimizer is None and options.trains else None
         if options.zero_stage == 3:
-            number_alike(program)
+            align_numbering(program)
         in_turns = optimizer is None or not options.zero_stage or whole_tensor_optimizer.steps_in_turns(optimizer)
         self._initialize(
             pipelined or self.module, optimizer, own, rate, mpu
         )  # other ranks may wait inside for a rank that fails
         self._reads = ExternalReads(self.model, self.module) if options.zero_stage == 3 else None
         whole_tensor_optimizer.bind(self.model, program, in_turns)
-        self._turns = whole_tensor_optimizer.Turns(self.model)
+        self._turns = whole_tensor_optimizer.MergedStep(self.model)
         if self._stage is not None:
             private.replace_receive_buffers(self.model, self._buffer)
         self._clipped_norm: float | None = None
@@ -99,7 +99,7 @@ class DeepSpeedEngine(ExternalEngine):
         self._hooks.bind(self.module, ReducedGradients(self.model, self._deepspeed, options.zero_stage))
         self._take_step = private.take_over(self.model, self._step, self._clip)
 
-    def _made(self, program: Program, options: DeepSpeedOptions) -> tuple[Any, Any]:
+    def _make_optimizer(self, program: Program, options: DeepSpeedOptions) -> tuple[Any, Any]:
         """Return the given optimizer and schedule, or the config's optimizer if it must step whole tensors, or two Nones."""
         layout = whole_tensor_optimizer.layout(program, self.module, options.zero_stage)
         if options.optimizer is not None or "optimizer" not in self._config:
@@ -209,7 +209,7 @@ class DeepSpeedEngine(ExternalEngine):
 
     def averaging_problem(self) -> str:
         """Return the reason why this engine cannot average its weights, or ''."""
-        return why_not(self.model, self.module) or super().averaging_problem()
+        return unsupported_reason(self.model, self.module) or super().averaging_problem()
 
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:
@@ -228,7 +228,7 @@ class DeepSpeedEngine(ExternalEngine):
         world = SingleProcessGroup()  # DeepSpeed asks for its rank while it is destroyed
         try:
             self._detach()
-            self._linear.leave()
+            self._linear.release()
         finally:
             world.close()
 
@@ -240,7 +240,7 @@ class DeepSpeedEngine(ExternalEngine):
         self._used.close()
 
     def _release_process(self) -> None:
-        self._linear.leave()
+        self._linear.release()
         self._world.close(self._deepspeed.comm.destroy_process_group)  # DeepSpeed has to forget its groups too
 
     # ---- one step

@@ -27,9 +27,9 @@ from .checkpoint import save_load
 from .checkpoint.file_writer import MegatronFiles
 from .configuration.limits import ANOTHER_OPTIMIZER, is_shared_out
 from .configuration.options import MegatronOptions
-from .optimizer.local_tensors import Held
+from .optimizer.local_tensors import LocalTensors
 from .optimizer.optimizer_state import OptimizerState
-from .optimizer.optimizer_wrappers import bind_masters, initialize_state, megatrons, optimizer_config, whole_layout
+from .optimizer.optimizer_wrappers import bind_masters, initialize_state, megatron_optimizer, optimizer_config, whole_layout
 from .optimizer.reduced_gradients import ReducedGradients
 from .pipeline import Borders, RunningStage, borders, ties_of
 from .process_state import _megatron_private as private
@@ -63,7 +63,7 @@ class MegatronEngine(ExternalEngine):
         own = [s.index for s in program.stages if program.rank_of(s.index) == program.axis_rank("pp")]
         self._state = ParallelState(program, len(own), options.timeout_minutes)
         self.groups = self._state.groups
-        with self._built():
+        with self._build_context():
             chunks = nn.ModuleList(program.stages[index].module for index in own)
             self.module = chunks[0] if len(own) == 1 else chunks
             self.moves_parameters = options.trains
@@ -108,7 +108,7 @@ class MegatronEngine(ExternalEngine):
             self.optimizer = private.wrap_optimizer(optimizer, optimizer_settings, self.model, self.groups, initialize_state)
             bind_masters(optimizer)
         else:
-            self.optimizer = megatrons(optimizer_settings, self.model, self.groups) if options.trains else None
+            self.optimizer = megatron_optimizer(optimizer_settings, self.model, self.groups) if options.trains else None
         self._run = get_forward_backward_func(pp_size=pp, vp_size=len(own) if len(own) > 1 else None)
         self._sender = private.communicator(self.groups.pp, self.config)
         self._begin_checks(_parameters_by_name(chunks))
@@ -182,15 +182,15 @@ class MegatronEngine(ExternalEngine):
         Keys are the first original name of each tensor.
         """
         self._check_weights()
-        held = Held(self.program)
+        held = LocalTensors(self.program)
         masters = {} if self.optimizer is None else OptimizerState(self, held).masters()
         return {key: piece_of(masters.get(key, tensor), shard_spec(tensor)) for key, tensor in held.tensors.items()}
 
     def masters(self) -> Iterator[MasterValue]:
         """Iterate over this rank's parts of the tensors that Megatron's optimizer steps, and over the buffers."""
-        held = Held(self.program)
+        held = LocalTensors(self.program)
         places = {key: piece_of(tensor, shard_spec(tensor)) for key, tensor in held.tensors.items()}
-        return master_values(OptimizerState(self, held).mains(), held.buffers(), places)
+        return master_values(OptimizerState(self, held).main_params(), held.buffers(), places)
 
     def use_masters(self) -> None:
         """Copy the values of the tensors that Megatron's optimizer steps to the model. Collective."""
@@ -304,7 +304,7 @@ def _parameters_by_name(chunks: nn.ModuleList) -> dict[str, nn.Parameter]:
 
 def _forward_step(iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
     # Packed outside of any module: sharded values cross as shards, which no module's forward may mix.
-    return model.module.sent(model(*next(iterator))), _loss
+    return model.module.output_tensor(model(*next(iterator))), _loss
 
 
 def _loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

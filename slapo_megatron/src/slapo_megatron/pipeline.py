@@ -102,7 +102,7 @@ class RunningStage(StageForward):
         with without_mode():
             return self._run(index, part, labels, values)
 
-    def sent(self, output: Any) -> torch.Tensor:
+    def output_tensor(self, output: Any) -> torch.Tensor:
         """Return ``forward``'s result as the one tensor that Megatron sends; its backward reaches the received tensor."""
         one: torch.Tensor = output if self.post_process else self._pack_output(output)
         if self._index and torch.is_grad_enabled():

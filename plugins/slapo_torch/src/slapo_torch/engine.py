@@ -317,7 +317,7 @@ class TorchEngine(AveragedEngine):
             # the same programs, unless the model has changed
             programs = [self.program.replan(step.training, part) for part in step.parts]
         plan: StagePlan | None = self._plans.get(key)
-        if plan is None or not plan.serves(programs):
+        if plan is None or not plan.is_plan_of(programs):
             plan = self._plans[key] = StagePlan(
                 programs, self.options, step.schedule, self._own_stages, backward, self._replicas
             )

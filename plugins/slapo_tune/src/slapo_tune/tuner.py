@@ -110,21 +110,21 @@ class Tuner:
     def _take(self, number: int, values: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the record of a configuration, from the database or of a trial now; None after an interruption."""
         name = Space.cfg_dict_to_str(values)
-        origin, record = "from the database, ", self._known(name)
+        origin, record = "from the database, ", self._find_record(name)
         if record is None:
             origin, record = "", self._run(values)
             if record is None:
                 return None
             self._database.commit(self._key(name), record)
         self.results.records[name] = record
-        self._tell(f"trial {number}/{self.results.total} {name}: {origin}{_outcome(record)}")
+        self._print_progress(f"trial {number}/{self.results.total} {name}: {origin}{_outcome(record)}")
         return record
 
     def _key(self, name: str) -> str:
         """Return the database's key: the command with the symbols' names in it, and their values."""
         return f"{shlex.join([self._settings.script, *self._settings.arguments])} {name}"
 
-    def _known(self, name: str) -> dict[str, Any] | None:
+    def _find_record(self, name: str) -> dict[str, Any] | None:
         """Return the record of a finished trial, or None; reads the file again, as another tuner may have added to it."""
         self._database.load()
         record = self._database.db.get(self._key(name))
@@ -175,7 +175,7 @@ class Tuner:
         return f"{Path(self._settings.script).name} {problem}; {said}"
 
     @staticmethod
-    def _tell(news: str) -> None:
+    def _print_progress(news: str) -> None:
         print(f"tune: {news}", file=sys.stderr, flush=True)
 
 

@@ -98,7 +98,7 @@ class TreeBuilder:
         """Return the node of a module and of all inside of it."""
         return self._node(module, path, name, set()).node
 
-    def _node(self, module: nn.Module, path: str, name: str, around: set[int]) -> _Found:
+    def _node(self, module: nn.Module, path: str, name: str, around: set[int]) -> _KeyedNode:
         """Return a node with what it is compared by.
 
         Args:
@@ -108,11 +108,11 @@ class TreeBuilder:
             around: Stages of the closest module around it of which they are known.
         """
         node = ModuleNode(printable(name), printable(type(module).__name__), _config(module))
-        node.steps = _first(self._places.words.get(path, ()), _NUM_STEPS)
+        node.steps = _limit_words(self._places.words.get(path, ()), _NUM_STEPS)
         node.borders = tuple(self._places.borders.get(path, ()))
         if (first := self._paths.setdefault(id(module), path)) != path:
             node.notes = (f"the module of {printable(first) or 'the top'}",)
-            return _Found(node, self._key(node, path, 0), around)
+            return _KeyedNode(node, self._key(node, path, 0), around)
         own = self._stages.get(path, around)
         self._add_parameters(node, module, path)
         held = [(key, child) for key, child in vars(module)["_modules"].items() if child is not None]
@@ -124,7 +124,7 @@ class TreeBuilder:
         inside = self._number(*chain.from_iterable((key, child.key) for key, child in found.items()))
         if node.modules_inside >= _NUM_REPEATED and (model := self._models.setdefault(inside, path)) != path:
             node.model_inside = printable(model)
-        return _Found(node, self._key(node, path, inside, *sorted(stages if stages != around else ())), stages)
+        return _KeyedNode(node, self._key(node, path, inside, *sorted(stages if stages != around else ())), stages)
 
     def _key(self, node: ModuleNode, path: str, *inside: int) -> int:
         border = path if node.borders else ""  # is not folded
@@ -133,7 +133,7 @@ class TreeBuilder:
     def _number(self, *seen: Any) -> int:
         return self._keys.setdefault(seen, len(self._keys))
 
-    def _add_inside(self, node: ModuleNode, path: str, found: dict[str, _Found]) -> None:
+    def _add_inside(self, node: ModuleNode, path: str, found: dict[str, _KeyedNode]) -> None:
         for name, (child, _, _) in found.items():
             node.held, node.total = node.held + child.held, node.total + child.total
             node.modules_inside += 1 + child.modules_inside
@@ -158,7 +158,7 @@ class TreeBuilder:
                 self._counted.add(id(tensor))
                 node.held += 0 if self._are_freed and tensor.is_meta else shape.held
                 node.total += shape.total
-        node.parameters = _first(words, _NUM_PARAMETERS)
+        node.parameters = _limit_words(words, _NUM_PARAMETERS)
 
     def _marks(self, tensor: torch.Tensor, place: str) -> str:
         others = [printable(other) for other in self._names.get(id(tensor), ()) if other != place]
@@ -182,7 +182,7 @@ def tied_names(module: nn.Module) -> dict[int, tuple[str, ...]]:
     return {key: tuple(found) for key, found in names.items() if len(found) > 1}
 
 
-def _first(words: Sequence[str], limit: int) -> tuple[str, ...]:
+def _limit_words(words: Sequence[str], limit: int) -> tuple[str, ...]:
     more = len(words) - limit
     return (*words[:limit], *([f"{more} more"] if more > 0 else []))
 
@@ -194,7 +194,7 @@ def _config(module: nn.Module) -> str:
         return ""
 
 
-class _Found(NamedTuple):
+class _KeyedNode(NamedTuple):
     """A node with what it is compared by.
 
     Args:
@@ -208,14 +208,14 @@ class _Found(NamedTuple):
     stages: set[int]
 
 
-def _note_stages(found: _Found, around: set[int]) -> None:
+def _note_stages(found: _KeyedNode, around: set[int]) -> None:
     """Note the stages of a module where they are not those of the module around it."""
     if found.stages and found.stages != around:
         word = "stage" if len(found.stages) == 1 else "stages"
         found.node.notes = (*found.node.notes, f"{word} {', '.join(map(str, sorted(found.stages)))}")
 
 
-def _merge_equal_siblings(children: Iterable[_Found]) -> list[ModuleNode]:
+def _merge_equal_siblings(children: Iterable[_KeyedNode]) -> list[ModuleNode]:
     """Put alike neighbours together, each group under the names of its members."""
     nodes = []
     for _, group in groupby(children, lambda found: found.key):

@@ -80,14 +80,14 @@ def _non_default_options(options: Any) -> str:
     if not dataclasses.is_dataclass(options):
         return ""
     given = [(field, getattr(options, field.name)) for field in dataclasses.fields(options)]
-    return ", ".join(f"{field.name}={short_value(value)}" for field, value in given if _differs(value, _default(field)))
+    return ", ".join(f"{field.name}={short_value(value)}" for field, value in given if _is_changed(value, _default(field)))
 
 
 def _default(field: Any) -> Any:
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
 
 
-def _differs(value: Any, default: Any) -> bool:
+def _is_changed(value: Any, default: Any) -> bool:
     return value is not default and not (isinstance(default, (bool, int, float, str)) and bool(value == default))
 
 

@@ -32,7 +32,7 @@ def view_of_schedule(sch: Schedule) -> View:
         ("steps", step_text(steps)),
         ("stages", _stages(sch, places)),
         ("tied", join_first(_ties(names.values(), sch.path), 3)),
-        ("gone modules", join_first(_gone(sch, places))),
+        ("gone modules", join_first(_removed_modules(sch, places))),
     )
     return View(f"{root.kind}{where}", facts, (Tree(root),))
 
@@ -80,7 +80,7 @@ def _ties(names: Iterable[tuple[str, ...]], top: str) -> list[str]:
     return [printable(" = ".join(tied)) for tied in inside]
 
 
-def _gone(sch: Schedule, places: StepPlaces) -> list[str]:
+def _removed_modules(sch: Schedule, places: StepPlaces) -> list[str]:
     """Return the steps on modules that later steps removed."""
     root = sch.get_top_schedule()
     return [f"{printable(path)}: {format_tally(names)}" for path, names in places.names.items() if path and path not in root]

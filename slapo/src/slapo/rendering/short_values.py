@@ -45,9 +45,9 @@ def short_value(value: Any) -> str:
     if isinstance(value, type) or inspect.isroutine(value):
         return printable(value.__name__)
     if isinstance(value, Mapping):
-        return _enclose("{}", [f"{short_value(key)}: {short_value(part)}" for key, part in _first(value.items())], len(value))
+        return _enclose("{}", [f"{short_value(key)}: {short_value(part)}" for key, part in _head(value.items())], len(value))
     if isinstance(value, (list, tuple, set, frozenset)):
-        return _enclose("()" if isinstance(value, tuple) else "[]", map(short_value, _first(value)), len(value))
+        return _enclose("()" if isinstance(value, tuple) else "[]", map(short_value, _head(value)), len(value))
     return f"<{type(value).__name__}>"
 
 
@@ -84,7 +84,7 @@ def join_first(words: Iterable[str], limit: int = 4) -> str:
     return ", ".join(known[:limit]) + (f" and {len(known) - limit} more" if len(known) > limit else "")
 
 
-def _first(values: Iterable[Any]) -> list[Any]:
+def _head(values: Iterable[Any]) -> list[Any]:
     return [value for value, _ in zip(values, range(_NUM_ENTRIES), strict=False)]
 
 

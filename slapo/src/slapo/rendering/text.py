@@ -61,9 +61,9 @@ def _rows(node: ModuleNode, detail: Detail, depth: int) -> Iterator[tuple[str, i
         yield border
     is_closed = detail.is_closed(node, depth)
     yield count_text(node), depth, [f"{name_text(node)}{class_text(node)}", *_details(node, is_closed)]
-    for child in () if is_closed else detail.shown(node):
+    for child in () if is_closed else detail.visible_children(node):
         yield from _rows(child, detail, depth + 1)
-    if (left_out := len(node.children) - len(detail.shown(node))) and not is_closed:
+    if (left_out := len(node.children) - len(detail.visible_children(node))) and not is_closed:
         yield "", depth + 1, [f"... {left_out:,} more"]
     if "after" in node.borders:
         yield border

@@ -59,10 +59,10 @@ class Detail:
     def of(cls, root: ModuleNode, lines: int) -> Detail:
         """Return the greatest depth that fits into a number of lines, and at least 1."""
         detail = cls(1, lines // 2, root.is_changed or root.is_changed_inside)
-        level, shown = detail.shown(root), 1 + len(root.children)
+        level, shown = detail.visible_children(root), 1 + len(root.children)
         while level:
             is_open = [node for node in level if not detail._adds_nothing(node, detail.depth)]
-            level = [child for node in is_open for child in detail.shown(node)]
+            level = [child for node in is_open for child in detail.visible_children(node)]
             shown += len(level)
             if shown > lines:
                 break
@@ -73,7 +73,7 @@ class Detail:
         """Return whether the modules inside are left out."""
         return bool(node.children) and (depth >= self.depth or self._adds_nothing(node, depth))
 
-    def shown(self, node: ModuleNode) -> list[ModuleNode]:
+    def visible_children(self, node: ModuleNode) -> list[ModuleNode]:
         """Return the modules inside that have a line."""
         return node.children[: self.width]
 

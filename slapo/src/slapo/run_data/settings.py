@@ -87,7 +87,7 @@ class Settings:
     def check(self) -> None:
         """Raise ``SettingsError`` for numbers that do not fit together."""
         for name in ("layers", "hidden", "heads", "seq", "batch", "microbatches", "tp", "pp", "dp", "steps"):
-            _positive(name, getattr(self, name))
+            _check_positive(name, getattr(self, name))
         if self.seq < 2:
             raise SettingsError(f"--seq {self.seq}: nothing to predict in a sequence of one byte; use 2 or more")
         if not 0 < self.lr < float("inf"):
@@ -151,7 +151,7 @@ def format_count(number: int, one: str, many: str = "") -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
-def _positive(name: str, value: int) -> None:
+def _check_positive(name: str, value: int) -> None:
     if value < 1:
         raise SettingsError(f"--{name} {value}: not a positive number; use 1 or more")
 

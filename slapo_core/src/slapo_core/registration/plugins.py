@@ -123,17 +123,17 @@ class Plugins:
         record.plugin = record.entry_point.load() if record.entry_point else record.plugin
 
     def _add_hookspecs(self, record: PluginRecord) -> None:
-        if self._implements(record.plugin, _ADD_HOOKSPECS):
+        if self._is_hook_implementation(record.plugin, _ADD_HOOKSPECS):
             getattr(record.plugin, _ADD_HOOKSPECS)(self.manager)
 
     def _register(self, record: PluginRecord) -> None:
         for name in self._hook_names():
             method = getattr(record.plugin, name, None)
-            if method is not None and inspect.isroutine(method) and not self._implements(record.plugin, name):
+            if method is not None and inspect.isroutine(method) and not self._is_hook_implementation(record.plugin, name):
                 raise PluginError(f"{name} is not marked with @hookimpl", owner=str(record))
         self.manager.register(record.plugin, record.name)
 
-    def _implements(self, plugin: object, name: str) -> bool:
+    def _is_hook_implementation(self, plugin: object, name: str) -> bool:
         return hasattr(plugin, name) and self.manager.parse_hookimpl_opts(plugin, name) is not None
 
     def _hook_names(self) -> list[str]:

@@ -12,7 +12,7 @@ from slapo_core import BuildError, Program
 from slapo_training.checkpoint import check_plain
 from slapo_training.engines import bytes_of
 
-from ..optimizer.local_tensors import Shares, why_not
+from ..optimizer.local_tensors import Shares, unsupported_reason
 from ..process_state._deepspeed_private import loss_scaler
 
 WEIGHT = ""
@@ -37,7 +37,7 @@ class _TensorRequest(NamedTuple):
     aliases: tuple[str, ...]
 
 
-class Places:
+class TensorIndex:
     """Recorder of where DeepSpeed writes this rank's elements. Tensors are identified by their memory.
 
     A tensor that DeepSpeed copies before it writes is identified by name and equal values. Elements that DeepSpeed does not
@@ -52,7 +52,7 @@ class Places:
     def __init__(self, model: Any, module: nn.Module, program: Program) -> None:
         self._found: list[tuple[Any, ...]] = []
         self._wanted: list[_TensorRequest] = []
-        self._about: dict[str, Any] = {"why_not": why_not(model, module), "common": None, "scale": None}
+        self._about: dict[str, Any] = {"why_not": unsupported_reason(model, module), "common": None, "scale": None}
         if not self._about["why_not"]:
             shares = Shares(model, module, program)
             self._collect(shares, module)
@@ -80,9 +80,9 @@ class Places:
                     numbers.setdefault(share.name, {})[key] = (value, None)
                 else:
                     odd.setdefault(share.name, []).append(key)
-        self._about.update(shares.about(), numbers=numbers, odd=odd)
+        self._about.update(shares.layout(), numbers=numbers, odd=odd)
 
-    def see(self, state: Any, file: str) -> None:
+    def record_tensors(self, state: Any, file: str) -> None:
         """Record the tensors in the content of a file, before DeepSpeed writes it."""
         if isinstance(state, dict) and "lr_scheduler" in state and "global_steps" in state:
             self._about["common"] = file

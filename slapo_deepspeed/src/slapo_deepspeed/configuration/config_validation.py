@@ -39,7 +39,7 @@ def check_config(config: Mapping[str, Any], given: Mapping[str, Any], replicas: 
     except (AssertionError, TypeError, ValueError, KeyError) as err:
         raise BuildError(f"DeepSpeed refuses its config: {str(err) or type(err).__name__}") from err
     for section, key, known in asked.unread():
-        if _holds(given, [section, key] if section else [key]):
+        if _has_path(given, [section, key] if section else [key]):
             whose = f"{section} in DeepSpeed's config" if section else "DeepSpeed's config"
             raise BuildError(str(UnknownNameError.of("key", key, known, whose=whose)))
 
@@ -131,7 +131,7 @@ def _refusals(error: Any, given: Mapping[str, Any]) -> Iterator[str]:
     """Yield pydantic's findings, each with its path in the configuration."""
     for found in error.errors():
         place = [str(key) for key in found["loc"]]
-        section = [key for key, value in given.items() if isinstance(value, Mapping) and _holds(value, place)]
+        section = [key for key, value in given.items() if isinstance(value, Mapping) and _has_path(value, place)]
         sentence = f"{'.'.join([*section[:1], *place])}: {found['msg']}"
         near = difflib.get_close_matches(place[-1], _fields(error.title), n=1) if found["type"] == "extra_forbidden" else []
         yield f"{sentence}, did you mean {near[0]!r}?" if near else sentence
@@ -150,7 +150,7 @@ def _names(model: Any) -> Iterator[str]:
                 yield from kind.model_fields
 
 
-def _holds(values: Any, path: list[str]) -> bool:
+def _has_path(values: Any, path: list[str]) -> bool:
     for key in path:
         if not isinstance(values, Mapping) or key not in values:
             return False

@@ -138,7 +138,7 @@ class DeepSpeedOptions(EngineOptions):
         Raises:
             BuildError: ``microbatches`` and the configuration differ.
         """
-        return self._one("microbatches", self.microbatches, 1, "gradient_accumulation_steps", int)
+        return self._merge_option("microbatches", self.microbatches, 1, "gradient_accumulation_steps", int)
 
     @property
     def largest_norm(self) -> float:
@@ -147,7 +147,7 @@ class DeepSpeedOptions(EngineOptions):
         Raises:
             BuildError: ``clip`` and the configuration differ.
         """
-        return self._one("clip", float(self.clip), 0.0, "gradient_clipping", float)
+        return self._merge_option("clip", float(self.clip), 0.0, "gradient_clipping", float)
 
     def configured_rows(self, dp: int) -> tuple[str, int] | None:
         """Return the configuration's key that sets the rows of a micro-batch, and the number of rows; None if there is none."""
@@ -192,7 +192,7 @@ class DeepSpeedOptions(EngineOptions):
             *super().rank_invariants(),
         ]
 
-    def _one(self, name: str, ours: Number, default: Number, key: str, kind: type[Number]) -> Number:
+    def _merge_option(self, name: str, ours: Number, default: Number, key: str, kind: type[Number]) -> Number:
         if key not in self.given:
             return ours
         configured = self.given[key]

@@ -61,7 +61,7 @@ class TorchLinear:
             TorchLinear._original = functional.linear
         TorchLinear._users += 1
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Give up this engine's use; the last one restores torch's function."""
         TorchLinear._users -= 1
         if TorchLinear._users == 0:
@@ -76,7 +76,7 @@ def start(deepspeed: Any) -> SingleProcessGroup:
     return world
 
 
-def number_alike(program: Program) -> None:
+def align_numbering(program: Program) -> None:
     """Start the numbering of stage 3's parameters and modules from the same numbers on all ranks. Collective over the mesh.
 
     DeepSpeed compares these numbers between ranks in a forward. Where they differ, some ranks fail while others wait. A

@@ -17,7 +17,7 @@ from torch import nn
 from slapo_core import ScheduleError, ShardSpec
 
 from ..process_state._megatron_private import fused_cross_entropy
-from .parallel_layers import once
+from .parallel_layers import refuse_double_backward
 
 
 class FusedLosses(nn.Module):
@@ -46,11 +46,11 @@ class FusedLosses(nn.Module):
         else:
             losses = self.fused(logits, target, self.spec.group)
         if losses.requires_grad and not compiling:
-            losses.register_hook(_First())  # type: ignore[no-untyped-call]
-        return once(losses).masked_fill(ignored, 0)
+            losses.register_hook(_SingleBackwardHook())  # type: ignore[no-untyped-call]
+        return refuse_double_backward(losses).masked_fill(ignored, 0)
 
 
-class _First:
+class _SingleBackwardHook:
     """Gradient hook that refuses a second backward: Megatron's first one overwrites its saved tensors."""
 
     done = False

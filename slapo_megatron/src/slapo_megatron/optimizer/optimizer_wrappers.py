@@ -30,7 +30,7 @@ def optimizer_config(options: MegatronOptions) -> Any:
     return config_of(OptimizerConfig, {**given, **precision})
 
 
-def megatrons(config: Any, chunks: Sequence[Any], groups: Any) -> Any:
+def megatron_optimizer(config: Any, chunks: Sequence[Any], groups: Any) -> Any:
     """Return Megatron's own optimizer for a configuration."""
     from megatron.core.optimizer import get_megatron_optimizer
 

@@ -130,10 +130,10 @@ def _stand_ins() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
 
 
 def _for_megatron(original: Any, stand_in: Callable[..., Any]) -> Any:
-    def chosen(*args: Any, **kwargs: Any) -> Any:
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
         return (stand_in if _is_megatron(sys._getframe(1)) else original)(*args, **kwargs)
 
-    return chosen
+    return dispatch
 
 
 def _is_megatron(frame: Any) -> bool:

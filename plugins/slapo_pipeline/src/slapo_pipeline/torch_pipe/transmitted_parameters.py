@@ -91,7 +91,7 @@ class TransmittingStage(nn.Module):
         is_last: bool,
     ) -> None:
         super().__init__()
-        inner = _without(module, [name for names in used.values() for name in names])
+        inner = _with_meta_parameters(module, [name for names in used.values() for name in names])
         for table in MODULE_TABLES:
             self.__dict__[table] = inner.__dict__[table]
         self.__dict__["inner"] = inner  # no child: its parameters are this module's, under their names
@@ -115,7 +115,7 @@ class TransmittingStage(nn.Module):
         return (*result, *({**parameters, **own}[k] for k in self._sent))
 
 
-def _without(module: nn.Module, names: Sequence[str]) -> nn.Module:
+def _with_meta_parameters(module: nn.Module, names: Sequence[str]) -> nn.Module:
     """Copy the module tree around some parameters, with meta buffers in their places."""
     copies: dict[int, nn.Module] = {}
     top = _copy_once(module, copies)

@@ -179,19 +179,19 @@ def run_all(checks: Iterable[Check]) -> None:
 def _registration_checks(kind: str, name: str, examples: Sequence[Any]) -> list[Check]:
     plugins = examples[0].plugins if examples else ()
 
-    def made(check: Callable[..., None], *more: Any) -> Callable[[], None]:
+    def bind_check(check: Callable[..., None], *more: Any) -> Callable[[], None]:
         return lambda: check(registry_of(plugins), kind, name, *more)
 
-    known = Check(name, "registered", None, made(check_registered))
+    known = Check(name, "registered", None, bind_check(check_registered))
     try:
         registry_of(plugins).get(kind, name)
     except Exception:  # of which that check tells, and there is nothing to run the others on
         return [known]
     return [
         known,
-        Check(name, "documented", None, made(check_documented)),
-        Check(name, "lazy", None, made(check_lazy_import)),
-        Check(name, "examples", None, made(check_has_examples, examples)),
+        Check(name, "documented", None, bind_check(check_documented)),
+        Check(name, "lazy", None, bind_check(check_lazy_import)),
+        Check(name, "examples", None, bind_check(check_has_examples, examples)),
     ]
 
 

@@ -142,7 +142,7 @@ class TorchSaver(Saver):
             self._files = TensorFiles(pieces, ranks, copies)
         tensors = self._files
         put_averages = state.averages.prepare_save(ranks, copies is not None)
-        about = {"layout": layout_of(program), **state.averages.about()}
+        about = {"layout": layout_of(program), **state.averages.manifest_facts()}
 
         def write(meeting: Ranks) -> None:
             def put() -> None:

@@ -27,7 +27,7 @@ class FreedParameter(torch.Tensor):
     """Stand-in for a parameter while its unit does not run; has the full shape and dtype, and raises if it is read."""
 
     @staticmethod
-    def like(parameter: torch.Tensor) -> FreedParameter:
+    def stand_in_of(parameter: torch.Tensor) -> FreedParameter:
         """Return a stand-in for a parameter."""
         made: FreedParameter = torch.Tensor._make_wrapper_subclass(
             FreedParameter,
@@ -169,7 +169,7 @@ class Unit:
             with torch.no_grad():
                 local = successor(old, sharded.to_local(), spec=spec)
                 full_attributes = shard_attributes(local, old.shape, 0, spec.cut)
-                made.append(ShardedParameter(holder, key, sharded, local, full_attributes, FreedParameter.like(old)))
+                made.append(ShardedParameter(holder, key, sharded, local, full_attributes, FreedParameter.stand_in_of(old)))
         return made
 
     @property

@@ -197,9 +197,9 @@ class RowDims:
             if place is None or (isinstance(place, int) and place != 0):
                 raise BuildError(f"batch_dims[{path!r}] is {count!r}, which does not have the rows in dimension 0")
             ends = place if isinstance(place, list) else ends
-            counts = _numbers(path, self._tensors[count])
+            counts = _count_list(path, self._tensors[count])
         else:
-            counts = _numbers(path, _call_count(path, count, self._batch))
+            counts = _count_list(path, _call_count(path, count, self._batch))
         if len(counts) != ends[-1]:
             raise BuildError(f"batch_dims[{path!r}] counts the entries of {len(counts)} rows, but the batch has {ends[-1]}")
         sums, number = [0, *accumulate(counts)], len(self._tensors[path])
@@ -212,7 +212,7 @@ def _is_integer(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
 
 
-def _numbers(path: Path, counts: Any) -> list[int]:
+def _count_list(path: Path, counts: Any) -> list[int]:
     """Return counts as a list; entries with several sizes, e.g. of a grid, count as their product."""
     found = torch.as_tensor(counts)
     if found.is_floating_point() or found.dim() == 0:

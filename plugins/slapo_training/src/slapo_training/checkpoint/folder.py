@@ -115,15 +115,15 @@ class CheckpointWriter:
         def put() -> None:
             files = {name: [sizes[name], total] for own in everyone for name, total in own.items()}
             for each in {self.data, *(directory for directory in self.data.rglob("*") if directory.is_dir())}:
-                _sync(each)
+                _fsync(each)
             content = {"format": FORMAT, "target": self.target, "number": self.number, "data": self.data.name, "files": files}
             made = self.folder / f"{MANIFEST}.{self.number}"
             made.write_text(text_of({**content, **about}))
-            _sync(made)
+            _fsync(made)
             os.replace(made, self.folder / MANIFEST)
             for each in (self.folder, self.folder.parent):
                 try:
-                    _sync(each)
+                    _fsync(each)
                 except OSError as err:
                     get_logger().warning(
                         "the new checkpoint in %r may not outlive a power cut: %s", str(each), failure_reason(err)
@@ -289,7 +289,7 @@ def _sha256(file: Path, is_new: bool = False) -> str:
     return digest.hexdigest()
 
 
-def _sync(path: Path) -> None:
+def _fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

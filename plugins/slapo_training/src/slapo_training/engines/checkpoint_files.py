@@ -79,7 +79,7 @@ def prepare_save(
     said = ranks.run_on_all(lambda: (CheckpointWriter.propose(path, target), position.words()))
     writing = CheckpointWriter.from_proposals([proposed for proposed, _ in said], target)
     position.check_same(words for _, words in said)
-    about = {**about, "layout_of_ranks": layout_of(program), **averages.about()}
+    about = {**about, "layout_of_ranks": layout_of(program), **averages.manifest_facts()}
     files: dict[str, bytes] = {}
 
     def gather() -> None:
@@ -114,7 +114,7 @@ def bytes_of(value: Any) -> bytes:
     return stream.getvalue()
 
 
-class Beside(NamedTuple):
+class EngineExtras(NamedTuple):
     """Files beside an engine's own.
 
     Args:
@@ -135,7 +135,7 @@ class Beside(NamedTuple):
             copy_into(buffers[name], saved)
 
 
-def read_beside(checkpoint: Checkpoint, program: Program, buffers: Mapping[str, torch.Tensor]) -> Beside:
+def read_extras(checkpoint: Checkpoint, program: Program, buffers: Mapping[str, torch.Tensor]) -> EngineExtras:
     """Read the files that ``prepare_save`` writes beside an engine's own. Collective.
 
     Args:
@@ -148,7 +148,7 @@ def read_beside(checkpoint: Checkpoint, program: Program, buffers: Mapping[str, 
     """
     ranks = Ranks.of(program)
     is_same = checkpoint.about["layout_of_ranks"] == layout_of(program)
-    found: list[Beside] = []
+    found: list[EngineExtras] = []
 
     def read() -> None:
         position = Position(**torch.load(checkpoint.data / _POSITION, weights_only=True))
@@ -161,7 +161,7 @@ def read_beside(checkpoint: Checkpoint, program: Program, buffers: Mapping[str, 
                         f"the checkpoint has the buffer {name!r} of shape {tuple(tensor.shape)}, which the model has not; load "
                         "it into the model it was saved from"
                     )
-        found.append(Beside(position, saved if is_same else rng_state.digest_of(saved)))
+        found.append(EngineExtras(position, saved if is_same else rng_state.digest_of(saved)))
 
     ranks.run_on_all(read)
     return found[0]

@@ -79,14 +79,14 @@ def different(parameters: Sequence[nn.Parameter | None], group: dist.ProcessGrou
 
 def _marks(parameter: nn.Parameter) -> torch.Tensor:
     """Three numbers that differ where values or requires_grad do."""
-    parts = [_numbers(each) for each in _tensors_in(parameter.detach())]
+    parts = [_real_values(each) for each in _tensors_in(parameter.detach())]
     sums = torch.stack([values.sum(dtype=torch.float64) for values in parts])
     norms = torch.stack([torch.linalg.vector_norm(values, dtype=torch.float64) for values in parts])
     is_trained = torch.tensor(parameter.requires_grad, dtype=torch.float64, device=sums.device)
     return torch.stack([sums.sum(), norms.norm(), is_trained])
 
 
-def _numbers(values: torch.Tensor) -> torch.Tensor:
+def _real_values(values: torch.Tensor) -> torch.Tensor:
     values = torch.view_as_real(values) if values.is_complex() else values
     # norms of other types are not to be had
     return values if values.is_floating_point() and values.element_size() > 1 else values.double()

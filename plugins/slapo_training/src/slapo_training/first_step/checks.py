@@ -119,7 +119,7 @@ class FirstStep:
         if len(self._off) < len(CHECKS) and rows[0].number:
             self._modes.set(True)
             runs = StageRuns(self._program, self._options, device, around, accumulates, failed)
-            problem = next(filter(None, (self._options.batch_rows.division_problem(each.given()) for each in rows)), None)
+            problem = next(filter(None, (self._options.batch_rows.division_problem(each.as_dict()) for each in rows)), None)
             try:
                 if runs.any_rank(problem is not None):
                     get_logger().warning("first-step checks were left out: %s", problem or "another rank cannot cut its batch")

@@ -50,7 +50,7 @@ class Factor(NamedTuple):
     value: float
     error: float
 
-    def agrees(self, other: Factor) -> bool:
+    def is_close(self, other: Factor) -> bool:
         """Return True if two factors are equal within their errors."""
         allowed = _FACTORS_AGREE * max(abs(self.value), abs(other.value)) + self.error + other.error
         return abs(self.value - other.value) <= allowed

@@ -102,7 +102,7 @@ class RowsCheck:
                     return None
                 again = comparison.factors()
                 terms = {name: pair for name, pair in comparison.terms().items() if name in again and name in factors}
-                terms = {name: pair for name, pair in terms.items() if again[name].agrees(factors[name])}
+                terms = {name: pair for name, pair in terms.items() if again[name].is_close(factors[name])}
                 if terms:
                     self._report_buffers_and_terms([], terms)
                     return None

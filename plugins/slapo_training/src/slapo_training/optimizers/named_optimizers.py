@@ -41,7 +41,7 @@ class NamedOptimizer(NamedTuple):
         """Return this rank's local tensor of a parameter."""
         return self.parts.get(name, self.known[name])
 
-    def taken(self, name: str, elements: Mapping[Any, torch.Tensor], rest: Mapping[Any, Any]) -> dict[Any, Any]:
+    def loadable_state(self, name: str, elements: Mapping[Any, torch.Tensor], rest: Mapping[Any, Any]) -> dict[Any, Any]:
         """Return the state of a parameter for ``load_state_dict``.
 
         Args:

@@ -117,7 +117,7 @@ class WeightFiles:
         try:
             with open(entry.path, "rb", buffering=0) as file:
                 at = 0
-                for start, size in _runs(entry.shape, starts, sizes, entry.dtype.itemsize):
+                for start, size in _byte_runs(entry.shape, starts, sizes, entry.dtype.itemsize):
                     _fill(file, buffer[at : at + size], entry.start + start)
                     at += size
         except OSError as err:
@@ -126,7 +126,7 @@ class WeightFiles:
         return result
 
 
-def _runs(shape: Sequence[int], starts: Sequence[int], sizes: Sequence[int], width: int) -> Iterator[tuple[int, int]]:
+def _byte_runs(shape: Sequence[int], starts: Sequence[int], sizes: Sequence[int], width: int) -> Iterator[tuple[int, int]]:
     """Yield offset and length in bytes of each contiguous run of a box."""
     split = len(shape)
     while split and starts[split - 1] == 0 and sizes[split - 1] == shape[split - 1]:

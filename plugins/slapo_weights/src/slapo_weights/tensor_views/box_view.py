@@ -134,19 +134,19 @@ class TensorView:
         """Return the view with a new dimension of size 1."""
         dim %= len(self.shape) + 1
         boxes = tuple(
-            replace(box, at=_with(box.at, dim, 0), sizes=_with(box.sizes, dim, 1), dims=_with(box.dims, dim, None))
+            replace(box, at=_put(box.at, dim, 0), sizes=_put(box.sizes, dim, 1), dims=_put(box.dims, dim, None))
             for box in self.boxes
         )
-        return replace(self, shape=_with(self.shape, dim, 1), boxes=boxes)
+        return replace(self, shape=_put(self.shape, dim, 1), boxes=boxes)
 
     def squeeze(self, dim: int) -> TensorView:
         """Return the view without a dimension of size 1."""
         dim %= len(self.shape)
         boxes = tuple(
-            replace(box, at=_without(box.at, dim), sizes=_without(box.sizes, dim), dims=_without(box.dims, dim))
+            replace(box, at=_remove(box.at, dim), sizes=_remove(box.sizes, dim), dims=_remove(box.dims, dim))
             for box in self.boxes
         )
-        return replace(self, shape=_without(self.shape, dim), boxes=boxes)
+        return replace(self, shape=_remove(self.shape, dim), boxes=boxes)
 
     def reshape(self, shape: Sequence[int]) -> TensorView:
         """Return the view in another shape, in row-major order; -1 is the size that fits.
@@ -187,11 +187,9 @@ class TensorView:
                 assert part is not None
                 part = part.shift(dim + 1, outer * inner)
                 boxes.append(
-                    replace(part, at=_without(part.at, dim), sizes=_without(part.sizes, dim), dims=_without(part.dims, dim))
+                    replace(part, at=_remove(part.at, dim), sizes=_remove(part.sizes, dim), dims=_remove(part.dims, dim))
                 )
-        return replace(
-            self, shape=_with(_without(_without(self.shape, dim), dim), dim, inner * self.shape[dim]), boxes=(*boxes,)
-        )
+        return replace(self, shape=_put(_remove(_remove(self.shape, dim), dim), dim, inner * self.shape[dim]), boxes=(*boxes,))
 
     def _split(self, dim: int, size: int) -> TensorView:
         """Split a dimension into one of a size and the rest."""
@@ -204,15 +202,13 @@ class TensorView:
                 part = box.clip(dim, outer * inner, (outer + 1) * inner)
                 assert part is not None
                 boxes.append(
-                    replace(
-                        part, at=_with(part.at, dim, outer), sizes=_with(part.sizes, dim, 1), dims=_with(part.dims, dim, None)
-                    )
+                    replace(part, at=_put(part.at, dim, outer), sizes=_put(part.sizes, dim, 1), dims=_put(part.dims, dim, None))
                 )
-        return replace(self, shape=_with(_with(_without(self.shape, dim), dim, inner), dim, size), boxes=(*boxes,))
+        return replace(self, shape=_put(_put(_remove(self.shape, dim), dim, inner), dim, size), boxes=(*boxes,))
 
     def pad(self, size: int, dim: int = 0) -> TensorView:
         """Return the view padded with zeros to a size along a dimension."""
-        return replace(self, shape=_with(_without(self.shape, dim), dim, size))
+        return replace(self, shape=_put(_remove(self.shape, dim), dim, size))
 
     def read(self, files: WeightFiles, dtype: torch.dtype) -> torch.Tensor:
         """Read the tensor to the CPU; only its own bytes are read."""
@@ -240,7 +236,7 @@ def concatenate(views: Sequence[TensorView], dim: int) -> TensorView:
     """
     first = views[0]
     dim %= len(first.shape)
-    if any(each.dtype is not first.dtype or _without(each.shape, dim) != _without(first.shape, dim) for each in views):
+    if any(each.dtype is not first.dtype or _remove(each.shape, dim) != _remove(first.shape, dim) for each in views):
         told = ", ".join(sorted({f"{each.dtype} {list(each.shape)}" for each in views}))
         raise ValueError(f"tensors of {told} do not go together")
     stops = [*accumulate(each.shape[dim] for each in views)]
@@ -258,9 +254,9 @@ def _shift_boxes(views: Sequence[TensorView], stops: Sequence[int], dim: int) ->
         yield from (box.shift(dim, stop - each.shape[dim]) for box in each.boxes)
 
 
-def _with(values: tuple[_Value, ...], at: int, value: _Value) -> tuple[_Value, ...]:
+def _put(values: tuple[_Value, ...], at: int, value: _Value) -> tuple[_Value, ...]:
     return (*values[:at], value, *values[at:])
 
 
-def _without(values: tuple[_Value, ...], at: int) -> tuple[_Value, ...]:
+def _remove(values: tuple[_Value, ...], at: int) -> tuple[_Value, ...]:
     return (*values[:at], *values[at + 1 :])

@@ -46,7 +46,7 @@ def _check_composition(case: Case, word: str, other: Callable[[Case, Schedule], 
         actions.insert(0, (f"what comes before it, after {word}()", partial(case.example.before, schedule)))
     actions.insert(0 if first else 2, (f"{word}() {'alone' if first else 'after the step'}", partial(other, case, schedule)))
     for what, action in actions:
-        if not _taken(case, schedule, what, action):
+        if not _is_accepted(case, schedule, what, action):
             return
     try:
         case.compare(case.make_schedule().mod, schedule.mod, f"with {word}() {'before' if first else 'after'} the step")
@@ -54,7 +54,7 @@ def _check_composition(case: Case, word: str, other: Callable[[Case, Schedule], 
         check_sentence(error, f"{word}() {'before' if first else 'after'} the step")
 
 
-def _taken(case: Case, schedule: Schedule, what: str, action: Callable[[], Any]) -> bool:
+def _is_accepted(case: Case, schedule: Schedule, what: str, action: Callable[[], Any]) -> bool:
     """Return the result of ``Case.takes``. Of several steps the first may have been taken, so the model is not compared."""
     if what.startswith("what comes"):
         try:
@@ -62,7 +62,7 @@ def _taken(case: Case, schedule: Schedule, what: str, action: Callable[[], Any])
         except SlapoError:
             return False
         return True
-    return case.takes(schedule, what, action)
+    return case.accepts(schedule, what, action)
 
 
 def _trace(case: Case, schedule: Schedule) -> None:

@@ -57,7 +57,7 @@ def _run(case: Case, model: nn.Module) -> Run:
 
 def _compare(case: Case, model: nn.Module, wanted: Run, found: Run, what: str) -> None:
     exact = _run(case, case.model())
-    apart = differences(_wide(exact), _wide(wanted), Tolerance(0.0, 0.0))
+    apart = differences(_to_float64(exact), _to_float64(wanted), Tolerance(0.0, 0.0))
     noise = {each.what: ROUNDING_FACTOR * each.absolute for each in apart if each.absolute is not None}
     tolerance = Tolerance(case.example.atol, max(RELATIVE_TOLERANCE, case.example.rtol), RELATIVE_TOLERANCE, noise)
     common_buffers(wanted, found)
@@ -67,7 +67,7 @@ def _compare(case: Case, model: nn.Module, wanted: Run, found: Run, what: str) -
         raise ConformanceError(f"{what}: {difference.message}")
 
 
-def _wide(run: Run) -> Run:
+def _to_float64(run: Run) -> Run:
     """Return the same numbers in float64."""
 
     def wide(value: Any) -> Any:

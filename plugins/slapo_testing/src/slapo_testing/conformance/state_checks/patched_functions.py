@@ -22,7 +22,7 @@ class Patches:
     def __init__(self, model: nn.Module) -> None:
         classes = {cls for module in model.modules() for cls in type(module).__mro__} - {object}
         owners: list[Any] = [torch, torch.nn.functional, torch.Tensor, *classes]
-        self._kept = {owner: {name: value for name, value in vars(owner).items() if _runs(value)} for owner in owners}
+        self._kept = {owner: {name: value for name, value in vars(owner).items() if _is_callable(value)} for owner in owners}
         self._hooks = {name: dict(table) for name, table in hooks_of_all_modules().items()}
 
     def differences(self) -> list[str]:
@@ -45,7 +45,7 @@ class Patches:
             yield from ((owner, name, value) for name, value in functions.items() if now.get(name) is not value)
 
 
-def _runs(value: Any) -> bool:
+def _is_callable(value: Any) -> bool:
     return (callable(value) and not isinstance(value, type)) or isinstance(value, (staticmethod, classmethod, property))
 
 

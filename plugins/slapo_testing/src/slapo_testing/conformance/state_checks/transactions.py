@@ -23,7 +23,7 @@ def check_rollback(case: Case) -> None:
     case.step(case.begin())  # what is imported or kept by the process now is not in the way of counting
     schedule = case.begin()
     with _observer_that_raises(case), case.check_unchanged(schedule, "after an error of slapo_after_apply"):
-        _fails(partial(case.step, schedule))
+        _expect_error(partial(case.step, schedule))
     if case.example.ranks == 1:
         _fails_in_the_middle(case, schedule)
     case.step(schedule)
@@ -77,7 +77,7 @@ def _observer_that_raises(case: Case) -> Iterator[None]:
         manager.unregister(observer)
 
 
-def _fails(action: Callable[[], Any]) -> None:
+def _expect_error(action: Callable[[], Any]) -> None:
     try:
         action()
     except _ObserverError:

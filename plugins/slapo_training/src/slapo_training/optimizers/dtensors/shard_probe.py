@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ...distributed._torch_private import MessageWatch
 from ..introspection.nested_optimizers import Optimizer, optimizers_in
-from ..probe.probe_runs import Cut, ProbeRuns, Size, is_close, isolation
+from ..probe.probe_runs import Cut, ProbeRuns, Size, is_close, isolate
 from ..probe.update_probe import sizes_of
 from ..whole_tensors.whole_tensor import local_of
 from .optimizer_state import check_normalized, normalize_state, step_state
@@ -32,7 +32,7 @@ def steps_shards(optimizer: Optimizer, mesh: DeviceMesh) -> bool:
         mesh: Mesh of the ranks that hold the shards.
     """
     group, device = mesh.get_group(), mesh.device_type
-    with isolation():
+    with isolate():
         sizes = [_divisible(size, mesh.size()) for size in reversed(sizes_of(optimizer))]
         all_runs = [ProbeRuns(optimizer, size) for size in sizes]
         kinds: list[Any] = [None] * mesh.size()
