@@ -71,10 +71,10 @@ class Plugins:
             self.records = [record for record in self.records if record.name == "core"] + own
         # each step for all plugins before the next, since a plugin may specify the hooks of another
         for step in (self._refuse_equal_names, self._import, self._add_hookspecs, self._register, self._refuse_unknown_hooks):
-            for record in self._pending():
+            for record in self._loadable_records():
                 with self.guard(record):
                     step(record)
-        for record in self._pending():
+        for record in self._loadable_records():
             record.loaded = True
 
     @contextmanager
@@ -100,7 +100,7 @@ class Plugins:
                     problem.__cause__ = error
                     outcome.force_exception(problem)
 
-    def _pending(self) -> list[PluginRecord]:
+    def _loadable_records(self) -> list[PluginRecord]:
         return [record for record in self.records if not record.disabled and not record.problems]
 
     def _disable(self, record: PluginRecord, error: BaseException) -> None:
@@ -122,17 +122,17 @@ class Plugins:
         record.plugin = record.entry_point.load() if record.entry_point else record.plugin
 
     def _add_hookspecs(self, record: PluginRecord) -> None:
-        if self._implements(record.plugin, _ADD_HOOKSPECS):
+        if self._is_hook_implementation(record.plugin, _ADD_HOOKSPECS):
             getattr(record.plugin, _ADD_HOOKSPECS)(self.manager)
 
     def _register(self, record: PluginRecord) -> None:
         for name in self._hook_names():
             method = getattr(record.plugin, name, None)
-            if method is not None and inspect.isroutine(method) and not self._implements(record.plugin, name):
+            if method is not None and inspect.isroutine(method) and not self._is_hook_implementation(record.plugin, name):
                 raise PluginError(f"{name} is not marked with @hookimpl", owner=str(record))
         self.manager.register(record.plugin, record.name)
 
-    def _implements(self, plugin: object, name: str) -> bool:
+    def _is_hook_implementation(self, plugin: object, name: str) -> bool:
         return hasattr(plugin, name) and self.manager.parse_hookimpl_opts(plugin, name) is not None
 
     def _hook_names(self) -> list[str]:
