@@ -60,11 +60,7 @@ class FusedMLP(nn.Module):
 
 
 def check_heads(hidden_size: int, num_heads: int) -> None:
-    """Check the number of heads.
-
-    Raises:
-        ValueError: it does not divide the width.
-    """
+    """Raise ``ValueError`` unless the heads divide the width."""
     if num_heads < 1 or hidden_size < 1 or hidden_size % num_heads:
         raise ValueError(f"a width of {hidden_size} is not divisible by {num_heads} heads")
 

@@ -99,9 +99,8 @@ def _attentions(traced: fx.GraphModule) -> Iterator[_Nodes]:
         if user is None or _op(user) != "matmul" or _arguments(user).get("self") is not end:
             continue
         inputs = [_arguments(scores)["self"], _arguments(keys)["self"], _arguments(user)["other"], *masks]
-        added = all(
-            _dtype(mask) in (torch.float32, _dtype(inputs[0])) for mask in masks
-        )  # a mask of another dtype would change the scores' dtype
+        # a mask of another dtype would change the scores' dtype
+        added = all(_dtype(mask) in (torch.float32, _dtype(inputs[0])) for mask in masks)
         if not all(isinstance(each, fx.Node) for each in inputs) or not (mask_is_inverted or added):
             continue
         if _dtype(user) == _dtype(inputs[0]):

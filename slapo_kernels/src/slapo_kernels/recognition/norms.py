@@ -35,11 +35,7 @@ def recognise_norm(module: nn.Module) -> NormForward | None:
         if first is None or not attributes_are_comparable(module, first.reads):
             return None
         forms = [form for form in _forms(module, bias is not None) if _agrees(module, *form, torch.float32, first.dims)]
-        others = {
-            dtype: StableCalls.observe(module, dtype, weight.shape, NORM)
-            for dtype in DTYPES
-            if dtype is not torch.float32 and forms
-        }
+        others = {dtype: StableCalls.observe(module, dtype, weight.shape, NORM) for dtype in DTYPES[1:] if forms}
         found: list[tuple[int, NormForward]] = []
         for form in forms:
             seen = {torch.float32: first}
