@@ -14,7 +14,6 @@ from torch import nn
 
 from slapo_core import get_logger, is_sharded
 
-from .comparison.equivalence import Difference
 from .comparison.model_results import (
     ComparisonTask,
     ModelResults,
@@ -73,7 +72,7 @@ def _compared(models: ComparedModels, task: ComparisonTask, blame: bool, notes: 
     elif models.user_tolerance is None and any(ranks.gather(bool(own))):
         task = _rounded(models, task, expected, closely=True)
         own = list(compare(expected, actual, task.tolerance))
-    found = _first_rank_differences(models, own)
+    found = next(filter(None, models.ranks.gather(own)), None)  # of the first rank that has any; the same on all ranks
     far = models.ranks.gather(largest(expected, actual))
     furthest = max((each for each in far if each), key=lambda each: each.absolute or 0.0, default=None)
     notes += [
@@ -188,11 +187,6 @@ def _comparable(models: ComparedModels, task: ComparisonTask) -> Iterator[list[s
     with dropout_disabled(models.reference, models.sch.mod) as count:
         what = f"{count} dropouts of both models are off, as shards draw other masks than the whole" if count else "no dropout"
         yield [f"training mode: {what}"]
-
-
-def _first_rank_differences(models: ComparedModels, found: list[Difference]) -> list[Difference] | None:
-    """Return the differences of the first rank that has any, the same on all ranks; None if none has any."""
-    return next((each for each in models.ranks.gather(found) if each), None)
 
 
 def _note(error: Exception, text: str) -> None:

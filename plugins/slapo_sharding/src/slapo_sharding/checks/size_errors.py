@@ -42,9 +42,8 @@ def explain_size_error(
     if applied is not None and applied.cut.input == "sharded" and not own:
         dim = applied.cut.dim
         if -len(shape) <= dim < len(shape) and shape[dim] == applied.spec.full_shape[applied.spec.dim]:
-            return (
-                f"it is split along its input and is given all {shape[dim]} of it; needs sync('fwd_pre', 'scatter', axis={dim})"
-            )
+            what = f"it is split along its input and is given all {shape[dim]} of it"
+            return f"{what}; needs sync('fwd_pre', 'scatter', axis={dim})"
     after = f", which {' and '.join(own)} then changes" if own else ""
     return f"it fails, {line}, given {list(shape)}{after}; look whether syncs there and before gather or scatter twice"
 

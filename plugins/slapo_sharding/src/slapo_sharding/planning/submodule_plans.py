@@ -16,7 +16,7 @@ _MIN_LAYERS = 2
 """Least number of layers in a submodule: a column-parallel one and a row-parallel one."""
 
 
-def split_submodules(schedule: Schedule, split: Callable[[Schedule], None]) -> bool:
+def split_submodules(schedule: Schedule, split: Callable[[Schedule], object]) -> bool:
     """Split the submodules of a module, each by its own plan; return whether anything is split.
 
     Args:

@@ -247,7 +247,7 @@ def _counted_size(owner: nn.Module) -> int | None:
 
 def _is_column(module: nn.Module) -> bool:
     applied = split_of(module)
-    return applied is not None and applied.cut.output == "sharded" and not applied.gathered
+    return applied is not None and applied.returns_shard
 
 
 def _integer(owner: nn.Module, name: str) -> int | None:

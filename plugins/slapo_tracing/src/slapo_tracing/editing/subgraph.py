@@ -48,11 +48,7 @@ def is_in_graph(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def current_node(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Return the node itself, or the node of its name that an undo has recreated.
-
-    Raises:
-        ScheduleError: there is no such node.
-    """
+    """Return the node, or that of its name which an undo has recreated; raise ``ScheduleError`` if there is none."""
     if is_in_graph(graph, node):
         return node
     found = NODES_BY_NAME.get(graph, {}).get(node.name)

@@ -88,11 +88,7 @@ def _arguments(call: OpCall, numbers: Mapping[int, torch.Tensor], generator: tor
 
 
 def _results(call: OpCall, arguments: list[list[Any]]) -> list[list[torch.Tensor]]:
-    """Return the result tensors of each call; empty if one fails. All calls draw the same random numbers.
-
-    Raises:
-        MixesShards: the function draws inside ``fork_rng``, where ranks draw different numbers.
-    """
+    """Return the results of each call, with equal random draws; empty if one fails. Inside ``fork_rng``, a draw is an error."""
     devices = {call.of.device} if call.of.device.type == "cuda" else set()
     results, drawn = [], False
     try:

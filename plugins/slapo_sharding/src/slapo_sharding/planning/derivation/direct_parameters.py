@@ -39,10 +39,7 @@ def direct_parameters(traced: fx.GraphModule, without: Collection[str]) -> dict[
 
 def _untied_uses(traced: fx.GraphModule) -> Iterator[tuple[fx.Node, str, nn.Parameter]]:
     """Yield the uses of floating-point parameters that one module holds under one name."""
-    held = [
-        (module, name, each) for module in traced.modules() for name, each in module._parameters.items() if each is not None
-    ]
-    number = Counter(id(each) for _, _, each in held)
+    number = Counter(id(each) for module in traced.modules() for each in module._parameters.values())
     for node in traced.graph.find_nodes(op="get_attr"):
         path, _, own = str(node.target).rpartition(".")
         tensor = traced.get_submodule(path)._parameters.get(own)
@@ -100,10 +97,8 @@ def fused_splits(layouts: Layouts, name: str) -> dict[str, ParameterSplit]:
 
 def _biases(node: fx.Node) -> set[str]:
     """Return the names of the one-dimensional parameters among the arguments of a node."""
-    given = [other for other in node.all_input_nodes if other.op == "get_attr"]
-    return {
-        str(other.target) for other in given if isinstance(other.meta.get("val"), torch.Tensor) and other.meta["val"].dim() == 1
-    }
+    given = [(str(other.target), other.meta.get("val")) for other in node.all_input_nodes if other.op == "get_attr"]
+    return {name for name, value in given if isinstance(value, torch.Tensor) and value.dim() == 1}
 
 
 def cut_parameters(layouts: Layouts, traced: fx.GraphModule) -> dict[str, ParameterSplit]:

@@ -249,13 +249,9 @@ class _Search:
             return False
         if layouts.sources[node] & self.all_tables and needs_statistics(layouts, node):
             return False  # else the whole model would be split along the width of the embedding's output
-        alike = (node.target, node.meta.get("source"), module)
-        for other in self.traced.graph.nodes:
-            if (
-                other.target,
-                other.meta.get("source"),
-                without_block_numbers(other.meta.get("module", "")),
-            ) == alike and other.op == node.op:
+        alike = (node.meta.get("source"), module)
+        for other in self.traced.graph.find_nodes(op=node.op, target=node.target):
+            if (other.meta.get("source"), without_block_numbers(other.meta.get("module", ""))) == alike:
                 self.adapted_nodes.add(other)
         return True
 

@@ -14,11 +14,8 @@ def mixed_parameters(layouts: Layouts) -> set[str]:
     Args:
         layouts: Finished dry run.
     """
-    named = {
-        name: id(each)
-        for name, each in layouts.traced.named_parameters(remove_duplicate=False)
-        if name not in layouts.parameters
-    }
+    held = layouts.traced.named_parameters(remove_duplicate=False)
+    named = {name: id(each) for name, each in held if name not in layouts.parameters}
     partial = {named[name] for name in layouts.partial_parameters if name in named}
     whole = {named[name] for name in _used_whole(layouts) if name in named} if partial else set()
     return {name for name, key in named.items() if key in partial & whole}

@@ -41,11 +41,7 @@ class FusedOutput:
         self.starts = [0, *accumulate(sizes)]
 
     def local_value(self, ranks: int) -> torch.Tensor:
-        """Return this value on one rank.
-
-        Raises:
-            ValueError: the size of a part is not divisible by the ranks.
-        """
+        """Return this value on one rank; raise ``ValueError`` for a part whose size the ranks do not divide."""
         divided = [size for place, size in enumerate(self.sizes) if place not in self.replicated]
         if bad := [size for size in divided if size % ranks]:
             raise ValueError(f"size {bad[0]} is not divisible by {ranks} ranks")
@@ -79,11 +75,7 @@ class FusedOutput:
 
 
 def propagate_fused(layouts: Layouts, n: fx.Node, fused: FusedOutput, args: Any, kwargs: Any) -> Any:
-    """Return the result of a node on a fused output: fused alike, some of its parts, or a number.
-
-    Raises:
-        ValueError: the node neither keeps the parts nor takes them out one by one.
-    """
+    """Return the result of a node on a fused output: fused alike, some of its parts, or a number; else raise ``ValueError``."""
     if _adds_bias(layouts, n, fused) or _adds_same_parts(n, fused, args):
         return FusedOutput(as_meta(n.meta["val"]), fused.sizes, fused.dim)
     kept = _elementwise_output(layouts, n, fused)
@@ -260,6 +252,5 @@ def _record_divided(layouts: Layouts, n: fx.Node, given: Any, replicated: dict[i
     changed = {place: each for place, each in replicated.items() if local_size(values[place], ranks, each) != values[place]}
     layouts.sizes_to_divide[n] = tuple(dict.fromkeys(values[place] for place in changed))
     layouts.divided_arguments[n] = changed
-    layouts.local_arguments[n] = [
-        local_size(each, ranks, changed[place]) if place in changed else each for place, each in enumerate(values)
-    ]
+    local = {place: local_size(values[place], ranks, each) for place, each in changed.items()}
+    layouts.local_arguments[n] = [local.get(place, each) for place, each in enumerate(values)]

@@ -30,8 +30,7 @@ def split_parameters(schedule: Schedule, splits: Mapping[str, ParameterSplit]) -
         below, _, name = path.rpartition(".")
         handle = schedule[below] if below else schedule
         tensor: nn.Parameter = handle.mod._parameters[name]  # type: ignore[assignment]
-        shape = tuple(tensor.shape)
-        dealt = None
+        shape, dealt = tuple(tensor.shape), None
         if split.owner is not None:
             dealt = tuple(((0, shape[split.dim] if each == split.owner else 0),) for each in range(size))
         spec = ShardSpec(split.dim, shape, rank, size, split.blocks or (shape[split.dim],), schedule.group, uneven_ranges=dealt)

@@ -89,9 +89,8 @@ def partial_parameters(layouts: Layouts, paths: Collection[str]) -> set[str]:
         is_own = owner is None or other is None or not _comes_from_outside(other, owner)
         if is_own and (both := summed & {*names}):
             place = f"in {node.meta.get('module')!r} and by a module that runs from a graph"
-            raise SharedParameterError(
-                f"{min(both)!r} is used on sharded values {place}", layouts.sources.get(node, frozenset())
-            )
+            what = f"{min(both)!r} is used on sharded values {place}"
+            raise SharedParameterError(what, layouts.sources.get(node, frozenset()))
     return own - summed
 
 

@@ -90,9 +90,8 @@ def integer_attributes(module: nn.Module) -> Iterator[tuple[Any, str, int]]:
 @contextmanager
 def record_origins(root: nn.Module, size: int) -> Iterator[None]:
     """Record which attributes the integers computed inside come from."""
-    keys = {
-        (id(holder), name): (holder, value) for module in root.modules() for holder, name, value in integer_attributes(module)
-    }
+    found = (each for module in root.modules() for each in integer_attributes(module))
+    keys = {(id(holder), name): (holder, value) for holder, name, value in found}
     try:
         for key, (holder, value) in keys.items():
             vars(holder)[key[1]] = _attribute(holder, key, value, size)

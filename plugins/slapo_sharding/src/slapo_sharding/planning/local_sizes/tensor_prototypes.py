@@ -31,8 +31,6 @@ def without_prototypes(graph: fx.Graph) -> None:
         if name in _LIKE_SHAPE:
             node.target, node.args = _LIKE_SHAPE[name], (node.args[0], *values[1].shape)
         elif name in _LIKE_TYPE:
-            node.target, node.args = "to", (node.args[0], *_device_and_dtype(*values))
-
-
-def _device_and_dtype(given: Any, prototype: Any) -> tuple[Any, ...]:
-    return (prototype.dtype,) if given.device == prototype.device else (prototype.device, prototype.dtype)
+            given, prototype = values
+            device = () if given.device == prototype.device else (prototype.device,)
+            node.target, node.args = "to", (node.args[0], *device, prototype.dtype)
