@@ -103,12 +103,7 @@ def match_kernel(
 ) -> KernelMatch | None:
     """Return the kernel with the same values and gradients as a function: a bitwise match, or one up to rounding, or None.
 
-    Args:
-        function: Function of ``count`` tensors.
-        count: Number of inputs.
-        shape: Shape of each input; the size of the first dimension may differ.
-        dtype: Dtype of each input.
-        kinds: Admitted values of ``KernelMatch.kind``; None for all.
+    The function takes ``count`` tensors of this shape, whose first size may differ. ``kinds`` admits some ``KernelMatch.kind``.
     """
     if dtype not in DTYPES:
         return None

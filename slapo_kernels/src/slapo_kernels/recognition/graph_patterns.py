@@ -39,13 +39,7 @@ class _Nodes(NamedTuple):
 
 
 def find_calls(schedule: Schedule, wanted: Collection[str], choices: dict[str, str]) -> list[FoundCall]:
-    """Find calls that the wanted kernels can replace in the traced modules from the schedule's down; none overlap.
-
-    Args:
-        schedule: Where to look.
-        wanted: Names of kernels.
-        choices: Kernel to the implementation that is forced.
-    """
+    """Find calls that the wanted kernels can replace in the traced modules from the schedule's down; none overlap."""
     found = []
     for path, traced in traced_modules(schedule.mod, schedule.path):
         used: set[fx.Node] = set()

@@ -131,12 +131,7 @@ class _GraphReader:
         self._run()
 
     def reads(self, own: StableCalls, dtype: torch.dtype) -> set[tuple[str, str]] | None:
-        """Return the attributes that the module and its absorbed children read; None if a kernel differs in this dtype.
-
-        Args:
-            own: Calls of the forward.
-            dtype: Dtype of inputs and weights.
-        """
+        """Return the attributes that the module and its absorbed children read; None if a kernel differs in this dtype."""
         if not all(region.matches_in(found, dtype) for region, found in self.found):
             return None
         reads = {read for read in own.reads if not read[0]}

@@ -31,13 +31,9 @@ def transformers_name(name: str) -> str:
 
 
 def keep_fully_masked_results(model: nn.Module, before: Iterable[tuple[Any, str | None]]) -> None:
-    """Keep the results of fully masked queries after a change of the model's attention.
+    """Keep the results of fully masked queries after a change of the model's attention from the names in ``before``.
 
     Models that compare the name of their attention, or have several eager attention functions in one class, do not change.
-
-    Args:
-        model: A Transformers' model.
-        before: Its configs, with the attention name of each before the change.
     """
     ours: dict[str, str] = {"eager": _EAGER_WITH_ZEROS, "sdpa": _SDPA_WITH_MEANS}
     told = []

@@ -65,12 +65,7 @@ class CallCost:
 def measure_calls(root: nn.Module, modules: Iterable[nn.Module], example_inputs: Any) -> list[CallCost | None]:
     """Return per module the call that saves most bytes, or None if the module is not called.
 
-    The model runs in train mode and is restored afterwards.
-
-    Args:
-        root: The model.
-        modules: Modules of the model.
-        example_inputs: Arguments of one call; see ``slapo_core.modules.forward_arguments.split_inputs``.
+    The model runs in train mode on the example inputs and is restored afterwards.
     """
     sandbox = Sandbox(root, example_inputs, fake=True)
     held = GeneratorState(each for module in root.modules() for each in generators_in(vars(module)))

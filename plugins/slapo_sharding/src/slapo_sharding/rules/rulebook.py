@@ -60,9 +60,7 @@ class Rulebook:
     def layer_cut(self, module: nn.Module, output: str) -> Cut | None:
         """Return the way to split along the width or the channels.
 
-        Args:
-            module: The layer.
-            output: ``"sharded"`` from a replicated input, ``"partial"`` from a sharded one, or ``"kept"``: both are sharded.
+        The output is ``"sharded"`` from a replicated input, ``"partial"`` from a sharded one, or ``"kept"``: both are sharded.
         """
         given = {"sharded": ("replicated", "indices"), "partial": ("sharded",), "kept": ("sharded",)}[output]
         made = "sharded" if output == "kept" else output

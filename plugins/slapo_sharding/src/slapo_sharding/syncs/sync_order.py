@@ -36,11 +36,6 @@ _STATES: dict[str, tuple[_State, _State]] = {
 def check_sync_order(name: str, module: nn.Module, applied: AppliedCut | None) -> None:
     """Check the layouts of a module's input and output through its syncs.
 
-    Args:
-        name: Name of the module in messages.
-        module: The module, with its hooks.
-        applied: Record of how it was sharded; None if it is replicated.
-
     Raises:
         BuildError: a sync or the module gets another layout than it needs.
     """

@@ -155,9 +155,7 @@ def has_tensor(value: Any) -> bool:
 
 
 def is_input(value: Any) -> bool:
-    """Return True if a graph must receive the value at every call: a tensor, or an object that a forward may change, e.g. a
-    cache.
-    """
+    """Return True if a graph must receive the value at every call: a tensor, or an object such as a cache."""
     return any(isinstance(p, torch.Tensor) or not (parts is None or isinstance(p, _PLAIN)) for _, p, parts in walk(value))
 
 
@@ -261,9 +259,7 @@ MODULE_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers
 
 
 def shallow_copy(module: nn.Module, bare: bool = False) -> nn.Module:
-    """Return a module with the same attributes, parameters and children in tables of its own; with ``bare``, in empty
-    tables.
-    """
+    """Return a module with the same attributes, and the same contents in tables of its own; ``bare`` leaves these empty."""
     copied: nn.Module = object.__new__(type(module))
     copied.__dict__.update(module.__dict__)
     for name in MODULE_TABLES:

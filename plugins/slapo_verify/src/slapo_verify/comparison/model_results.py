@@ -163,9 +163,7 @@ def _checked(loss: Loss) -> Loss:
 
 
 def _reference_gradients(gradients: Values) -> dict[nn.Parameter, torch.Tensor]:
-    """Return the expected gradients of parameters whose own are close. An optimizer that divides by their size amplifies the
-    error.
-    """
+    """Return the expected gradients that are close; an optimizer that divides by their size amplifies the error."""
     return {each: local_part(whole, each).clone() for each, whole in gradients.near.items() if whole is not None}
 
 

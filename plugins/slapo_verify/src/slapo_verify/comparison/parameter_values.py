@@ -108,9 +108,7 @@ def _unique(values: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
 def _error(
     what: str, whole: torch.Tensor | None, parameter: torch.Tensor, local: torch.Tensor | None, tolerance: Tolerance
 ) -> float:
-    """Return the largest error, or infinity if it exceeds the tolerance for all numbers; such tensors are compared in
-    detail.
-    """
+    """Return the largest error; infinity if it exceeds the tolerance for all numbers, so that details are compared."""
     if whole is None or local is None:
         return 0.0 if whole is local else math.inf
     spec = shard_spec(parameter)

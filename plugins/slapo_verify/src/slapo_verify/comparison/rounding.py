@@ -119,9 +119,7 @@ def with_dtype(task: ComparisonTask, dtype: torch.dtype) -> ComparisonTask:
 
 
 def is_rounding_like(task: ComparisonTask, expected: ModelResults, actual: ModelResults, found: Iterable[Difference]) -> bool:
-    """Return True if all differences are at most a quarter of their tensors, and their norms are like those of rounding
-    errors.
-    """
+    """Return True if at most a quarter of each tensor differs, and norms are like those of rounding errors."""
     known = {what: (one, other) for what, one, other in pairs(expected, actual)}
     for each in found:
         one, other = known.get(each.what, (None, None))

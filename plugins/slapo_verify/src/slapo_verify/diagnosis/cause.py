@@ -113,15 +113,7 @@ def step_of(models: ComparedModels, runs: nn.Module, task: ComparisonTask, expec
 def cause_of(
     models: ComparedModels, runs: nn.Module, task: ComparisonTask, expected: ModelResults, actual: ModelResults
 ) -> Blame:
-    """Return the cause of the differences. Collective.
-
-    Args:
-        models: The compared models.
-        runs: The module that runs for the schedule.
-        task: The task.
-        expected: Results of the unmodified model.
-        actual: Results of the scheduled model.
-    """
+    """Return the cause of the differences between expected and actual results. Collective."""
 
     def differs(computed: ModelResults) -> bool:
         found, _ = gather_outputs(expected, computed, models.sch.group)

@@ -76,10 +76,7 @@ def fill_scheduled(sch: Schedule, reference: nn.Module) -> None:
 def copy_values(model: nn.Module, other: nn.Module, *, is_unmodified: bool = False) -> None:
     """Replace meta parameters and buffers by the values of another model, if these are known.
 
-    Args:
-        model: The model that lacks values.
-        other: The model that has them.
-        is_unmodified: True if parameters without facts have the same names in both.
+    If ``is_unmodified``, parameters without facts have the same names in both.
     """
     values, new = _values_of(other), dict[int, torch.Tensor]()
     for path, table, name, tensor in list(_places(model)):

@@ -141,12 +141,7 @@ def sum_of_terms(loss: Any) -> Any:
 
 
 def own_loss(outputs: Any, chosen: Any = None) -> torch.Tensor | None:
-    """Return the loss in outputs that have gradients: what is chosen, what is called loss, or else the only such number.
-
-    Args:
-        outputs: Of a model.
-        chosen: A key, a field, a position, or a function of the outputs.
-    """
+    """Return the loss in outputs that have gradients: what is chosen, what is called loss, or else the only such number."""
     if callable(chosen):
         return _number(chosen(outputs))
     if chosen is not None:

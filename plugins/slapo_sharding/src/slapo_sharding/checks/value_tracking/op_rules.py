@@ -118,10 +118,6 @@ class OpCall:
 def result_layouts(call: OpCall, numbers: Mapping[int, torch.Tensor]) -> Sequence[Outcome]:
     """Return the layouts of the results in order; missing ones are unknown.
 
-    Args:
-        call: The call.
-        numbers: Index to tensor, of the untracked arguments.
-
     Raises:
         MixesShards: the function needs other ranks' shards.
     """

@@ -63,9 +63,7 @@ def _reaches_matmul(node: fx.Node) -> bool:
 def fused_splits(layouts: Layouts, name: str) -> dict[str, ParameterSplit]:
     """Return the splits of a fused projection and its biases by the parts that the model takes out; empty for no parts.
 
-    Args:
-        layouts: Dry run in which the parameter is split as one part.
-        name: Name of the parameter.
+    In the dry run, the parameter is split as one part.
     """
     split = layouts.parameters[name]
     own = frozenset((name,))
@@ -102,12 +100,7 @@ def _biases(node: fx.Node) -> set[str]:
 
 
 def cut_parameters(layouts: Layouts, traced: fx.GraphModule) -> dict[str, ParameterSplit]:
-    """Return whole parameters that every use cuts, in modules with other split parameters.
-
-    Args:
-        layouts: Dry run.
-        traced: Flat graph.
-    """
+    """Return whole parameters that every use cuts, in modules with other split parameters."""
     found: dict[str, set[int | None]] = {}
     for node, name, _ in _untied_uses(traced):
         if name not in layouts.parameters and name.rpartition(".")[0] in layouts.parameter_owners:

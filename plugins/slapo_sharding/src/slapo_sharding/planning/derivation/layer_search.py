@@ -256,13 +256,7 @@ class _Search:
         return True
 
     def _try_next(self, names: Collection[str], reason: str, layouts: Layouts | None = None) -> None:
-        """Use the next split of parameters, in all repeated blocks: as fused ones, along another dimension, or none.
-
-        Args:
-            names: Names of the parameters.
-            reason: Reason why their present split does not fit.
-            layouts: Dry run, if they may be fused.
-        """
+        """Use the next split of parameters, in all repeated blocks: as fused ones, along another dimension, or none."""
         for place in {_position(name) for name in names}:
             alike = [name for name in self.options if _position(name) == place]
             (first, *others) = names

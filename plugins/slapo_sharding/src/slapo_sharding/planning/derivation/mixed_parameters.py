@@ -9,11 +9,7 @@ from ..dry_run.node_values import has_any_gradient, has_gradient, parameters_of
 
 
 def mixed_parameters(layouts: Layouts) -> set[str]:
-    """Return the names, with tied ones, of parameters whose gradient is partial in one use and whole in another.
-
-    Args:
-        layouts: Finished dry run.
-    """
+    """Return the names, with tied ones, of parameters whose gradient is partial in one use and whole in another."""
     held = layouts.traced.named_parameters(remove_duplicate=False)
     named = {name: id(each) for name, each in held if name not in layouts.parameters}
     partial = {named[name] for name in layouts.partial_parameters if name in named}

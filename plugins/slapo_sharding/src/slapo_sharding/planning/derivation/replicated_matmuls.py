@@ -25,12 +25,8 @@ _MIN_SHARE = 1 / 8
 def replicated_matmuls(model: nn.Module, layouts: Layouts, split: Collection[str]) -> dict[str, str]:
     """Return the modules with expensive products of whole values, and the source line of the first product.
 
-    Identical modules are named once. A repeated module with several such products and nothing split stands for all of them.
-
-    Args:
-        model: Model that the graph belongs to.
-        layouts: Dry run.
-        split: Paths of the modules in which something is split.
+    Identical modules are named once. A repeated module with several such products and none of the ``split`` paths in it stands
+    for all of them.
     """
     work = {node: _work(node, model) for node in layouts.graph.nodes}
     places = {node: path for node, amount in work.items() if amount and (path := _matmul_owner(node, model)) is not None}

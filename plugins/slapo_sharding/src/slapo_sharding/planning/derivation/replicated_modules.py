@@ -297,11 +297,7 @@ def log_replicated_attentions(
 ) -> set[str]:
     """Log the repeated attentions that stay whole, once for each kind, and return these kinds.
 
-    Args:
-        schedule: Schedule of the module that was split.
-        reasons: Path of a layer to the reason why it stays whole.
-        otherwise: Reason for an attention without such a layer.
-        logged: Kinds that were logged before.
+    The reason is that of a layer inside, ``otherwise`` if no layer has one. Kinds in ``logged`` are left out.
     """
     kinds = {without_block_numbers(path): path for path in reversed([*attention_heads.replicated_attentions(schedule.mod)])}
     new = {what: path for what, path in kinds.items() if what != path and not any(is_inside(what, other) for other in logged)}

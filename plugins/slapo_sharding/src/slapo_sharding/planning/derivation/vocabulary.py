@@ -40,12 +40,6 @@ def vocabulary_steps_from_graph(layouts: Layouts, model: nn.Module, num_shards: 
 
     They are an embedding of ids, and a layer with one row per id whose result enters no other weight. Both have whole inputs
     and outputs, and nothing but their calls uses their weights.
-
-    Args:
-        layouts: Dry run of a plan that leaves them whole.
-        model: Model that the graph belongs to.
-        num_shards: Number of ranks.
-        rules: Sharding rules.
     """
     named = dict(model.named_modules())
     calls = {path: nodes for path, nodes in calls_by_path(layouts.graph).items() if path not in layouts.splits}

@@ -15,15 +15,7 @@ if TYPE_CHECKING:
 
 
 def record_sizes_to_divide(layouts: Layouts, n: fx.Node, value: DTensor, args: Any, kwargs: Any) -> None:
-    """Record the size arguments of an operation that would give another shape on one rank.
-
-    Args:
-        layouts: Dry run that is updated.
-        n: Node of the operation.
-        value: Result of the node.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-    """
+    """Record the size arguments of an operation that would give another shape on one rank."""
     if n in layouts.sizes_to_divide or n in layouts.norms or not any(map(is_size, pytree.tree_leaves((args, kwargs)))):
         return
     local = pytree.tree_map_only(DTensor, DTensor.to_local, (args, kwargs))

@@ -53,12 +53,7 @@ class FusedOutput:
         return sum(size for place, size in enumerate(self.sizes[:last]) if place >= first and place in self.replicated)
 
     def slice_layout(self, value: torch.Tensor, bounds: tuple[int, int], layouts: Layouts) -> Any:
-        """Return the layout of a slice: replicated, sharded, or fused again.
-
-        Args:
-            value: Slice of the whole output.
-            bounds: Start and stop of the slice along the dimension of the parts.
-            layouts: Dry run.
+        """Return the layout of a slice with these bounds along the parts: replicated, sharded, or fused again.
 
         Raises:
             ValueError: a bound lies inside a part, or replicated parts are taken out with sharded ones.
@@ -86,11 +81,6 @@ def _elementwise_output(layouts: Layouts, n: fx.Node, fused: FusedOutput) -> Fus
     """Return the fused output of a node that treats all elements along the parts' dimension alike; None for another node.
 
     Activations do, and so do permutations of dimensions.
-
-    Args:
-        layouts: Dry run.
-        n: Node.
-        fused: Input of the node.
     """
     (given,) = n.all_input_nodes if len(n.all_input_nodes) == 1 else (n,)
     if given is n or not (permutes_dims(n) or keeps_shape(n, given)):

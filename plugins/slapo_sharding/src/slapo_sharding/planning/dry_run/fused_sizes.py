@@ -23,12 +23,7 @@ _PERMUTATIONS = ("unsqueeze", "transpose", "permute", "movedim", "contiguous")
 def next_split(split: LayerSplit, calls: list[fx.Node], dim: int) -> LayerSplit | None:
     """Return the next split to try for a layer whose split output does not fit; None if there is none.
 
-    The first step splits the parts of a fused output one by one. Further steps replicate the smaller parts.
-
-    Args:
-        split: Split that does not fit.
-        calls: Nodes that call the layer.
-        dim: Dimension of the outputs that is split.
+    The first step splits the parts of a fused output along ``dim`` one by one. Further steps replicate the smaller parts.
     """
     blocks = split.blocks or fused_sizes(calls, dim)
     if not split.blocks:

@@ -136,10 +136,7 @@ def _meets_activations(layouts: Layouts, n: fx.Node) -> bool:
 def may_cut(layouts: Layouts, node: fx.Node, of_layers: bool = True) -> bool:
     """Return whether a whole value may be cut: a parameter, a constant, or a value that only reductions lead to.
 
-    Args:
-        layouts: Dry run.
-        node: Node of the value.
-        of_layers: Count the reduced outputs of row-parallel layers as reductions.
+    With ``of_layers``, the reduced outputs of row-parallel layers count as reductions.
     """
     is_given = layouts.cuts_inputs and _derives_from_argument(node)
     if is_given or not has_gradient(node) or parameters_of(node) or node in layouts.replicated_parts:

@@ -64,14 +64,7 @@ class Branches:
 
 
 def find_branches(graph: fx.Graph, root: nn.Module, ranks: int, without: Collection[str] = ()) -> list[Branches]:
-    """Return the branches that can be distributed to the ranks in equal numbers.
-
-    Args:
-        graph: Flat graph.
-        root: Module that the graph belongs to.
-        ranks: Number of ranks.
-        without: Paths of modules and names of parameters that stay whole.
-    """
+    """Return the branches that the ranks can run in equal numbers, without the modules and parameters that stay whole."""
     finder = _Finder(graph, root, without)
     joints = [node for node in graph.nodes if node.op == "call_function" and function_name(node) in _JOINTS]
     found = [finder.branches(node, ranks) for node in joints]

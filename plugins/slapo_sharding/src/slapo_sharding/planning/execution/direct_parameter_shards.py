@@ -19,10 +19,6 @@ def split_parameters(schedule: Schedule, splits: Mapping[str, ParameterSplit]) -
     """Shard or distribute parameters of a module that runs from a graph, whose graph reduces the results.
 
     The module is recorded as split with whole inputs and outputs. Checks of its inside were made by the dry run.
-
-    Args:
-        schedule: Schedule of the module.
-        splits: Path of each parameter below the module, to its split.
     """
     size, rank = schedule.world_size, schedule.rank
     spec = ShardSpec(0, (size,), rank, size, (size,), schedule.group)

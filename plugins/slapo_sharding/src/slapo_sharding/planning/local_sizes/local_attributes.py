@@ -88,11 +88,7 @@ def make_attributes_local(
 ) -> Difference | None:
     """Set as few attributes as possible to local values; return None, or the difference with none of them set.
 
-    Args:
-        layouts: Dry run.
-        found: Result of ``candidate_attributes``.
-        size: Number of ranks.
-        problem: Traces this rank's model and returns its difference from the dry run.
+    ``problem`` traces this rank's model and returns its difference from the dry run.
     """
     first = problem()
     if first is None:

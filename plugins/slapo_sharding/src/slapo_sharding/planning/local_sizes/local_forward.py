@@ -101,12 +101,7 @@ class LocalForward(Hidden):
         return self._plan.parameters
 
     def check_example(self, root: nn.Module, target: str, example_inputs: Any) -> int:
-        """Run the dry run of the module's call in an example, with all layers whole.
-
-        Args:
-            root: Model.
-            target: Path of the module in the model.
-            example_inputs: Inputs of the model.
+        """Run the dry run of the call of ``target`` in an example of ``root``, with all layers whole.
 
         Returns:
             Number of whole values whose gradients the graph reduces.
@@ -240,11 +235,7 @@ class LocalForward(Hidden):
                 raise TraceError(f"the parameter {path!r} has the shape {tuple(value.shape)} on this rank")
 
     def _layouts(self, graph: fx.Graph, whole: nn.Module | None = None) -> Layouts:
-        """Run the dry run of a graph with layers split as planned.
-
-        Args:
-            graph: Graph.
-            whole: Module that holds the targets of the graph. None for the module's copy.
+        """Run the dry run of a graph of ``whole``, by default the module's copy, with layers split as planned.
 
         Raises:
             LayoutError: the splits do not fit together in this graph.

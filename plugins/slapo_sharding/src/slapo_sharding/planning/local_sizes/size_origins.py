@@ -122,14 +122,7 @@ def strip_origins(graph: fx.Graph) -> None:
 
 
 def can_become(node: fx.Node, whole: int, part: int, values: Mapping[AttributeKey, int]) -> bool:
-    """Return whether a size ``whole`` among a node's arguments becomes ``part`` for other values of some attributes.
-
-    Args:
-        node: Node of a graph of the unmodified model.
-        whole: Size among its arguments.
-        part: Size that one argument equal to ``whole`` has to become.
-        values: Values of the attributes to set. Other attributes keep their present values.
-    """
+    """Return whether a size ``whole`` among a node's arguments becomes ``part`` for these values of some attributes."""
     given = [value for value in node.meta.get(_GIVEN, ()) if value == whole]
     if not given or not all(isinstance(value, SizeWithOrigin) and value.terms <= _MAX_TERMS for value in given):
         return True  # its origin is not known

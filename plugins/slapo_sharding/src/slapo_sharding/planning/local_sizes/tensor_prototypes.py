@@ -19,9 +19,6 @@ def without_prototypes(graph: fx.Graph) -> None:
     Rewrite:
         x.view_as(y)             -->  x.view(*sizes of y)
         x.type_as(y) or x.to(y)  -->  x.to(dtype of y)
-
-    Args:
-        graph: Graph with values in ``meta["val"]``.
     """
     for node in graph.find_nodes(op="call_method"):
         name = function_name(node)

@@ -28,10 +28,7 @@ class SequenceSplitError(Exception):
 
 
 def split_sequence(layouts: Layouts) -> SequenceLayouts:
-    """Find the boundaries at which the sequence is scattered and gathered.
-
-    Args:
-        layouts: Dry run with the splits of layers. Its graph was traced inside ``mark_boundaries``.
+    """Find the boundaries at which the sequence is scattered and gathered, in a graph traced inside ``mark_boundaries``.
 
     Raises:
         SequenceSplitError: no split was found; the message has the reason.
