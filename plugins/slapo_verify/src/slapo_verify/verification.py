@@ -75,10 +75,8 @@ def _compared(models: ComparedModels, task: ComparisonTask, blame: bool, notes: 
     found = next(filter(None, models.ranks.gather(own)), None)  # of the first rank that has any; the same on all ranks
     far = models.ranks.gather(largest(expected, actual))
     furthest = max((each for each in far if each), key=lambda each: each.absolute or 0.0, default=None)
-    notes += [
-        *_not_compared(task, expected, parts),
-        *_only_in_one(models.reference, runs, task, missing_parameters(expected, actual)),
-    ]
+    notes += _not_compared(task, expected, parts)
+    notes += _only_in_one(models.reference, runs, task, missing_parameters(expected, actual))
     if found is None and wide is not None and not wide.ok:
         return replace(wide, notes=(*notes, "rounding hides it; this is of both models in float32"))
     if found is None:
@@ -100,11 +98,8 @@ def _not_compared(task: ComparisonTask, expected: ModelResults, parts: Sequence[
     if expected.run.outputs and not any(isinstance(each, torch.Tensor) and each.numel() for _, each in expected.run.outputs):
         yield "no output has numbers in it, so that next to nothing of what is computed was compared; give other inputs"
     if unopened := [path for path, each in expected.run.outputs if isinstance(each, Unopened)]:
-        yield (
-            f"output{unopened[0]} is not looked into, nor are {len(unopened) - 1} more"
-            if unopened[1:]
-            else (f"output{unopened[0]} is not looked into")
-        )
+        more = f", nor are {len(unopened) - 1} more" if unopened[1:] else ""
+        yield f"output{unopened[0]} is not looked into{more}"
     if parts:
         more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
         yield f"{parts[0]}{more} of the scheduled model is a part on each rank; they are put together here"

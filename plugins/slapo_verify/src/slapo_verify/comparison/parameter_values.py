@@ -90,7 +90,8 @@ def _near(
         if any(name not in expected.values for name in names[parameter]):
             continue
         label = f"{what} of {names[parameter][0]!r}"
-        error = max((_error(label, one, parameter, local, expected.tolerance) for one in _unique(known)), default=math.inf)
+        unique = {id(value): value for value in known}.values()
+        error = max((_error(label, one, parameter, local, expected.tolerance) for one in unique), default=math.inf)
         if error < math.inf:
             near.add(number)
         if 0 < error < math.inf and (largest is None or error > (largest.absolute or 0.0)):
@@ -99,10 +100,6 @@ def _near(
     agreed = set.intersection(*expected.ranks.gather(near))
     every = list(held)
     return {every[number]: expected.values[names[every[number]][0]] for number in sorted(agreed)}, largest
-
-
-def _unique(values: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    return list({id(value): value for value in values}.values())
 
 
 def _error(

@@ -54,11 +54,9 @@ def local_hints(expected: Tensor, actual: Tensor, reference: nn.Module, toleranc
     near = _nearness(expected, tolerance)
     factor = _factor(expected, actual)
     if factor is not None and abs(factor - 1) > 0.05 and abs(factor) > 1e-3 and near(actual / factor):
-        times = f"{factor:.4g}"
-        because = (
-            ", as many as there are ranks: summed twice, or a mean is a sum" if ranks > 1 and abs(factor - ranks) < 1e-2 else ""
-        )
-        yield f"every number is {times} times what it should be{because}"
+        is_num_ranks = ranks > 1 and abs(factor - ranks) < 1e-2
+        because = ", as many as there are ranks: summed twice, or a mean is a sum" if is_num_ranks else ""
+        yield f"every number is {factor:.4g} times what it should be{because}"
     for name, parameter in reference.named_parameters():
         if parameter.dim() == 1 and expected.dim() and expected.shape[-1] == parameter.shape[0] and bool(parameter.any()):
             excess = _extra_bias_count(actual - expected, parameter.detach())
@@ -99,9 +97,8 @@ def is_split(scheduled: nn.Module) -> bool:
 
 def frozen(reference: nn.Module, scheduled: nn.Module) -> str | None:
     """Return a sentence on a parameter that is trained in only one model, or None."""
-    trained: Mapping[str, bool] = {
-        name: parameter.requires_grad for name, parameter in reference.named_parameters(remove_duplicate=False)
-    }
+    named = reference.named_parameters(remove_duplicate=False)
+    trained: Mapping[str, bool] = {name: parameter.requires_grad for name, parameter in named}
     for name, parameter in scheduled.named_parameters(remove_duplicate=False):
         for original in parameter_facts(parameter).names or (name,):
             if trained.get(original, parameter.requires_grad) != parameter.requires_grad:

@@ -45,11 +45,7 @@ def materialized(reference: nn.Module, sch: Schedule, device: torch.device) -> t
 
 
 def materialize_from(model: nn.Module, other: nn.Module, device: torch.device) -> None:
-    """Give a model the values of another one; the others come from its own initialiser.
-
-    Raises:
-        VerifyError: the initialiser leaves a parameter without values.
-    """
+    """Give a model the values of another; others come from its initialiser, else ``VerifyError`` is raised."""
     copy_values(model, other, is_unmodified=True)
     try:
         materialize(model, device=device)
@@ -58,19 +54,14 @@ def materialize_from(model: nn.Module, other: nn.Module, device: torch.device) -
 
 
 def fill_scheduled(sch: Schedule, reference: nn.Module) -> None:
-    """Give meta parameters of a scheduled model the values of the reference, each rank its part.
-
-    Raises:
-        VerifyError: a step created a parameter without known values.
-    """
+    """Give a scheduled model's meta parameters their part of the reference; raise ``VerifyError`` if it lacks one."""
     if not has_meta_parameters(sch.mod):
         return
     copy_values(sch.mod, reference)
     for name, parameter in sch.mod.named_parameters():
         if parameter.is_meta:
-            raise VerifyError(
-                f"a step brought in {name!r} on the meta device, whose values nothing tells; make the models with real weights"
-            )
+            what = f"a step brought in {name!r} on the meta device, whose values nothing tells"
+            raise VerifyError(f"{what}; make the models with real weights")
 
 
 def copy_values(model: nn.Module, other: nn.Module, *, is_unmodified: bool = False) -> None:

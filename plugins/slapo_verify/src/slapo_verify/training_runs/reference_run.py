@@ -96,10 +96,8 @@ def train_reference(
         outputs = model.train(training)(*args, **kwargs)
         loss = sum_of_terms(loss_fn(outputs, labels)) if loss_fn is not None else own_loss(outputs, chosen)
         if loss is None:
-            raise VerifyError(
-                "the model's outputs do not show which number is the loss; give loss=, a key, a position or a function of the "
-                "outputs, or loss_fn=, a function of outputs and labels"
-            )
+            advice = "a key, a position or a function of the outputs, or loss_fn=, a function of outputs and labels"
+            raise VerifyError(f"the model's outputs do not show which number is the loss; give loss=, {advice}")
         return loss
 
     def evaluated() -> float:
