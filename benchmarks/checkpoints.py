@@ -28,7 +28,8 @@ from torch.nn import functional as F
 
 from benchmarks.peers.rounds import in_new_processes
 from benchmarks.sharding import blocks
-from slapo_core import all_reduce, build, create_schedule
+from slapo_core import build, create_schedule
+from slapo_training.distributed import all_reduce
 
 HIDDEN, LAYERS, TURNS = 1024, 4, 7
 ZERO = {"config": {"zero_optimization": {"stage": 1}}}
@@ -76,7 +77,7 @@ def seconds(action: Callable[[], Any], mesh: Any) -> float:
 def staged_by_torch(engine: Any, layout: dict[str, int], options: dict[str, Any]) -> Write:
     """``dcp.async_save`` of the same, which returns when it has copied, and meets in a group of its own."""
     state, group = state_of(engine, layout, options), dist.new_group()
-    return lambda folder: dcp.async_save(state, checkpoint_id=folder, process_group=group)
+    return lambda folder: dcp.async_save(state, checkpoint_id=folder, process_group=group)  # type: ignore[attr-defined]
 
 
 def state_of(engine: Any, layout: dict[str, int], options: dict[str, Any]) -> dict[str, Any]:
@@ -96,7 +97,7 @@ def written_alone(engine: Any, target: str, layout: dict[str, int], options: dic
     if target == "megatron":
         return partial(written_by_megatron, engine)
     state = state_of(engine, layout, options)
-    return lambda folder: dcp.save(state, checkpoint_id=folder)
+    return lambda folder: dcp.save(state, checkpoint_id=folder)  # type: ignore[attr-defined]
 
 
 def written_by_megatron(engine: Any, folder: Path) -> None:

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from benchmarks.peers.models import CLIP, Language, Sizes, adamw, batch_of, loss_of
 from benchmarks.peers.rounds import Step
 from benchmarks.sharding import by_hand
-from slapo_deepspeed.process_state.engine_import import imported, start, without_warnings
+from slapo_deepspeed.process_state.engine_import import imported, start
+from slapo_training.engines import without_warnings
 
 
 def _config(sizes: Sizes) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
 from .building.build import BuildPlan, build, build_program
 from .building.weights import init_empty_weights, materialize
-from .distributed.agreement import all_reduce, compare_across_ranks, gather_objects, mesh_groups, raise_on_all_ranks
+from .distributed.agreement import agree_on_error, compare_across_ranks, gather_objects, mesh_groups, raise_on_all_ranks
 from .distributed.random import (
     MODEL_PARALLEL_RNG,
     RNGState,
@@ -31,8 +31,8 @@ from .reporting.errors import BuildError, PluginError, ScheduleError, SlapoError
 from .reporting.failure_reason import failure_reason
 from .reporting.logger import get_logger
 from .schedules.journal import Journal, Step
+from .schedules.load_schedule import load_schedule
 from .schedules.schedule import Schedule, ScheduleMetadata, create_schedule
-from .schedules.schedule_files import load_schedule
 from .schedules.serialization import make, round_trip
 from .schedules.steps import savepoint
 from .schedules.transaction import Transaction
@@ -69,7 +69,6 @@ __all__ = [
     "Transaction",
     "UnknownNameError",
     "VerifyError",
-    "all_reduce",
     "build",
     "build_program",
     "call_arguments",
@@ -77,6 +76,7 @@ __all__ = [
     "compare_across_ranks",
     "create_schedule",
     "default_registry",
+    "agree_on_error",
     "failure_reason",
     "forward_signature",
     "gather_objects",

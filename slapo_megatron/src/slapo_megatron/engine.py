@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core import BuildError, Program, all_reduce, shard_spec
+from slapo_core import BuildError, Program, shard_spec
 from slapo_training.batch_engine import MicroBatches
 from slapo_training.checkpoint import Buffers
-from slapo_training.distributed import Ranks
+from slapo_training.distributed import Ranks, all_reduce
 from slapo_training.ema import MasterValue, master_values
 from slapo_training.engines import Position, microbatch_plans, release_others, without_warnings
 from slapo_training.external_engine import ExternalEngine

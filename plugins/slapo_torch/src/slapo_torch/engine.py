@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core import BuildError, Program, all_reduce, compare_across_ranks, mesh_groups, raise_on_all_ranks
+from slapo_core import BuildError, Program, compare_across_ranks, mesh_groups, raise_on_all_ranks
 from slapo_training.batch_agreement import BatchFingerprints
 from slapo_training.batch_arguments import arguments_of
 from slapo_training.batches import (
@@ -24,6 +24,7 @@ from slapo_training.batches import (
     variadic_argument,
 )
 from slapo_training.checkpoint import SaveHandle
+from slapo_training.distributed import all_reduce
 from slapo_training.ema import AveragedEngine, MasterValue
 from slapo_training.engines import Position
 from slapo_training.gradient_hooks import GradientAccess, StepHooks

@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from slapo_core import BuildError, Program, all_reduce, raise_on_all_ranks
+from slapo_core import BuildError, Program, raise_on_all_ranks
 
 from .batches.microbatches import Batch, fingerprint
+from .distributed.ranks import all_reduce
 from .label_weights import LabelWeights
 
 __all__ = ["BatchFingerprints", "check_boundaries", "check_contents", "check_shapes", "replica_extremes"]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from slapo_core import BuildError, Program, all_reduce, gather_objects
+from slapo_core import BuildError, Program, gather_objects
 from slapo_training.batches.microbatches import variadic_argument
 
 from .batch_agreement import Cut, cut_together, weigh
@@ -28,7 +28,7 @@ from .batches.microbatches import (
     signature,
     split,
 )
-from .distributed.ranks import run_on_all_ranks
+from .distributed.ranks import all_reduce, run_on_all_ranks
 from .ema import AveragedEngine
 from .first_step import FirstStep, GradientScale
 from .hidden_labels import HiddenLabels

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core import BuildError, Program, all_reduce, shard_spec
+from slapo_core import BuildError, Program, shard_spec
+from slapo_training.distributed import all_reduce
 from slapo_training.model import Chunk, boxes, piece_of
 from slapo_training.optimizers import ParameterLayout, WholeTensorOptimizer
 from slapo_training.optimizers.introspection import OneStep

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from slapo_core import BuildError, Program, all_reduce
+from slapo_core import BuildError, Program
+from slapo_training.distributed import all_reduce
 
 _NOTHING = -(2**40)
 

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from slapo_core import Program, all_reduce
+from slapo_core import Program
 
 from ..batches.microbatches import labels_of
+from ..distributed.ranks import all_reduce
 from ..losses.reductions import LabelMean
 from .row_subsets import Rows
 

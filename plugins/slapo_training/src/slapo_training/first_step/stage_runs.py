@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from slapo_core import Boundary, Program, SlapoError, Stage, all_reduce, call_arguments, raise_on_all_ranks
+from slapo_core import Boundary, Program, SlapoError, Stage, call_arguments, raise_on_all_ranks
 from slapo_tracing.nodes import asks_for_gradients
 
 from ..batches.nested_tensors import with_tensors
+from ..distributed.ranks import all_reduce
 from ..losses.microbatch_loss import CountedLoss
 from ..losses.reductions import LabelMean
 from ..model.state_rollback import StateSnapshot, state_rollback

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core import BuildError, Program, all_reduce, is_sharded, parameter_facts, shard_spec
+from slapo_core import BuildError, Program, is_sharded, parameter_facts, shard_spec
 
-from ..distributed.ranks import stage_group
+from ..distributed.ranks import all_reduce, stage_group
 from ..distributed.synchronized_rng import synchronized_rng
 from ..model.named_tensors import parameters
 from ..model.pieces import Piece, piece_of

@@ -47,9 +47,9 @@ class ExportSource:
             BuildError: it is neither an engine nor a schedule, or does not tell which ranks have the other shards.
         """
         if isinstance(given, Schedule):
-            if given._root.target is not None:
+            if given.target is not None:
                 raise BuildError(
-                    f"export_weights: the schedule was built for {given._root.target!r}; give the engine that build returned"
+                    f"export_weights: the schedule was built for {given.target!r}; give the engine that build returned"
                 )
             mesh = given.mesh
             return cls(given.root_module, (given.root_module,), given.root_module, None, mesh, None if mesh else given.group)
