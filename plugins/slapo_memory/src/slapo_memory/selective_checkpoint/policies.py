@@ -33,13 +33,9 @@ Contexts = Callable[[], Any]
 
 
 def contexts_of(policy: Any) -> Contexts | None:
-    """Return the ``context_fn`` of a policy; None recomputes everything.
+    """Return the ``context_fn`` of a policy or of a budget's ``CallPolicy``; None recomputes everything.
 
-    Args:
-        policy: See ``CheckpointPrimitive``; or the ``CallPolicy`` of a budget.
-
-    Raises:
-        ValueError: the argument is not a policy.
+    Raises ``ValueError`` for others.
     """
     if policy is None:
         return None

@@ -50,7 +50,9 @@ def _check_module(path: str, modules: dict[str, nn.Module]) -> None:
         _check_tied_shards(name, module, [modules[outer] for outer in ancestors(path)])
         _check_gathered_around(name, module, path)
     elif applied.spec.num_shards > 1 and applied.cut.output != "whole":
-        _check_code(name, module)
+        if code := user_code(module):
+            what = f"{name} has a {code} of its own that would see a part only"
+            raise BuildError(f"{what}; put it on a module around, or give it to sync; {OFF_SWITCH}")
         own = list(syncs_of(module))
         above = [sync for outer in ancestors(path) for sync in syncs_of(modules[outer])]
         _check_output(name, applied, own, above)
@@ -92,12 +94,6 @@ def _check_tied_shards(name: str, module: nn.Module, above: Iterable[nn.Module])
                     "engine with data_parallel='ddp', or give each engine a module of its own"
                 )
             raise BuildError(f"{name} holds {own!r} that is sharded elsewhere; shard it here in the same way")
-
-
-def _check_code(name: str, module: nn.Module) -> None:
-    if own := user_code(module):
-        what = f"{name} has a {own} of its own that would see a part only"
-        raise BuildError(f"{what}; put it on a module around, or give it to sync; {OFF_SWITCH}")
 
 
 def _check_gathered_around(name: str, module: nn.Module, path: str) -> None:

@@ -84,14 +84,9 @@ def fill(value: Any, parts: dict[Any, Any]) -> None:
 
 
 def walk(value: Any, seen: set[int] | None = None) -> Iterator[tuple[tuple[Any, ...], Any, dict[Any, Any] | None]]:
-    """Yield path, value and contents of everything inside ``value`` except plain atoms, starting with itself.
+    """Yield path, value and ``contents`` of everything inside ``value`` except plain atoms, starting with itself.
 
-    Args:
-        value: Any value.
-        seen: Ids of containers and objects to skip; those visited are added.
-
-    Yields:
-        The attribute names and keys that lead to the value; the value; its ``contents``.
+    A path has the attribute names and keys that lead to a value. ``seen`` has the ids of those to skip; visited ones are added.
     """
     seen = set() if seen is None else seen
     todo: list[tuple[tuple[Any, ...], Any]] = [((), value)]

@@ -42,15 +42,8 @@ def trace_fx(
 ) -> TracedModule:
     """Return the graph that ``torch.fx`` makes, with further graphs for the modules that ``plan`` gives their own.
 
-    Args:
-        module: The module to trace.
-        example: Positional and keyword arguments of a call. None: any tensors, for arguments without a default.
-        plan: ``"leaf"``, ``"inline"`` or ``"graph"`` for each module inside.
-        concrete_args: Arguments that are not inputs, with their values.
-        tracer: The tracer class.
-
-    Raises:
-        TraceError: the forward treats symbolic values differently from tensors.
+    ``example`` has the arguments of a call; None: any tensors, for arguments without a default. ``concrete_args`` are no
+    inputs. Raises ``TraceError`` if the forward treats symbolic values differently from tensors.
     """
     variants = variants_of(module)
     if variants is not None and variants.is_rewritten:

@@ -24,15 +24,9 @@ OF_UPDATES = (
 def hint_of(
     expected: Tensor, actual: Tensor, reference: nn.Module, tolerance: Tolerance, group: Any, backward: bool
 ) -> str | None:
-    """Return a hint at the cause of a wrong tensor, or None. Collective over ``group``.
+    """Return a hint at the cause of a wrong tensor, or None. Collective over ``group``, that of the shards.
 
-    Args:
-        expected: Floating-point tensor of the unmodified model.
-        actual: Tensor of the scheduled model, of the same shape on every rank.
-        reference: The unmodified model.
-        tolerance: Allowed difference.
-        group: Process group of the shards, or None.
-        backward: True for a gradient.
+    Both floating-point tensors have the same shape on every rank. ``backward`` is True for gradients.
     """
     ranks = dist.get_world_size(group) if group is not None else 1
     summed = actual.clone()

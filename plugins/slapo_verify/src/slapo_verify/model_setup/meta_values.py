@@ -25,15 +25,8 @@ def has_meta_parameters(model: nn.Module) -> bool:
 def materialized(reference: nn.Module, sch: Schedule, device: torch.device) -> tuple[nn.Module, Schedule]:
     """Return both models with values; a model without values is copied and gets those of the other.
 
-    If neither has values, both get those of the model's initialiser. Collective over the shards' group.
-
-    Args:
-        reference: The unmodified model, or the schedule's model before some steps.
-        sch: The schedule.
-        device: Device of new values.
-
-    Raises:
-        VerifyError: no initialiser gives the model values, or a step created a parameter without known values.
+    If neither has values, both get those of the model's initialiser. Collective over the shards' group. Raises ``VerifyError``
+    if that gives no values, or a step created a parameter without known values.
     """
     if has_meta_parameters(reference):
         reference = copy_model(reference)

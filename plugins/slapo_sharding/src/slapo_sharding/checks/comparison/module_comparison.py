@@ -126,16 +126,10 @@ class ModuleComparison:
         return RecordedCall(module, args, kwargs)
 
     def leave(self, call: RecordedCall, output: Any, known: Any, around: Iterable[nn.Module]) -> tuple[str, str] | None:
-        """Compare a module that has returned. Collective over its group.
+        """Compare a module that has returned; return the line of the first difference and the reason, or None.
 
-        Args:
-            call: Record of the call.
-            output: Its result.
-            known: Layout of each tensor that is not replicated.
-            around: The modules that are still running.
-
-        Returns:
-            The line of the first difference and the reason, or None.
+        ``known`` has the layout of each tensor that is not replicated; ``around`` are the modules that still run. Collective
+        over the group of the call.
         """
         module, layers = call.module, self._uncovered(call.module)
         results, is_root = [known.get(x, SAME) for x in _tensors(output)], call.module in self.roots

@@ -23,18 +23,10 @@ _OF_CLASSES = frozenset("cross_entropy nll_loss multi_margin_loss".split())
 
 
 def probe(call: OpCall, attempt: Sequence[Any], numbers: Mapping[int, torch.Tensor]) -> list[int | None]:
-    """Return how the results of ranks on random shards relate to the global result.
+    """Return the dimension along which each result is sharded, None for a replicated one; empty if no probe is possible.
 
-    Args:
-        call: The call of one rank.
-        attempt: Arguments for the global values.
-        numbers: Index to tensor, of the untracked arguments.
-
-    Returns:
-        The dimension along which each result is sharded, None for a replicated result; empty if the probe is not possible.
-
-    Raises:
-        MixesShards: the results of ranks are no shards of the global result.
+    ``attempt`` has the arguments for the global values, and ``numbers`` the untracked arguments by index. Raises
+    ``MixesShards`` if the results of ranks on random shards are no shards of the global result.
     """
     of, generator = call.of, torch.Generator().manual_seed(0)
     free = [given for given in numbers.values() if not isinstance(given, nn.Parameter)]

@@ -24,10 +24,7 @@ def direct_parameters(traced: fx.GraphModule, without: Collection[str]) -> dict[
     """Return the splits to try for each parameter that a matrix product of some forward uses.
 
     A dimension that the product sums over does not fit if the other factor is whole. The next dimension is tried then.
-
-    Args:
-        traced: Flat graph of a model.
-        without: Names of parameters that are not split, and paths of modules whose parameters rules split or leave whole.
+    ``without`` has names of parameters that are not split, and paths of modules whose parameters rules split or leave whole.
     """
     found: dict[str, list[ParameterSplit]] = {}
     for node, name, tensor in _untied_uses(traced):

@@ -32,13 +32,8 @@ class ReservedNameError(ScheduleError):
 def trace_flat(schedule: Schedule, replicated: ReplicatedModules) -> fx.GraphModule:
     """Return the flat graph of the module, with the origins of the sizes in it.
 
-    Args:
-        schedule: Schedule of the module.
-        replicated: Opaque modules, which become calls. Modules with parametrization hooks are added.
-
-    Raises:
-        ScheduleError: hooks hide layers, or a name is reserved.
-        TraceError: the forward cannot be traced.
+    ``replicated`` modules become calls; those with parametrization hooks are added to them. Raises ``ScheduleError`` if hooks
+    hide layers or a name is reserved, and ``TraceError`` if the forward cannot be traced.
     """
     with recorded_captures(schedule.root_module):
         return _trace_checked(schedule, replicated)

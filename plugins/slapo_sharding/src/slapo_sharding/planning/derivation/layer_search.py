@@ -186,7 +186,8 @@ class _Search:
             self.candidates.update(dict.fromkeys(sorted(tables), LayerSplit("sharded")))
             self.tables -= tables
             return
-        filled = {node: dim for node in upstream if node.target in _FILLS for dim in _dims_of_size(node, err.sharded_sizes())}
+        sizes, fills = err.sharded_sizes(), (node for node in upstream if node.target in _FILLS)
+        filled = {node: dim for node in fills for dim, size in enumerate(node.meta["val"].shape) if size in sizes}
         if filled.keys() - self.tried:
             self.sharded_fills.update(filled)
             self.tried |= filled.keys()
@@ -342,10 +343,6 @@ def _upstream(nodes: list[fx.Node]) -> list[fx.Node]:
 _ATTENTION = ("scaled_dot_product_attention", "matmul", "bmm", "baddbmm", "einsum")
 
 _FILLS = (torch.zeros, torch.ones, torch.full, "new_zeros", "new_ones", "new_full")
-
-
-def _dims_of_size(node: fx.Node, sizes: set[int]) -> list[int]:
-    return [dim for dim, size in enumerate(node.meta["val"].shape) if size in sizes]
 
 
 def _position(path: str) -> str:

@@ -141,13 +141,8 @@ def log_replicated(
 ) -> None:
     """Log what stays whole, once for identical modules.
 
-    Attentions, sizes that are not divisible, and modules without any split are warnings.
-
-    Args:
-        schedule: Schedule of the module that was split.
-        derived: Plan.
-        conflicts: Layers that stay whole because a plan that splits them was not feasible.
-        done: Paths of modules that were logged before, or that are split by other means.
+    Attentions, sizes that are not divisible, and modules without any split are warnings. ``conflicts`` are the layers that stay
+    whole because a plan that splits them was not feasible; ``done`` was logged before, or is split by other means.
     """
     logged: set[str] = {*done}
     whole, modules = _outermost_replicated(derived), dict(schedule.mod.named_modules())
@@ -172,7 +167,10 @@ def log_replicated(
         if not _is_logged(path, logged):
             logged.add(without_block_numbers(path))
             _log(schedule, path, f"its MLP is made of convolutions ({line})")
-    logged |= log_replicated_attentions(schedule, {**_lines_of_calls(derived), **derived.reasons}, _NO_LAYER, logged)
+    # attentions that are one call in the graph, such as those of torch, with the line of the call
+    calls = calls_by_path(derived.layouts.graph).items()
+    lines = {f"{path}.": f"{_NO_LAYER} ({nodes[-1].meta.get('source')})" for path, nodes in calls}
+    logged |= log_replicated_attentions(schedule, lines | derived.reasons, _NO_LAYER, logged)
     whole_ones = [path for path, module in modules.items() if parametrization_of(module) and not split_of(module)]
     computed = {without_block_numbers(path): path for path in whole_ones}
     for path in computed.values():
@@ -229,12 +227,6 @@ def _replicated_projections(schedule: Schedule) -> Iterable[str]:
     inside = {other for module in named.values() if split_of(module) for other in module.modules()}
     found = [path for path, module in named.items() if module not in inside and is_projection(module)]
     return {without_block_numbers(path): path for path in reversed(found) if rules.find(named[path]) is None}.values()
-
-
-def _lines_of_calls(derived: DerivedPlan) -> dict[str, str]:
-    """Return reasons for attentions that are one call in the graph, such as those of torch, with the line of the call."""
-    calls = calls_by_path(derived.layouts.graph)
-    return {f"{path}.": f"{_NO_LAYER} ({nodes[-1].meta.get('source')})" for path, nodes in calls.items()}
 
 
 def _modules_with_matrices(schedule: Schedule, derived: DerivedPlan) -> dict[str, str]:

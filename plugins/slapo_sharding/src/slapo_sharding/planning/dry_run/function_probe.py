@@ -32,15 +32,8 @@ def is_autograd_function(target: Any) -> bool:
 def check_on_random_shards(target: Any, args: Any, kwargs: Any, results: Any, ranks: int) -> None:
     """Compare a function on whole random tensors with the function on their shards, forward and backward.
 
-    Args:
-        target: Function, or ``apply`` of an autograd function.
-        args: Positional arguments, sharded ones as DTensors.
-        kwargs: Keyword arguments.
-        results: Results of the dry run, sharded ones as DTensors.
-        ranks: Number of ranks.
-
-    Raises:
-        ValueError: results or gradients of the shards differ from those of the whole, or the function fails.
+    Sharded arguments, and sharded results of the dry run, are DTensors. Raises ``ValueError`` if results or gradients of the
+    shards differ from those of the whole, or if the function fails.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     dims = [_dim(leaf) for leaf in leaves]
