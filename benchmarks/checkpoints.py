@@ -105,16 +105,16 @@ def written_by_megatron(engine: Any, folder: Path) -> None:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    from slapo_megatron.optimizer.local_tensors import Held
+    from slapo_megatron.optimizer.local_tensors import LocalTensors
     from slapo_megatron.optimizer.optimizer_state import OptimizerState
     from slapo_megatron.process_state.cpu_mode import cpu_mode
 
     filesystem_async._results_queue = queue.Queue()
     folder.mkdir(exist_ok=True)
     with cpu_mode():
-        held = Held(engine.program)
-        optimizer, _ = OptimizerState(engine, held).sharded(engine.has_stepped, is_loading=False)
-        dist_checkpointing.save({"model": held.sharded(held.tensors), "optimizer": optimizer}, str(folder))
+        held = LocalTensors(engine.program)
+        optimizer, _ = OptimizerState(engine, held).sharded_state(engine.has_stepped, is_loading=False)
+        dist_checkpointing.save({"model": held.sharded_tensors(held.tensors), "optimizer": optimizer}, str(folder))
 
 
 def measure(

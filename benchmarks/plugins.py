@@ -14,7 +14,7 @@ NUM_PLUGINS = 200
 REPEATS = 7
 
 PLUGIN = """
-from slapo_core.interfaces.hookspecs import hookimpl
+from slapo_core.hookspecs import hookimpl
 
 @hookimpl
 def slapo_primitives():

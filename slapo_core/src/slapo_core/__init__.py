@@ -1,5 +1,6 @@
 """Schedule language for training large PyTorch models. Plugins import the names in ``__all__``."""
 
+from . import hookspecs
 from .building.build import BuildPlan, build, build_program
 from .building.weights import init_empty_weights, materialize
 from .distributed.agreement import agree_on_error, compare_across_ranks, gather_objects, mesh_groups, raise_on_all_ranks
@@ -13,10 +14,10 @@ from .distributed.random import (
     set_random_seed,
     set_rng_state,
 )
+from .hookspecs import hookimpl, hookspec
 from .interfaces.codec import Codec
 from .interfaces.dialect import Dialect
 from .interfaces.engine import Engine, PlainEngine
-from .interfaces.hookspecs import hookimpl, hookspec
 from .interfaces.primitive import Primitive, call_signature
 from .interfaces.program import Boundary, Program, Stage, TieGroup
 from .modules import paths
@@ -84,6 +85,7 @@ __all__ = [
     "get_logger",
     "hookimpl",
     "hookspec",
+    "hookspecs",
     "init_empty_weights",
     "is_module_list",
     "is_random_seed_set",

@@ -317,7 +317,7 @@ class TorchEngine(AveragedEngine):
             # the same programs, unless the model has changed
             programs = [self.program.replan(step.training, part) for part in step.parts]
         plan: StagePlan | None = self._plans.get(key)
-        if plan is None or not plan.serves(programs):
+        if plan is None or not plan.is_plan_of(programs):
             plan = self._plans[key] = StagePlan(
                 programs, self.options, step.schedule, self._own_stages, backward, self._replicas
             )
@@ -368,7 +368,7 @@ class TorchEngine(AveragedEngine):
         """Return the mean loss over micro-batches and replicas, or raise any rank's error on every rank. Collective."""
         own = torch.stack(result.losses).sum().double() if result.losses else torch.zeros((), dtype=torch.float64)
         self._ignored = next((each.ignore_index for each in result.counted if isinstance(each, LabelMean)), self._ignored)
-        used = self._shards.used() if self._shards is not None else ()
+        used = self._shards.used_ids() if self._shards is not None else ()
         unchecked = training and self._parameters.num_unchecked(used)
         if training and result.failure is None:
             result.failure = self._parameters.sparse_gradient(clips=bool(self.options.clip))

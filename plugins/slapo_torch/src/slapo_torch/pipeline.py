@@ -108,7 +108,7 @@ class RunningStage(VaryingStage):
         run = super().backward_one_chunk
 
         def attempt() -> None:
-            full = full_backward or not self._splits(bwd_chunk_id, loss)
+            full = full_backward or not self._can_split(bwd_chunk_id, loss)
             if full and not full_backward:
                 self._whole.add(bwd_chunk_id)
             run(bwd_chunk_id, loss, full, last_backward)
@@ -196,7 +196,7 @@ class RunningStage(VaryingStage):
     def _num_inputs(self, microbatch: int) -> int:
         return len(self._layouts[microbatch][0])
 
-    def _splits(self, microbatch: int, loss: Any) -> bool:
+    def _can_split(self, microbatch: int, loss: Any) -> bool:
         """Return True if a micro-batch's backward can be split; the first stage runs all of it in the second part."""
         if self.is_first:
             return True
@@ -258,7 +258,7 @@ class StagePlan:
             stage.splits = has_split_backward(self._schedule)
         self._targets = torch.arange(microbatches)
 
-    def serves(self, programs: Sequence[Program]) -> bool:
+    def is_plan_of(self, programs: Sequence[Program]) -> bool:
         """Return True if the plan was made of these same programs."""
         return all(own is other for own, other in zip(self.programs, programs, strict=True))
 

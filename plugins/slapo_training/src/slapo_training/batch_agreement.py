@@ -141,7 +141,7 @@ def check_shapes(high: int, low: int) -> None:
         )
 
 
-def weigh(program: Program, device: torch.device, counts: list[tuple[int, ...]], kinds: list[int]) -> LabelWeights:
+def compute_weights(program: Program, device: torch.device, counts: list[tuple[int, ...]], kinds: list[int]) -> LabelWeights:
     """Return the weights of micro-batches from new label counts. Collective.
 
     Args:

@@ -55,7 +55,7 @@ class ExternalEngine(BatchEngine):
         stale_engines.abandon_stale()
 
     @contextmanager
-    def _built(self) -> Iterator[None]:
+    def _build_context(self) -> Iterator[None]:
         """Build the engine inside; on an error give back what it holds of the process."""
         try:
             yield
@@ -118,7 +118,7 @@ class ExternalEngine(BatchEngine):
         self._check_weights()
         self.averages.check_idle("save")
         position = Position(self.steps, extra)
-        with self._calling():
+        with self._call_context():
             return self._saver.write(lambda ranks, copies: self._prepare_save(path, position, ranks, copies), wait)
 
     def load(self, path: str | PathLike[str]) -> Any:
@@ -136,7 +136,7 @@ class ExternalEngine(BatchEngine):
         self._check_open()
         self.averages.check_idle("load")
         self._saver.finish_last_save()
-        with self._calling():
+        with self._call_context():
             self.steps, extra = self._load(path)
         return extra
 
@@ -163,7 +163,7 @@ class ExternalEngine(BatchEngine):
             self._hooks.give_back()
             self._abandon()
 
-    def _calling(self) -> AbstractContextManager[object]:
+    def _call_context(self) -> AbstractContextManager[object]:
         """Return a context for calls of the other project's code."""
         return nullcontext()
 

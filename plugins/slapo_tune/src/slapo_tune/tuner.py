@@ -96,7 +96,7 @@ class Tuner:
     def run(self) -> Results:
         """Run the trials that the database does not have, and return all results."""
         for number, values in enumerate(self._traversal, 1):
-            with self._interruption.deferred():  # no result of a trial is lost
+            with self._interruption.defer_signals():  # no result of a trial is lost
                 record = self._take(number, values)
             if record is None or self._interruption.number is not None:
                 break
@@ -110,21 +110,21 @@ class Tuner:
     def _take(self, number: int, values: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the record of a configuration, from the database or of a trial now; None after an interruption."""
         name = Space.cfg_dict_to_str(values)
-        origin, record = "from the database, ", self._known(name)
+        origin, record = "from the database, ", self._find_record(name)
         if record is None:
             origin, record = "", self._run(values)
             if record is None:
                 return None
             self._database.commit(self._key(name), record)
         self.results.records[name] = record
-        self._tell(f"trial {number}/{self.results.total} {name}: {origin}{_outcome(record)}")
+        self._print_progress(f"trial {number}/{self.results.total} {name}: {origin}{_outcome(record)}")
         return record
 
     def _key(self, name: str) -> str:
         """Return the database's key: the command with the symbols' names in it, and their values."""
         return f"{shlex.join([self._settings.script, *self._settings.arguments])} {name}"
 
-    def _known(self, name: str) -> dict[str, Any] | None:
+    def _find_record(self, name: str) -> dict[str, Any] | None:
         """Return the record of a finished trial, or None; reads the file again, as another tuner may have added to it."""
         self._database.load()
         record = self._database.db.get(self._key(name))
@@ -163,7 +163,7 @@ class Tuner:
         if output.timed_out:
             problem = f"was killed at the time limit of {self._settings.timeout:g} s"
         elif output.exit_code:
-            problem = f"ended {_ending(output.exit_code)}"
+            problem = f"ended {_exit_reason(output.exit_code)}"
         elif result is None:
             problem = f"printed no throughput, as in {json.dumps({'throughput': 12.5})}"
         elif reason := invalid_throughput(result["throughput"]):
@@ -175,7 +175,7 @@ class Tuner:
         return f"{Path(self._settings.script).name} {problem}; {said}"
 
     @staticmethod
-    def _tell(news: str) -> None:
+    def _print_progress(news: str) -> None:
         print(f"tune: {news}", file=sys.stderr, flush=True)
 
 
@@ -188,7 +188,7 @@ def _is_record(found: Mapping[str, Any]) -> bool:
     return outcome and all(isinstance(number, (int, float)) for number in numbers)
 
 
-def _ending(exit_code: int) -> str:
+def _exit_reason(exit_code: int) -> str:
     return f"with exit code {exit_code}" if exit_code > 0 else f"by {signal_name(-exit_code)}"
 
 

@@ -169,7 +169,7 @@ class Schedule(Renderable, metaclass=_ScheduleClass):
     @property
     def child(self) -> Mapping[str, Schedule]:
         """The schedules of the direct children, by name."""
-        return {name: self._at(name) for name, module in self.mod._modules.items() if module is not None}
+        return {name: self._handle_at(name) for name, module in self.mod._modules.items() if module is not None}
 
     @property
     def root_module(self) -> nn.Module:
@@ -261,7 +261,7 @@ class Schedule(Renderable, metaclass=_ScheduleClass):
         Raises:
             UnknownNameError: no such module.
         """
-        handle = self._at(paths.resolve_aliases(self.mod, path))
+        handle = self._handle_at(paths.resolve_aliases(self.mod, path))
         if paths.find(self._root.module, handle._path) is None:
             near = [paths.join(self._path, name) for name in paths.nearby(self.mod, path)]
             raise UnknownNameError.of("module", handle._path, near)
@@ -275,7 +275,7 @@ class Schedule(Renderable, metaclass=_ScheduleClass):
         below.
         """
         for name, _ in list(self.mod.named_modules()):
-            yield paths.join(prefix, name), self._at(name)
+            yield paths.join(prefix, name), self._handle_at(name)
 
     def select(self, pattern: str) -> list[Schedule]:
         """Return the schedules whose path below this one matches a glob: ``*`` within one name, ``**`` over any number of
@@ -287,9 +287,9 @@ class Schedule(Renderable, metaclass=_ScheduleClass):
         if not (found := dict(paths.select(self.mod, pattern))):
             known = UnknownNameError.of("module", pattern, paths.nearby(self.mod, pattern))
             raise ScheduleError(f"{known}", path=self._path, primitive="select")
-        return [self._at(name) for name in found]
+        return [self._handle_at(name) for name in found]
 
-    def _at(self, path: str) -> Schedule:
+    def _handle_at(self, path: str) -> Schedule:
         return Schedule._handle(self._root, paths.join(self._path, path))
 
     def apply(self, primitive: str, /, *args: Any, **kwargs: Any) -> Any:

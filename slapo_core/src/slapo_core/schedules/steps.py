@@ -127,12 +127,12 @@ def _check_contracts(cls: type[Primitive], schedule: Schedule, name: str) -> Non
     if missing := [other for other in cls.requires if other not in schedule.metadata.primitives]:
         raise ScheduleError(f"needs {missing[0]!r} on this module first", path=schedule.path, primitive=name)
     for other in cls.conflicts:
-        if (at := _applied(schedule, other)) is not None:
+        if (at := _find_primitive(schedule, other)) is not None:
             where = "this module" if at == schedule.path else repr(at)
             raise ScheduleError(f"cannot follow {other!r} on {where}; undo one of them", path=schedule.path, primitive=name)
 
 
-def _applied(schedule: Schedule, name: str) -> str | None:
+def _find_primitive(schedule: Schedule, name: str) -> str | None:
     """Return the path of a module at, above or below the schedule's to which ``name`` was applied, or None."""
     above = schedule.parent
     while above is not None:

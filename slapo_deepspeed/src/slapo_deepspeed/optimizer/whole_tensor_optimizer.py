@@ -66,7 +66,7 @@ def bind(model: Any, program: Program, in_turns: bool) -> None:
     optimizer.flats = flats
 
 
-class Turns:
+class MergedStep:
     """Wrapper of an optimizer's ``step`` by which all calls in one step of DeepSpeed count as one.
 
     With ZeRO, DeepSpeed calls ``step`` once for each flat tensor.
@@ -82,14 +82,14 @@ class Turns:
             return
         self._inner, step = WholeTensorOptimizer.unwrap(optimizer), optimizer.step
 
-        def turn(*given: Any, **named: Any) -> Any:
+        def merged_step(*given: Any, **named: Any) -> Any:
             if self._current is None:
                 self._current = OneStep(self._inner)
             else:
                 self._current.restore_counters()
             return step(*given, **named)
 
-        optimizer.step = turn
+        optimizer.step = merged_step
 
     def begin(self) -> None:
         """Begin a step."""
@@ -133,12 +133,12 @@ def _holdings(number: int, whole: WholeTensor, place: int, own: FlatRange) -> It
     at = own.at
     for begin, sizes in boxes(shape, own.first, own.last):
         for chunk in chunks:
-            if (part := _inside(chunk, begin, sizes)) is not None:
+            if (part := _intersect(chunk, begin, sizes)) is not None:
                 yield LocalBox(number, place, part, (at, sizes))
         at += torch.Size(sizes).numel()
 
 
-def _inside(chunk: Chunk, begin: Sequence[int], sizes: Sequence[int]) -> Chunk | None:
+def _intersect(chunk: Chunk, begin: Sequence[int], sizes: Sequence[int]) -> Chunk | None:
     """Return the intersection of a chunk with a box, in the box's coordinates; None if it is empty."""
     local, offset, found = [], [], []
     for start, where, size, low, length in zip(chunk.local, chunk.offset, chunk.sizes, begin, sizes, strict=True):

@@ -17,7 +17,7 @@ Tensor = torch.Tensor
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
     """Call the compiled FlexAttention; it skips blocks of keys that are hidden by causality."""
-    return attend(_compiled(), q, k, v, mask, **options)
+    return attend(_compiled_attention(), q, k, v, mask, **options)
 
 
 def refuses(
@@ -53,5 +53,5 @@ def _causal(queries: int, keys: int, device: str) -> BlockMask:
 
 
 @functools.cache
-def _compiled() -> Any:
+def _compiled_attention() -> Any:
     return torch.compile(flex_attention)

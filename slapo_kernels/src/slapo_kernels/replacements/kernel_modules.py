@@ -49,7 +49,7 @@ class KernelForward:
         raise NotImplementedError
 
     @property
-    def forced(self) -> bool:
+    def is_forced(self) -> bool:
         """True if the user forced an implementation."""
         return self.choice is not None
 
@@ -116,7 +116,7 @@ def _method(cls: Any, name: str) -> Any:
             return own(self, *args, **kwargs)
         given = args + tuple(kwargs[each] for each in kernel_forward.inputs[len(args) :] if each in kwargs) if kwargs else args
         known = len(given) == len(kernel_forward.inputs) == len(args) + len(kwargs)
-        if known and not is_traced_or_compiled(kernel_forward.forced) and kernel_forward.admits(self, given):
+        if known and not is_traced_or_compiled(kernel_forward.is_forced) and kernel_forward.admits(self, given):
             return kernel_forward(self, *given)
         return own(self, *args, **kwargs)
 
@@ -217,7 +217,7 @@ class FusedForward(_BlockForward):
         return tuple(dict.fromkeys(step.kernel for step in self.steps if step.kernel))
 
     @property
-    def forced(self) -> bool:
+    def is_forced(self) -> bool:
         return bool(self.choices)
 
     def __call__(self, module: Any, *args: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ def optimizer_config(options: MegatronOptions) -> Any:
     return config_of(OptimizerConfig, {**given, **precision})
 
 
-def megatrons(config: Any, chunks: Sequence[Any], groups: Any) -> Any:
+def megatron_optimizer(config: Any, chunks: Sequence[Any], groups: Any) -> Any:
     """Return Megatron's own optimizer for a configuration."""
     from megatron.core.optimizer import get_megatron_optimizer
 
@@ -62,7 +62,7 @@ def bind_masters(optimizer: torch.optim.Optimizer) -> None:
 
 
 @torch.no_grad()
-def prepared(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
+def initialize_state(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
     """Initialize an optimizer's state by a step without effect, so that a state can be loaded; weights are unchanged.
 
     Args:

@@ -43,7 +43,7 @@ _TENSOR_SETTERS = frozenset("requires_grad_ retain_grad register_hook register_p
 """Calls that change a tensor other than in its values; a recomputed copy would lack the change."""
 
 
-class Crossing(NamedTuple):
+class MinimumCrossing(NamedTuple):
     """The values that are sent, and those that are recomputed.
 
     Args:
@@ -135,7 +135,7 @@ def node_bytes(node: Value) -> int:
 
 def minimum_crossing(
     order: Sequence[Value], home: Mapping[Value, int], batch_only: Set[Value], recomputable: Set[Value], num_stages: int
-) -> Crossing:
+) -> MinimumCrossing:
     """Choose the values that cross each boundary.
 
     Args:
@@ -170,7 +170,7 @@ class _MinCut:
         self.used = self._with_sources(roots, lambda node: True)
         self.fixed = [[node for node in roots if self.earliest_stage[node] == stage] for stage in range(num_stages)]
 
-    def run(self) -> Crossing:
+    def run(self) -> MinimumCrossing:
         needs = [self._needed_behind(stage) for stage in range(self.num_stages - 1)]
         wanted = [self._with_sources(need, self.movable.__contains__) for need in needs]
         made = self._made_behind(needs, wanted)
@@ -187,7 +187,7 @@ class _MinCut:
                     runs[stage].add(node)
                 elif not here:
                     received[stage].add(node)
-        return Crossing(received, runs)
+        return MinimumCrossing(received, runs)
 
     def _with_sources(self, nodes: Iterable[Value], through: Callable[[Value], bool]) -> set[Value]:
         """Return these nodes and their sources, followed through nodes for which ``through`` is true."""

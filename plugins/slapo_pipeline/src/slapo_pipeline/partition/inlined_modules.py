@@ -26,7 +26,8 @@ class InlinedModules:
         self, root: nn.Module, paths: Iterable[str], used: Sequence[Collection[str]], stages: Sequence[nn.Module]
     ) -> None:
         self._wrapping = {
-            path: _wrapping(_module_at(root, path)) for path in {part for path in paths for part in _path_prefixes(path)}
+            path: _forward_and_hooks(_module_at(root, path))
+            for path in {part for path in paths for part in _path_prefixes(path)}
         }
         self._used: list[tuple[nn.Module, dict[_Path, list[str]]]] = []
         for names, stage in zip(used, stages, strict=True):
@@ -40,7 +41,7 @@ class InlinedModules:
 
     def wrapping_changed(self, root: nn.Module) -> bool:
         """Return whether an inlined module gained or lost a hook or wrapper."""
-        return any(_wrapping(_module_at(root, path)) != before for path, before in self._wrapping.items())
+        return any(_forward_and_hooks(_module_at(root, path)) != before for path, before in self._wrapping.items())
 
     def has_replaced_members(self, root: nn.Module) -> bool:
         """Return whether a module, parameter or buffer of the model is no longer the one a stage has.
@@ -73,6 +74,6 @@ def _member(module: nn.Module | None, name: str) -> Any:
     return next((state[table][name] for table in _TABLES if name in state.get(table, ())), None)
 
 
-def _wrapping(module: nn.Module | None) -> Any:
+def _forward_and_hooks(module: nn.Module | None) -> Any:
     state = vars(module) if module is not None else {}
     return state.get("forward"), [list(state.get(table, ())) for table in _HOOKS]

@@ -16,7 +16,7 @@ from slapo_tracing.graphs import TracedModule
 from slapo_tracing.nodes import is_mode_node
 
 from .cuts import CUT_AT_MARKS, CUT_PIPELINE_STAGE, cut_where, is_at_mark
-from .pipe_split import is_mark, torch_marks_recorded
+from .pipe_split import is_mark, record_torch_marks
 
 
 def trace_flat(root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str], inlined: Collection[str] = ()) -> TracedModule:
@@ -37,7 +37,7 @@ def trace_flat(root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str], 
 
 def _trace(root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str], inlined: Collection[str]) -> TracedModule:
     parameterless: set[str] = set()
-    with torch_marks_recorded():
+    with record_torch_marks():
         try:
             return trace_module(root, inputs, leaf=_leaf(cuts, inlined, parameterless), by_values=True)
         except TraceError:

@@ -45,7 +45,7 @@ def is_mark(node: fx.Node) -> bool:
 
 
 @contextmanager
-def torch_marks_recorded() -> Iterator[None]:
+def record_torch_marks() -> Iterator[None]:
     """Record calls of ``torch.distributed.pipelining.pipe_split`` as marks, too."""
     with replaced_pipe_split(mark):
         yield
@@ -69,8 +69,8 @@ class MarkRecorder:
         with ExitStack() as stack:
             stack.callback(register_module_forward_pre_hook(self._begin).remove)
             stack.callback(register_module_forward_hook(self._end, always_call=True).remove)
-            _mark_callbacks.append(self._seen)
-            stack.callback(_mark_callbacks.remove, self._seen)
+            _mark_callbacks.append(self._record_mark)
+            stack.callback(_mark_callbacks.remove, self._record_mark)
             self._close = stack.pop_all()
         return self
 
@@ -86,6 +86,6 @@ class MarkRecorder:
     def _end(self, *_: Any) -> None:
         self._running.pop()
 
-    def _seen(self) -> None:
+    def _record_mark(self) -> None:
         known = (self._paths[id(module)] for module in reversed(self._running) if id(module) in self._paths)
         self.found += itertools.islice(known, 1)

@@ -198,7 +198,7 @@ class _ReduceScatter(torch.autograd.Function):
         ctx.dim, ctx.group, ctx.size = dim, group, x.size(dim)
         ranks, size = group.size(), x.size(dim)
         if size % ranks:
-            x = _padded(x, dim, -(-size // ranks) * ranks)
+            x = _pad_to_size(x, dim, -(-size // ranks) * ranks)
         result: torch.Tensor = _ops.wait_tensor(_start_reduce_scatter(x, dim, group))
         return result.narrow(dim, 0, _piece_size(size, group)) if size % ranks else result
 
@@ -291,7 +291,7 @@ def start_all_gather(x: torch.Tensor, dim: int, group: Group, size: int) -> torc
     """Start an all-gather to ``size`` along ``dim``. The backend joins shards of equal size along dimension 0."""
     assert group is not None
     own = _checked_unbatched(x)
-    own = _padded(own, dim, -(-size // group.size())) if size % group.size() else own.contiguous()
+    own = _pad_to_size(own, dim, -(-size // group.size())) if size % group.size() else own.contiguous()
     return _ops.all_gather_into_tensor(own, group.size(), group.group_name)  # type: ignore[no-any-return]
 
 
@@ -323,7 +323,7 @@ def _piece_size(size: int, group: dist.ProcessGroup, rank: int | None = None) ->
     return stop - start
 
 
-def _padded(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+def _pad_to_size(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     return torch.nn.functional.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, size - x.size(dim)])
 
 

@@ -40,11 +40,11 @@ class TensorHookRecorder:
         self._register = register = torch.Tensor.register_hook
 
         @functools.wraps(register)
-        def noted(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Any:
+        def register_and_record(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Any:
             self.found = True
             return register(tensor, hook)  # type: ignore[no-untyped-call]
 
-        torch.Tensor.register_hook = noted  # type: ignore[method-assign]
+        torch.Tensor.register_hook = register_and_record  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *exception: object) -> None:

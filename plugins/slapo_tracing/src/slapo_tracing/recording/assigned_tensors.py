@@ -43,7 +43,7 @@ def mark_assigned_tensors(recorder: Recorder) -> None:
 
 
 def _assigned_to(recorder: Recorder, module: nn.Module) -> list[str]:
-    before = recorder.sandbox.held_before(module)
+    before = recorder.sandbox.attributes_before(module)
     own = {name: value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES}
     is_written = {name: (id(module), name) in recorder.writes for name in own}
     changed = [name for name, value in own.items() if is_written[name] or before.get(name, _MISSING) is not value]

@@ -8,7 +8,7 @@ ranks. It may import ``slapo_core`` and all rooms below it: ``ema``, ``checkpoin
 """
 
 from . import checkpoint_files, parameter_ownership, stale_engines
-from .checkpoint_files import Beside, Position, bytes_of, check_shapes
+from .checkpoint_files import EngineExtras, Position, bytes_of, check_shapes
 from .dialect import ALL_RANKS, NO_CLIPPED_COPIES, NO_PLATEAU, EngineDialect, Limit, holds_copies, odd_dtype
 from .gradient_comparison import GradientComparison
 from .initial_weights import check_same_start, different
@@ -20,7 +20,7 @@ from .warning_filter import without_warnings
 
 __all__ = [
     "ALL_RANKS",
-    "Beside",
+    "EngineExtras",
     "EngineDialect",
     "GradientComparison",
     "Limit",

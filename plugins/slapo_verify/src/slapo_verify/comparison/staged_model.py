@@ -9,7 +9,7 @@ from torch import nn
 from slapo_core import Program, Schedule, build_program
 
 
-class Staged(nn.Module):
+class StagedModel(nn.Module):
     """The scheduled model, under its own names, with a forward that runs the stages in turn.
 
     Args:
@@ -42,4 +42,4 @@ class Staged(nn.Module):
 def as_built(sch: Schedule) -> nn.Module:
     """Return the module that runs: the schedule's stages if it has several, else the model."""
     program = build_program(sch)
-    return Staged(sch.mod, program) if len(program.stages) > 1 else sch.mod
+    return StagedModel(sch.mod, program) if len(program.stages) > 1 else sch.mod

@@ -107,7 +107,7 @@ def whole_of(
         BuildError: the pieces do not cover the tensor.
     """
     held = [(place, own[origin.key].chunks()) for place, own in enumerate(everyone) if origin.key in own]
-    pieces = [(place, [*_kept(origin.chunks(chunks), shape)]) for place, chunks in held]
+    pieces = [(place, [*_clip_chunks(origin.chunks(chunks), shape)]) for place, chunks in held]
     edges = [{0, size} for size in shape]
     for _, chunks in pieces:
         for chunk in chunks:
@@ -118,7 +118,7 @@ def whole_of(
     parts: list[SentBox] = []
     for place, chunks in pieces:
         for chunk in chunks:
-            covered = {cell for cell in left if _inside(cell, chunk)} if left else set()
+            covered = {cell for cell in left if _is_inside(cell, chunk)} if left else set()
             if covered:
                 left -= covered
                 parts.append(SentBox(place, chunk))
@@ -131,7 +131,7 @@ def whole_of(
     return WholeTensor(origin.key, shape, dtype, tuple(parts))
 
 
-def _kept(chunks: Iterable[Chunk], shape: tuple[int, ...]) -> Iterator[Chunk]:
+def _clip_chunks(chunks: Iterable[Chunk], shape: tuple[int, ...]) -> Iterator[Chunk]:
     """Clip the boxes to the shape."""
     for chunk in chunks:
         sizes = [min(start + size, end) - start for start, size, end in zip(chunk.offset, chunk.sizes, shape, strict=True)]
@@ -139,7 +139,7 @@ def _kept(chunks: Iterable[Chunk], shape: tuple[int, ...]) -> Iterator[Chunk]:
             yield chunk._replace(sizes=tuple(sizes))
 
 
-def _inside(cell: tuple[tuple[int, int], ...], chunk: Chunk) -> bool:
+def _is_inside(cell: tuple[tuple[int, int], ...], chunk: Chunk) -> bool:
     return all(
         start <= low and high <= start + size for (low, high), start, size in zip(cell, chunk.offset, chunk.sizes, strict=True)
     )

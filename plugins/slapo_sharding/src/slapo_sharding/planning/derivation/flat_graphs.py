@@ -84,7 +84,7 @@ def in_graph(modules: Collection[nn.Module], model: nn.Module, traced: fx.GraphM
 def flat_graph(schedule: Schedule, layers: list[str]) -> fx.GraphModule:
     """Return the flat graph of the module in training mode, with the modules at these paths as calls."""
     inputs = schedule.example_inputs
-    with _training(schedule.mod), recorded_captures(schedule.root_module):
+    with _training_mode(schedule.mod), recorded_captures(schedule.root_module):
         traced = trace(
             schedule.root_module,
             flatten=True,
@@ -100,7 +100,7 @@ def flat_graph(schedule: Schedule, layers: list[str]) -> fx.GraphModule:
 
 
 @contextmanager
-def _training(root: nn.Module) -> Iterator[None]:
+def _training_mode(root: nn.Module) -> Iterator[None]:
     """Put every module in training mode for a moment, so that dropouts are in the graph."""
     modes = {module: module.training for module in root.modules()}
     try:

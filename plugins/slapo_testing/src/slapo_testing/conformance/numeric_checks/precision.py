@@ -40,7 +40,7 @@ def _check(case: Case, how: str, context: AbstractContextManager[Any]) -> None:
     except Exception:  # the unmodified model's own: it does not run so
         return
     try:
-        model = case.scheduled().mod
+        model = case.make_schedule().mod
         with context:
             found = _run(case, model)
     except SlapoError as error:
@@ -57,8 +57,23 @@ def _run(case: Case, model: nn.Module) -> Run:
 
 def _compare(case: Case, model: nn.Module, wanted: Run, found: Run, what: str) -> None:
     exact = _run(case, case.model())
-    apart = differences(_wide(exact), _wide(wanted), Tolerance(0.0, 0.0))
-    noise = {each.what: ROUNDING_FACTOR * each.absolute for each in apart if each.absolute is not None}
+    noise = 
+<<<<<<< ours
+rounding_errors
+||||||| base
+differences(_wide
+=======
+differences(_to_float64
+>>>>>>> theirs
+(exact, 
+<<<<<<< ours
+
+||||||| base
+_wide(
+=======
+_to_float64(
+>>>>>>> theirs
+wanted)
     tolerance = Tolerance(case.example.atol, max(RELATIVE_TOLERANCE, case.example.rtol), RELATIVE_TOLERANCE, noise)
     common_buffers(wanted, found)
     case.keep(model)(wanted, found)
@@ -67,7 +82,21 @@ def _compare(case: Case, model: nn.Module, wanted: Run, found: Run, what: str) -
         raise ConformanceError(f"{what}: {difference.message}")
 
 
-def _wide(run: Run) -> Run:
+def 
+<<<<<<< ours
+rounding_errors(exact: Run, rounded: Run) -> dict[str, float]:
+    """Return the allowed difference of each result, in multiples of the rounding error of an unmodified run."""
+    apart = differences(_wide(exact), _wide(rounded), Tolerance(0.0, 0.0))
+    return {each.what: ROUNDING_FACTOR * each.absolute for each in apart if each.absolute is not None}
+
+
+def _wide
+||||||| base
+_wide
+=======
+_to_float64
+>>>>>>> theirs
+(run: Run) -> Run:
     """Return the same numbers in float64."""
 
     def wide(value: Any) -> Any:

@@ -83,7 +83,7 @@ class DTensorStandIns:
             value = DTensor.from_local(local, self.mesh, [Shard(dim)], run_check=False)
             self.parameters.append(stand_in(whole, value, {}))
 
-    def owned(self, labels: Container[int] | None = None) -> list[nn.Parameter]:
+    def owned_parameters(self, labels: Container[int] | None = None) -> list[nn.Parameter]:
         """Return the stand-ins with these labels; None for all labels."""
         return [self.parameters[number] for number in self._indices_of(labels)]
 

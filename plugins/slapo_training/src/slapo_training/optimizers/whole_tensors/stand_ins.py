@@ -85,7 +85,7 @@ class StandIns:
             self.parameters.append(stand_in(whole, self._expanded_zero(whole), masks[number]))
         self.fetch()
 
-    def owned(self, labels: Container[int] | None = None) -> list[nn.Parameter]:
+    def owned_parameters(self, labels: Container[int] | None = None) -> list[nn.Parameter]:
         """Return the stand-ins with these labels that this rank steps; None for all labels."""
         return [self.parameters[number] for number in sorted(self._owned) if labels is None or self._labels[number] in labels]
 
