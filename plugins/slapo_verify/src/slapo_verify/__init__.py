@@ -24,12 +24,4 @@ from .training_runs.reference_run import TrainingResults
 from .verify import Verify, verify
 from .verify_engine import verify_engine
 
-__all__ = ["Report", "
-<<<<<<< ours
-Tolerance", "Trained
-||||||| base
-Trained
-=======
-TrainingResults
->>>>>>> theirs
-", "Verify", "run_as_threads", "verify", "verify_engine"]
+__all__ = ["Report", "Tolerance", "TrainingResults", "Verify", "run_as_threads", "verify", "verify_engine"]

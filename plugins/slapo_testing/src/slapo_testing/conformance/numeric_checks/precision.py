@@ -57,23 +57,7 @@ def _run(case: Case, model: nn.Module) -> Run:
 
 def _compare(case: Case, model: nn.Module, wanted: Run, found: Run, what: str) -> None:
     exact = _run(case, case.model())
-    noise = 
-<<<<<<< ours
-rounding_errors
-||||||| base
-differences(_wide
-=======
-differences(_to_float64
->>>>>>> theirs
-(exact, 
-<<<<<<< ours
-
-||||||| base
-_wide(
-=======
-_to_float64(
->>>>>>> theirs
-wanted)
+    noise = rounding_errors(exact, wanted)
     tolerance = Tolerance(case.example.atol, max(RELATIVE_TOLERANCE, case.example.rtol), RELATIVE_TOLERANCE, noise)
     common_buffers(wanted, found)
     case.keep(model)(wanted, found)
@@ -82,21 +66,13 @@ wanted)
         raise ConformanceError(f"{what}: {difference.message}")
 
 
-def 
-<<<<<<< ours
-rounding_errors(exact: Run, rounded: Run) -> dict[str, float]:
+def rounding_errors(exact: Run, rounded: Run) -> dict[str, float]:
     """Return the allowed difference of each result, in multiples of the rounding error of an unmodified run."""
-    apart = differences(_wide(exact), _wide(rounded), Tolerance(0.0, 0.0))
+    apart = differences(_to_float64(exact), _to_float64(rounded), Tolerance(0.0, 0.0))
     return {each.what: ROUNDING_FACTOR * each.absolute for each in apart if each.absolute is not None}
 
 
-def _wide
-||||||| base
-_wide
-=======
-_to_float64
->>>>>>> theirs
-(run: Run) -> Run:
+def _to_float64(run: Run) -> Run:
     """Return the same numbers in float64."""
 
     def wide(value: Any) -> Any:
