@@ -65,22 +65,23 @@ class UseKernelsPrimitive(Primitive):
         calls = find_calls(schedule, wanted, forced)
         plan = _Plan([each for each in served if each.opaque_path is None], calls, {}, forced, wanted)
         if "attention" in wanted:
-            plan.attention.update(_attention(schedule, _forced_attention(forced, force), named=names is not None))
+            choice = forced.get("attention")
+            if "attention" not in force and choice not in attention.NAMES:
+                choice = None  # "*" forces one that Transformers does not have
+            plan.attention.update(_attention(schedule, choice, named=names is not None))
         found = {kernel for each in served for kernel in each.kernel_forward.kernels} | {each.call.kernel for each in calls}
         found |= {"attention"} if plan.attention else set()
         for each in served:
-            if each.opaque_path is not None and names is not None:
-                if isinstance(each.kernel_forward, LazyHead) and any(map(is_sharded, each.module.parameters())):
-                    path = _path_below(schedule, each.path)
-                    raise _error(
-                        schedule, f"{path!r} is sharded; tensor_parallel(parallel_loss=True) makes losses of its parts"
-                    )
-                message = f"{_path_below(schedule, each.opaque_path)!r} has a hook or wrapper that a kernel would bypass"
-                raise _error(schedule, f"{message}; call use_kernels first")
-            if each.opaque_path is not None:
-                get_logger().info(
-                    "use_kernels: %r keeps its forward, as it has a hook or wrapper", _path_below(schedule, each.opaque_path)
-                )
+            if each.opaque_path is None:
+                continue
+            opaque = paths.join(schedule.path, each.opaque_path)
+            if names is None:
+                get_logger().info("use_kernels: %r keeps its forward, as it has a hook or wrapper", opaque)
+            elif isinstance(each.kernel_forward, LazyHead) and any(map(is_sharded, each.module.parameters())):
+                raise _error(schedule, f"{opaque!r} is sharded; tensor_parallel(parallel_loss=True) makes losses of its parts")
+            else:
+                message = f"{opaque!r} has a hook or wrapper that a kernel would bypass; call use_kernels first"
+                raise _error(schedule, message)
         if names is not None and (missing := [kernel for kernel in wanted if kernel not in found]):
             raise _error(schedule, f"nothing from here down computes {missing[0]!r}, or all that does is served already")
         if late := _late_force_problem(schedule, force, found):
@@ -101,9 +102,8 @@ class UseKernelsPrimitive(Primitive):
         for each in checked.served:
             kernels = [kernel for kernel in each.kernel_forward.kernels if kernel in checked.wanted]
             handle = schedule[each.path] if each.path else schedule
-            handle.apply(
-                "replace", with_kernels(each.module, checked.with_forced_implementations(each)), name="+".join(kernels)
-            )
+            new = with_kernels(each.module, checked.with_forced_implementations(each))
+            handle.apply("replace", new, name="+".join(kernels))
             for kernel in kernels:
                 used.setdefault(kernel, []).append(handle.path)
         for match, call in checked.calls:
@@ -217,24 +217,15 @@ def _late_force_problem(schedule: Schedule, force: Mapping[str, str], found: Col
     served: set[str] = set()
     for module in schedule.mod.modules():
         kernel_forward = kernel_forward_of(module)
-        served |= (
-            {module.kernel}
-            if isinstance(module, KernelCall)
-            else set()
-            if kernel_forward is None
-            else set(kernel_forward.kernels)
-        )
+        if isinstance(module, KernelCall):
+            served.add(module.kernel)
+        elif kernel_forward is not None:
+            served.update(kernel_forward.kernels)
     late = [kernel for kernel in force if kernel in served and kernel not in found]
     if not late and not ("*" in force and served and not found):
         return None
     what = f"computes {late[0]!r}" if late else "kernels serve"
     return f"all from here down that {what} is served already, and nothing is forced"
-
-
-def _forced_attention(forced: Mapping[str, str], force: Mapping[str, str]) -> str | None:
-    """Return the forced attention; None if ``"*"`` forces one that Transformers does not have."""
-    name = forced.get("attention")
-    return name if "attention" in force or name in attention.NAMES else None
 
 
 def _attention(schedule: Schedule, forced: str | None, named: bool) -> dict[str, tuple[str, ...]]:
@@ -258,7 +249,7 @@ def _attention(schedule: Schedule, forced: str | None, named: bool) -> dict[str,
                 continue
         if named or forced is not None:
             raise _error(schedule, f"{reason}; leave attention out, or force another implementation")
-        get_logger().info("use_kernels: attention of %r is left as it is: %s", _path_below(schedule, path), reason)
+        get_logger().info("use_kernels: attention of %r is left as it is: %s", paths.join(schedule.path, path), reason)
     return found
 
 
@@ -269,10 +260,6 @@ def _device_and_dtype(module: nn.Module) -> tuple[torch.device, torch.dtype]:
     if weight.is_meta:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu"), weight.dtype
     return weight.device, weight.dtype
-
-
-def _path_below(schedule: Schedule, path: str) -> str:
-    return paths.join(schedule.path, path)
 
 
 def _error(schedule: Schedule, message: str) -> ScheduleError:

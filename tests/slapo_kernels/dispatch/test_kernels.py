@@ -126,8 +126,8 @@ def test_a_mask_and_causality_are_refused_together() -> None:
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("index", range(len(CALLS["attention"])))
 def test_flex_attention_is_asked_for_the_same(index: int) -> None:
-    def attend(q: Any, k: Any, v: Any, mask: Any = None, *, is_causal: bool = False, scale: float | None = None) -> Any:
-        return flex.attend(flex_attention, q, k, v, mask, is_causal, scale)
+    def attend(q: Any, k: Any, v: Any, mask: Any = None, **options: Any) -> Any:
+        return flex.attend(flex_attention, q, k, v, mask, **options)
 
     args, kwargs = CALLS["attention"][index]  # backward is for GPUs: tests/gpu
     torch.testing.assert_close(attend(*args, **kwargs), eager.attention(*args, **kwargs))

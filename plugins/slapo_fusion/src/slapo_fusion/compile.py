@@ -89,8 +89,7 @@ def _targets(schedule: Schedule) -> list[tuple[str, nn.Module]]:
     """Return this module, or the members of a module list, each once, with their paths."""
     mod = schedule.mod
     if isinstance(mod, (nn.ModuleList, nn.ModuleDict)) and type(mod).forward is nn.Module.forward:
-        found = {id(child.mod): (child.path, child.mod) for child in schedule.child.values()}
-        return [*found.values()]
+        return [*{id(child.mod): (child.path, child.mod) for child in schedule.child.values()}.values()]
     return [(schedule.path, mod)]
 
 

@@ -145,9 +145,8 @@ def _check_disjoint(schedule: Schedule, matches: Sequence[Any]) -> None:
 def _check_layers(schedule: Schedule, traced: fx.GraphModule, match: Any) -> None:
     for node in resolve_nodes(traced, match):
         if node.op == "call_module" and is_opaque(traced.get_submodule(str(node.target))):
-            raise _error(
-                schedule, f"{node.target!r} in the subgraph is sharded, hooked or wrapped; leave it out, or fuse first"
-            )
+            what = f"{node.target!r} in the subgraph is sharded, hooked or wrapped"
+            raise _error(schedule, f"{what}; leave it out, or fuse first")
 
 
 def _region(traced: fx.GraphModule, match: Any) -> tuple[fx.GraphModule, list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 from torch import fx
 
@@ -60,19 +61,10 @@ class ShardPrimitive(Primitive):
     scope = "module"
 
     @staticmethod
-    def check(
-        schedule: Schedule,
-        name: str | Sequence[str],
-        axis: int,
-        blocks: Blocks = None,
-        *,
-        copied: Sequence[int] = (),
-        gathered: bool = False,
-        uneven: bool = False,
-    ) -> ShardStep:
-        """Plan the step."""
+    def check(schedule: Schedule, name: str | Sequence[str], axis: int, blocks: Blocks = None, **options: Any) -> ShardStep:
+        """Plan the step; the options are those of ``apply``."""
         with _untraced_module(schedule):
-            return ShardPlanner(schedule, name, axis, blocks, copied=copied, gathered=gathered, uneven=uneven).plan()
+            return ShardPlanner(schedule, name, axis, blocks, **options).plan()
 
     @staticmethod
     def apply(

@@ -14,7 +14,6 @@ from torch import nn
 
 from slapo_core import get_logger, is_sharded
 
-from .comparison.equivalence import Difference
 from .comparison.model_results import (
     ComparisonTask,
     ModelResults,
@@ -73,13 +72,11 @@ def _compare_models(models: ComparedModels, task: ComparisonTask, blame: bool, n
     elif models.user_tolerance is None and any(ranks.gather(bool(own))):
         task = _measure_rounding(models, task, expected, closely=True)
         own = list(compare(expected, actual, task.tolerance))
-    found = _first_rank_differences(models, own)
+    found = next(filter(None, models.ranks.gather(own)), None)  # of the first rank that has any; the same on all ranks
     far = models.ranks.gather(largest(expected, actual))
     furthest = max((each for each in far if each), key=lambda each: each.absolute or 0.0, default=None)
-    notes += [
-        *_notes_on_uncompared(task, expected, parts),
-        *_notes_on_unmatched(models.reference, runs, task, missing_parameters(expected, actual)),
-    ]
+    notes += _notes_on_uncompared(task, expected, parts)
+    notes += _notes_on_unmatched(models.reference, runs, task, missing_parameters(expected, actual))
     if found is None and wide is not None and not wide.ok:
         return replace(wide, notes=(*notes, "rounding hides it; this is of both models in float32"))
     if found is None:
@@ -101,11 +98,8 @@ def _notes_on_uncompared(task: ComparisonTask, expected: ModelResults, parts: Se
     if expected.run.outputs and not any(isinstance(each, torch.Tensor) and each.numel() for _, each in expected.run.outputs):
         yield "no output has numbers in it, so that next to nothing of what is computed was compared; give other inputs"
     if unopened := [path for path, each in expected.run.outputs if isinstance(each, OpaqueObject)]:
-        yield (
-            f"output{unopened[0]} is not looked into, nor are {len(unopened) - 1} more"
-            if unopened[1:]
-            else (f"output{unopened[0]} is not looked into")
-        )
+        more = f", nor are {len(unopened) - 1} more" if unopened[1:] else ""
+        yield f"output{unopened[0]} is not looked into{more}"
     if parts:
         more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
         yield f"{parts[0]}{more} of the scheduled model is a part on each rank; they are put together here"
@@ -189,11 +183,6 @@ def _comparable(models: ComparedModels, task: ComparisonTask) -> Iterator[list[s
     with dropout_disabled(models.reference, models.sch.mod) as count:
         what = f"{count} dropouts of both models are off, as shards draw other masks than the whole" if count else "no dropout"
         yield [f"training mode: {what}"]
-
-
-def _first_rank_differences(models: ComparedModels, found: list[Difference]) -> list[Difference] | None:
-    """Return the differences of the first rank that has any, the same on all ranks; None if none has any."""
-    return next((each for each in models.ranks.gather(found) if each), None)
 
 
 def _add_note(error: Exception, text: str) -> None:

@@ -154,9 +154,8 @@ class Verify:
         steps = self._top.journal.steps
         kept = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], zip(self._steps, steps, strict=False)))
         undone = None if kept == len(self._steps) else "a step from before the block was undone in it"
-        models = ComparedModels(
-            reference, top, lambda: copy_model(before), steps[kept:], self._tolerance, ranks, kept, unknown=undone
-        )
+        fresh = lambda: copy_model(before)  # noqa: E731
+        models = ComparedModels(reference, top, fresh, steps[kept:], self._tolerance, ranks, kept, unknown=undone)
         self.report = compare_models(models, task, True)
         self.report.check()
 
@@ -231,9 +230,8 @@ def _task(
     shared = {id(each) for each in reference.parameters()}
     twice = [name for name, each in top.mod.named_parameters() if id(each) in shared]
     if twice:
-        raise VerifyError(
-            f"the reference and the scheduled model share {twice[0]!r}; schedule a copy.deepcopy of the reference"
-        )
+        what = f"the reference and the scheduled model share {twice[0]!r}"
+        raise VerifyError(f"{what}; schedule a copy.deepcopy of the reference")
     own = reference.named_parameters(remove_duplicate=False)
     names = {known for name, parameter in own for known in (name, *parameter_facts(parameter).names)}
     lacking = [name for own in top.original_names.values() for name in own if name not in names]

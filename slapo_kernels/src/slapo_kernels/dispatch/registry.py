@@ -38,11 +38,7 @@ class ImplementationRegistry:
         return list(self._entries[kernel])
 
     def implementations(self, kernel: str, device: str) -> list[Implementation]:
-        """Return a kernel's implementations in order of preference, without those that two plugins provide.
-
-        Raises:
-            ScheduleError: there is no such kernel.
-        """
+        """Return a kernel's implementations in order of preference, without those that two plugins provide."""
         check_kernel(kernel)
         order = KERNELS[kernel].order(device)
         found = [entries[0].target for entries in self._entries[kernel].values() if len(entries) == 1]
@@ -59,9 +55,7 @@ class ImplementationRegistry:
         if not isinstance(name, str):
             raise ScheduleError(f"{name!r} is no name of an implementation; kernel {kernel!r} has {self._join_names(kernel)}")
         if name not in self._entries[kernel]:
-            if any(
-                name in those for those in self._entries.values()
-            ):  # a name of another kernel: no spelling mistake to suggest a correction for
+            if any(name in those for those in self._entries.values()):  # not misspelt, but of another kernel
                 raise ScheduleError(f"kernel {kernel!r} has no implementation {name!r}, but {self._join_names(kernel)}")
             unknown = UnknownNameError.of("implementation", name, self._entries[kernel], whose=f"kernel {kernel!r}")
             raise ScheduleError(str(unknown))
@@ -71,11 +65,7 @@ class ImplementationRegistry:
         return entry.target  # type: ignore[no-any-return]
 
     def load(self, implementation: Implementation) -> Function:
-        """Import and return the function of an implementation.
-
-        Raises:
-            PluginError: the import fails.
-        """
+        """Import and return the function of an implementation; raise ``PluginError`` if the import fails."""
         key = implementation.kernel, implementation.name
         if key not in self._loaded:
             (entry,) = self._entries[key[0]][key[1]]
@@ -92,11 +82,7 @@ class ImplementationRegistry:
 
 
 def check_kernel(kernel: object) -> None:
-    """Check the name of a kernel.
-
-    Raises:
-        ScheduleError: there is no such kernel.
-    """
+    """Raise ``ScheduleError`` unless there is a kernel of this name."""
     if not isinstance(kernel, str):
         raise ScheduleError(f"{kernel!r} is no name of a kernel; available: {', '.join(sorted(KERNELS))}")
     if kernel not in KERNELS:

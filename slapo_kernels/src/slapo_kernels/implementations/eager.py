@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
+from .attention_masks import check_mask
 from .cross_entropy_labels import check_labels
 
 Tensor = torch.Tensor
@@ -53,8 +54,7 @@ def attention(
         is_causal: Query ``i`` sees keys up to ``i``; without ``mask``.
         scale: Default: ``size ** -0.5``.
     """
-    if is_causal and mask is not None:
-        raise ValueError("attention takes a mask or is_causal, not both")
+    check_mask(mask, is_causal=is_causal)
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
@@ -97,11 +97,7 @@ def _at_least_float32(x: Tensor) -> Tensor:
 
 
 def check_cast(cast: str) -> None:
-    """Check the argument ``cast`` of ``rms_norm``.
-
-    Raises:
-        ValueError: it is not in ``CASTS``.
-    """
+    """Raise ``ValueError`` unless the argument ``cast`` of ``rms_norm`` is in ``CASTS``."""
     if cast not in CASTS:
         raise ValueError(f"no cast {cast!r}; available: {', '.join(CASTS)}")
 

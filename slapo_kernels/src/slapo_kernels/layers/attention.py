@@ -181,11 +181,7 @@ _ESTABLISHED_NAMES |= dict.fromkeys(("native_xformers", "native_flash_attn"), "e
 
 
 def implementation_named(attn_op_name: str) -> str | None:
-    """Return the implementation of ``attention`` that a name stands for; None means the first that is usable.
-
-    Raises:
-        ScheduleError: there is no such implementation.
-    """
+    """Return the implementation of ``attention`` that a name stands for; None means the first that is usable."""
     if isinstance(attn_op_name, str) and attn_op_name in _ESTABLISHED_NAMES:
         return _ESTABLISHED_NAMES[attn_op_name]
     return implementation_registry().get("attention", attn_op_name).name

@@ -39,13 +39,7 @@ class _Nodes(NamedTuple):
 
 
 def find_calls(schedule: Schedule, wanted: Collection[str], choices: dict[str, str]) -> list[FoundCall]:
-    """Find calls that the wanted kernels can replace in the traced modules from the schedule's down; none overlap.
-
-    Args:
-        schedule: Where to look.
-        wanted: Names of kernels.
-        choices: Kernel to the implementation that is forced.
-    """
+    """Find calls that the wanted kernels can replace in the traced modules from the schedule's down; none overlap."""
     found = []
     for path, traced in traced_modules(schedule.mod, schedule.path):
         used: set[fx.Node] = set()
@@ -99,9 +93,8 @@ def _attentions(traced: fx.GraphModule) -> Iterator[_Nodes]:
         if user is None or _op(user) != "matmul" or _arguments(user).get("self") is not end:
             continue
         inputs = [_arguments(scores)["self"], _arguments(keys)["self"], _arguments(user)["other"], *masks]
-        added = all(
-            _dtype(mask) in (torch.float32, _dtype(inputs[0])) for mask in masks
-        )  # a mask of another dtype would change the scores' dtype
+        # a mask of another dtype would change the scores' dtype
+        added = all(_dtype(mask) in (torch.float32, _dtype(inputs[0])) for mask in masks)
         if not all(isinstance(each, fx.Node) for each in inputs) or not (mask_is_inverted or added):
             continue
         if _dtype(user) == _dtype(inputs[0]):

@@ -37,11 +37,7 @@ def recognise_norm(module: nn.Module) -> NormForward | None:
         forms = [
             form for form in _candidate_kernels(module, bias is not None) if _agrees(module, *form, torch.float32, first.dims)
         ]
-        others = {
-            dtype: StableCalls.observe(module, dtype, weight.shape, NORM)
-            for dtype in DTYPES
-            if dtype is not torch.float32 and forms
-        }
+        others = {dtype: StableCalls.observe(module, dtype, weight.shape, NORM) for dtype in DTYPES[1:] if forms}
         found: list[tuple[int, NormForward]] = []
         for form in forms:
             seen = {torch.float32: first}

@@ -243,14 +243,15 @@ class _TensorCopy:
     """A tensor that a forward may write to in place, and its value at the start."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        with (
-            no_functions() if type(tensor) is torch.Tensor else nullcontext()
-        ):  # it would turn tensor subclasses into plain tensors
+        # not for tensor subclasses, which it would turn into plain tensors
+        with no_functions() if type(tensor) is torch.Tensor else nullcontext():
             self.tensor, self.copy, self.version = tensor, tensor.detach().clone(), version_of(tensor)
 
     def has_changed(self) -> bool:
         """Return whether the tensor was or may have been written to."""
-        return version_of(self.tensor) != self.version or _is_statistic(self.tensor)
+        # batch norm's kernels write to means and variances without counting a version
+        may_be_statistic = self.tensor.dim() == 1 and self.tensor.is_floating_point()
+        return may_be_statistic or version_of(self.tensor) != self.version
 
 
 def _values(content: Any) -> Iterable[Any]:
@@ -260,8 +261,3 @@ def _values(content: Any) -> Iterable[Any]:
 def version_of(tensor: torch.Tensor) -> int:
     """Return the tensor's version counter; inference tensors have none, and a forward with gradients cannot write to them."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _is_statistic(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor may be a mean or a variance: batch norm's kernels write to these without counting a version."""
-    return tensor.dim() == 1 and tensor.is_floating_point()

@@ -33,8 +33,8 @@ class RandomState:
         """
         if self._device is None and torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
             return False
-        devices = {tensor.device for tensor in tensors}
-        return all(device.type in ("cpu", "meta") or _is_cuda(device, self._device) for device in devices)
+        devices = {(tensor.device.type, tensor.device.index) for tensor in tensors}
+        return all(kind in ("cpu", "meta") or (kind, index) == ("cuda", self._device) for kind, index in devices)
 
     @contextmanager
     def restore_for_block(self) -> Iterator[None]:
@@ -63,10 +63,6 @@ class RandomState:
 
 def _cuda_device() -> int | None:
     return torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-
-
-def _is_cuda(device: torch.device, index: int | None) -> bool:
-    return device.type == "cuda" and device.index == index
 
 
 class GeneratorState:

@@ -132,9 +132,9 @@ def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         try:
             result = reads.run_inner_module(module, args, kwargs)
         except size_errors.SIZE_ERRORS as err:
-            if "sizes" in disabled or (explained := reads.explanation_of(err)) is None:
+            if "sizes" in disabled or reads.failed is None or reads.failed[0] is not err:
                 raise
-            raise explained from err
+            raise BuildError(reads.failed[1]) from err
         finally:
             _running_mode.reset(token)
     for build in builds:
@@ -179,6 +179,7 @@ class _FirstRunMode(TorchFunctionMode):
         self.values = ShardedValues(self._value_error, *weight_digests.sharding_group(model), disabled)
         self.gradients = PartialGradients(partial(self._error, "gradients"), "gradients" in disabled)
         self.failed: tuple[Exception, str] | None = None
+        """A size error and the message that explains it by the innermost module; None if none was explained."""
         self.columns: list[nn.Module] = []
         """Modules that returned sharded outputs, in the order in which they ran."""
 
@@ -194,7 +195,7 @@ class _FirstRunMode(TorchFunctionMode):
                 call = None if "comparison" in self.disabled else self.comparison.enter(module, args, kwargs)
             result = _plain_call(module, *args, **kwargs)
             with no_functions():
-                if (applied := split_of(module)) is not None and applied.cut.output == "sharded" and not applied.gathered:
+                if (applied := split_of(module)) is not None and applied.returns_shard:
                     self.columns.append(module)
                 self.values.leave(module, result, last=len(self.running) == 1, is_whole=self.is_whole)
                 self.gradients.leave(module, result)
@@ -229,10 +230,6 @@ class _FirstRunMode(TorchFunctionMode):
         if not self.paused and not is_called_by_sharding() and not is_called_by_hook() and split_of(self.running[-1]) is None:
             with no_functions():
                 self.values.check_autograd_function(function, args, result)
-
-    def explanation_of(self, err: Exception) -> BuildError | None:
-        """Return the error that explains a size error and names the innermost module, or None."""
-        return BuildError(self.failed[1]) if self.failed is not None and self.failed[0] is err else None
 
     def _record_size_error(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], err: Exception) -> None:
         """Record the explanation of a size error; it is raised when the error leaves the model, as code may catch it."""
@@ -282,14 +279,8 @@ class _FirstRunMode(TorchFunctionMode):
         """Return the module that holds a tensor, if the running graph has inlined it and uses the tensor nowhere else."""
         graphs = [module for module in reversed(self.running) if isinstance(module, fx.GraphModule)]
         inside: list[tuple[fx.Graph, str, nn.Module]] = [(g.graph, *named) for g in graphs for named in g.named_modules()]
-        return next(
-            (
-                module
-                for graph, path, module in inside
-                if is_taken_apart(module) and holds_tensor(module, tensor) and _is_used_by_module_only(graph, path)
-            ),
-            None,
-        )
+        holding = (each for each in inside if is_taken_apart(each[2]) and holds_tensor(each[2], tensor))
+        return next((module for graph, path, module in holding if _is_used_by_module_only(graph, path)), None)
 
     def _refuse(self, message: str) -> None:
         """Refuse to compute with the number of elements of a shard, while this run lasts."""

@@ -41,10 +41,7 @@ def _matcher_of(kind: type[nn.Module], grouped: bool) -> Callable[[nn.Module], b
 def _rules(kind: type[nn.Module], dim: int, output: int) -> Iterator[ShardingRule]:
     """Yield the rules of a convolution class, for one group and for several.
 
-    Args:
-        kind: The class.
-        dim: Dimension of the channels.
-        output: Dimension of the weight's output channels if there is one group.
+    ``dim`` is the dimension of the channels, ``output`` that of the weight's output channels if there is one group.
     """
     name, counts = kind.__name__, ("in_channels", "out_channels", "groups")
     column = Cut({"weight": output, "bias": 0}, "replicated", "sharded", ("out_channels",), dim=dim)

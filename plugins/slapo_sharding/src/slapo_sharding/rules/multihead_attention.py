@@ -159,21 +159,8 @@ _DIMS = {
     "bias_v": 2,
     "out_proj.weight": 1,
 }
-RULES = [
-    ShardingRule(
-        "MultiheadAttention",
-        lambda module: computes_as(module, nn.MultiheadAttention),
-        (
-            Cut(
-                _DIMS,
-                "replicated",
-                "partial",
-                forward=with_local_heads,
-                fusable=False,
-                parts={"in_proj_weight": 3, "in_proj_bias": 3},
-                divided=("num_heads",),
-                draws=True,
-            ),
-        ),
-    )
-]
+_PARTS = {"in_proj_weight": 3, "in_proj_bias": 3}
+_CUT = Cut(
+    *(_DIMS, "replicated", "partial"), forward=with_local_heads, fusable=False, parts=_PARTS, divided=("num_heads",), draws=True
+)
+RULES = [ShardingRule("MultiheadAttention", lambda module: computes_as(module, nn.MultiheadAttention), (_CUT,))]

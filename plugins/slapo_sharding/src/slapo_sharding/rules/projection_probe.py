@@ -189,11 +189,8 @@ class ProjectionProbe:
         before, half = self._run(self.x), self.widths["sharded"] // 2
         for dim in self._even_dims(name):
             first, second = (self._run(self.x, {name: each}) for each in self._redraw_halves(name, dim))
-            apart = [
-                _differs(found[..., own], before[..., own])
-                for found in (first, second)
-                for own in (slice(half), slice(half, None))
-            ]
+            cases = product((first, second), (slice(half), slice(half, None)))
+            apart = [_differs(found[..., own], before[..., own]) for found, own in cases]
             if apart == [True, False, False, True]:
                 return dim
         return None
@@ -205,11 +202,8 @@ class ProjectionProbe:
         given = [self.x * mask for mask in masks]
         before = [self._run(each) for each in given]
         for dim in self._even_dims(name):
-            apart = [
-                _differs(self._run(x, {name: each}), own)
-                for each in self._redraw_halves(name, dim)
-                for x, own in zip(given, before, strict=True)
-            ]
+            cases = product(self._redraw_halves(name, dim), zip(given, before, strict=True))
+            apart = [_differs(self._run(x, {name: each}), own) for each, (x, own) in cases]
             if apart == [True, False, False, True]:
                 return dim
         return None

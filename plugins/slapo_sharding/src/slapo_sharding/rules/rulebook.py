@@ -48,11 +48,9 @@ class Rulebook:
 
     def _matching_rules(self, module: nn.Module) -> Iterator[tuple[ShardingRule, str]]:
         layer = as_layer(module)
-        return (
-            (restricted_rule(rule, layer, self.ranks), owner)
-            for rule, owner in self.rules
-            if _call_rule(rule, owner, rule.matches, layer)
-        )
+        for rule, owner in self.rules:
+            if _call_rule(rule, owner, rule.matches, layer):
+                yield restricted_rule(rule, layer, self.ranks), owner
 
     def cuts_between(self, module: nn.Module, input: str, output: str) -> Iterator[Cut]:
         """Yield the cuts of a module with these layouts of input and output."""
@@ -62,9 +60,7 @@ class Rulebook:
     def layer_cut(self, module: nn.Module, output: str) -> Cut | None:
         """Return the way to split along the width or the channels.
 
-        Args:
-            module: The layer.
-            output: ``"sharded"`` from a replicated input, ``"partial"`` from a sharded one, or ``"kept"``: both are sharded.
+        The output is ``"sharded"`` from a replicated input, ``"partial"`` from a sharded one, or ``"kept"``: both are sharded.
         """
         given = {"sharded": ("replicated", "indices"), "partial": ("sharded",), "kept": ("sharded",)}[output]
         made = "sharded" if output == "kept" else output
@@ -126,9 +122,8 @@ def _cut(rule: ShardingRule, owner: str, module: nn.Module, name: str, dim: int)
     if why := _call_rule(rule, owner, rule.refuse, module, cut):
         raise LookupError(f"cannot be split along {dim}: {why}")
     if problem := next(_misfits(cut, module), None):
-        raise PluginError(
-            f"sharding rule {rule.kind!r} of {owner} is not for this {type(module).__name__}: {problem}", owner=owner
-        )
+        what = f"sharding rule {rule.kind!r} of {owner} is not for this {type(module).__name__}"
+        raise PluginError(f"{what}: {problem}", owner=owner)
     return cut
 
 
@@ -257,9 +252,9 @@ def _wrong_cut(cut: Cut) -> Iterator[str]:
 
 
 def _counts(given: Any, least: int) -> bool:
-    return isinstance(given, Mapping) and all(
-        isinstance(name, str) and type(number) is int and number >= least for name, number in given.items()
-    )
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        return False
+    return all(type(number) is int and number >= least for number in given.values())
 
 
 def _wrong_function(what: str, given: Any, called: str, arguments: int, takes_more: bool = False) -> Iterator[str]:

@@ -96,6 +96,11 @@ class AppliedCut:
     gathered: bool = False
 
     @property
+    def returns_shard(self) -> bool:
+        """True if the module's output is sharded, and not gathered at once."""
+        return self.cut.output == "sharded" and not self.gathered
+
+    @property
     def keeps_own(self) -> bool:
         """True if the module takes and returns replicated values, and only tensors of modules inside it are split."""
         return self.cut.input == self.cut.output == "whole" and all("." in name for name in self.cut.dims)

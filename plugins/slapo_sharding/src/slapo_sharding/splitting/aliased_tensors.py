@@ -21,17 +21,14 @@ def note_shared_memory(root: nn.Module) -> None:
 
 
 def check_shared_memory(root: nn.Module) -> None:
-    """Refuse trained parameters that share memory with others, because shards, stages and flat buffers are copies.
+    """Raise ``BuildError`` for trained parameters that share memory with others: shards, stages and buffers are copies.
 
-    Raises:
-        BuildError: there is one, and there are several ranks.
+    One rank makes no copies.
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
         for name, parameter in root.named_parameters():
-            shared = (
-                [tag for tag in parameter_facts(parameter).tags if tag.startswith(_MARK)] if parameter.requires_grad else []
-            )
-            if shared:
+            shared = [tag for tag in parameter_facts(parameter).tags if tag.startswith(_MARK)]
+            if shared and parameter.requires_grad:
                 raise BuildError(
                     f"parameter {name!r} {shared[0]}, another parameter or buffer, and ranks would train copies apart; "
                     "make both one nn.Parameter, build without ensure_weight_tying in PEFT, or train on whole replicas, by "

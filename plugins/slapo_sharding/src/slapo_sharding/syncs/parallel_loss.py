@@ -99,9 +99,8 @@ class TokenLosses(nn.Module):
     def forward(self, logits: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
         """Map ``[tokens, columns]`` and global ids to ``[tokens]`` in float32, 0 for ignored ids."""
         size = self.spec.full_shape[0] if self.spec.uneven_ranges is not None else None
-        return parallel_cross_entropy(
-            logits.float(), target, self.spec.group, ignore_index=ignore_index, reduction="none", vocab_size=size
-        )
+        options: dict[str, Any] = {"ignore_index": ignore_index, "reduction": "none", "vocab_size": size}
+        return parallel_cross_entropy(logits.float(), target, self.spec.group, **options)
 
 
 class ParallelLoss(nn.Module):
@@ -116,9 +115,8 @@ class ParallelLoss(nn.Module):
         self.spec = spec
         self.losses: nn.Module = TokenLosses(spec)
         self.whole = nn.Identity()
-        gather = _UnevenGather(
-            "fwd_post", "all_gather", -1, spec.group, size=self._size if spec.uneven_ranges is not None else None
-        )
+        size = self._size if spec.uneven_ranges is not None else None
+        gather = _UnevenGather("fwd_post", "all_gather", -1, spec.group, size=size)
         self.whole.register_forward_hook(gather, with_kwargs=True)
         wrap_forward(self, _single_node)
 

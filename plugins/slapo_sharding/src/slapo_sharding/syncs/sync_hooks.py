@@ -239,12 +239,7 @@ def mark_gradients_verified(module: nn.Module) -> None:
 
 
 def reduces_gradient(parameter: torch.Tensor, by_plan: bool = False) -> bool:
-    """Return whether a sync reduces the gradient of a parameter over the group.
-
-    Args:
-        parameter: The parameter.
-        by_plan: Count only the syncs of verified plans.
-    """
+    """Return whether a sync, or with ``by_plan`` one of a verified plan, reduces a parameter's gradient over the group."""
     hooks = (parameter._backward_hooks or {}).values()
     return any(isinstance(hook, GradientReductionHook) and (hook.by_plan or not by_plan) for hook in hooks)
 

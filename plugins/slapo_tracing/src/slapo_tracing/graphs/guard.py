@@ -52,9 +52,7 @@ class Parameters(inspect.Signature):
         return any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
 
     def values_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the result of ``argument_values``; None for calls that need ``bind``, such as those with ``*args`` and
-        wrong ones.
-        """
+        """Return the result of ``argument_values``; None for calls that need ``bind``, such as those with ``*args``."""
         names, defaults, positional, others = self._named_parameters
         if len(args) > positional:
             return None

@@ -53,9 +53,7 @@ class Retrace(Protocol):
     def __call__(
         self, module: nn.Module, args: Any, kwargs: Any, inlined: frozenset[str], /
     ) -> tuple[fx.Graph, Guard, dict[str, Any]]:
-        """Return the graph of a call of ``module``, its guard and its constants; ``inlined`` are the paths of inlined
-        modules.
-        """
+        """Return the graph of a call, its guard and its constants; ``inlined`` are the paths of inlined modules."""
 
 
 _SAME_HOOKS = ("as before",)
@@ -321,10 +319,8 @@ class Variants(Hidden):
         return None
 
     def _changed_modules(self, module: TracedModule) -> dict[str, tuple[Any, ...] | None]:
-        """Return the inlined modules that changed since the first trace: path to their new hooks, or None to keep them
-        whole.
-        """
-        now = {path: each.changed_hooks(module, path) for path, each in self.inlined.items()} if self.inlined else {}
+        """Return the inlined modules that changed since the first trace: path to new hooks, or None to keep them whole."""
+        changed_hooks = {path: each.changed_hooks(module, path) for path, each in self.inlined.items()} if self.inlined else {}
         changed = {path: hooks for path, hooks in now.items() if hooks is not _SAME_HOOKS}
         changed.update((".".join(places[0]), ()) for places in self.shared if len(_ids_at(module, places)) > 1)
         return changed
@@ -336,11 +332,9 @@ class Variants(Hidden):
                 raise TraceError(asked)  # fake tensors lack some facts of real ones
         except Exception as err:  # e.g. fake tensors support less inside a transform of torch.func
             if self.is_rewritten:
-                changed = next(
-                    (f"{path!r} was wrapped, got hooks, or was replaced, here or at another place" for path in call.changed),
-                    None,
-                )
-                problem = changed or (self.guard and self.guard.problem(module, call))
+                problem = self.guard and self.guard.problem(module, call)
+                if call.changed:
+                    problem = f"{next(iter(call.changed))!r} was wrapped, got hooks, or was replaced, here or at another place"
                 raise TraceError(f"{problem}, and the rewritten graph of the {self.label} has no other form: {err}") from err
             get_logger().warning("the traced %s runs its own forward, not a graph, for calls like this: %s", self.label, err)
             guard, variant = Guard.of(module, args, kwargs), None
@@ -356,9 +350,8 @@ class Variants(Hidden):
         self, module: TracedModule, args: Any, kwargs: Any, changed: Mapping[str, Any]
     ) -> tuple[Guard, Variant | None]:
         if self.edited_by_hand:
-            raise TraceError(
-                "it was edited by hand, which cannot be repeated; use replace or fuse, or run calls like the first"
-            )
+            what = "it was edited by hand, which cannot be repeated"
+            raise TraceError(f"{what}; use replace or fuse, or run calls like the first")
         if self.inlined is None or self.retrace is None:
             raise TraceError("the class that it was traced from is not known")
         with private.without_observers():
@@ -386,13 +379,10 @@ class Variants(Hidden):
         return guard, variant
 
     def _check_targets(self, graph: fx.Graph) -> None:
-        called = [str(node.target) for node in graph.find_nodes(op="call_module")]
-        if lost := [
-            path for path in called if any(path == gone or path.startswith(f"{gone}.") for gone in self.removed_modules)
-        ]:
-            raise ScheduleError(
-                f"the forward calls {lost[0]!r} in this call, which was replaced together with other operations"
-            )
+        for path in (str(node.target) for node in graph.find_nodes(op="call_module")):
+            if any(path == gone or path.startswith(f"{gone}.") for gone in self.removed_modules):
+                what = f"the forward calls {path!r} in this call"
+                raise ScheduleError(f"{what}, which was replaced together with other operations")
 
 
 def with_modules(root: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:

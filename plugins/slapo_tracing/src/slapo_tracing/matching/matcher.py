@@ -119,9 +119,8 @@ def find_by_name(schedule: Schedule, data: Any) -> list[Handle]:
         module = paths.find(schedule.root_module, path)
         named = {node.name: node for node in module.graph.nodes} if isinstance(module, fx.GraphModule) else {}
         if name not in named or (named[name].op, _target(named[name])) != (op, target):
-            raise ScheduleError(
-                f"the graph of {path!r} has no node {name!r} that calls {target}; trace as when it was found", path=path
-            )
+            what = f"the graph of {path!r} has no node {name!r} that calls {target}"
+            raise ScheduleError(f"{what}; trace as when it was found", path=path)
         nodes[name] = named[name]
     if "inputs" not in data:
         return [(path, nodes[name]) for path, name, *_ in data["nodes"]]
@@ -198,12 +197,10 @@ def _is_same_module(module: nn.Module, wanted: nn.Module) -> bool:
         return False
     ours, theirs = ({k: v for k, v in vars(each).items() if k[0] != "_" and k != "training"} for each in (module, wanted))
     shapes = [{k: None if v is None else v.shape for k, v in each._parameters.items()} for each in (module, wanted)]
-    return (
-        ours.keys() == theirs.keys()
-        and shapes[0] == shapes[1]
-        and all(_is_same_value(ours[key], theirs[key]) for key in ours)
-        and all(map(_is_same_module, module.children(), wanted.children()))
-    )
+    if ours.keys() != theirs.keys() or shapes[0] != shapes[1]:
+        return False
+    settings = all(_is_same_value(ours[key], theirs[key]) for key in ours)
+    return settings and all(map(_is_same_module, module.children(), wanted.children()))
 
 
 class _Search:
@@ -276,12 +273,9 @@ class _Search:
                 yield bound
         elif wanted.op == "placeholder":
             yield {**bound, wanted: node}
-        elif (
-            isinstance(node, fx.Node)
-            and node not in self.used
-            and not any(value is node and key in self.pattern.calls for key, value in bound.items())
-            and self._fits(wanted, node)
-        ):
+        elif isinstance(node, fx.Node) and node not in self.used and self._fits(wanted, node):
+            if any(value is node and other in self.pattern.calls for other, value in bound.items()):
+                return
             key, args, kwargs = self.pattern.calls[wanted]
             module = self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
             signatures = signatures_of(node, module)

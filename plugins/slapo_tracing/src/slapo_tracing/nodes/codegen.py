@@ -97,14 +97,7 @@ class _Writer:
 def run_graph(
     module: nn.Module, graph: fx.Graph, inputs: Mapping[str, Any], around: Callable[[fx.Node], AbstractContextManager[None]]
 ) -> Any:
-    """Run a graph node by node.
-
-    Args:
-        module: Module that contains the targets.
-        graph: The graph.
-        inputs: Values of the placeholders.
-        around: Context in which each node runs.
-    """
+    """Run a graph of a module node by node, each in the context that ``around`` makes."""
     values: dict[fx.Node, Any] = {}
     for node in graph.nodes:
         args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)

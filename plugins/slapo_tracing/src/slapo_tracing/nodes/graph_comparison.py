@@ -36,9 +36,7 @@ class _Constant:
 def graph_data(graph: fx.Graph, constants: Any) -> list[Any]:
     """Return a graph as data that can be compared, copied and pickled: for each node its name, target and arguments.
 
-    Args:
-        graph: The graph.
-        constants: The module that holds the tensors of ``_tensor_constant`` nodes, or a mapping that has them.
+    ``constants`` is the module that holds the tensors of ``_tensor_constant`` nodes, or a mapping that has them.
     """
     place = {node: _Index(index) for index, node in enumerate(graph.nodes)}
     held = constants if isinstance(constants, Mapping) else constants._buffers

@@ -55,9 +55,8 @@ class TraceUntilPrimitive(Primitive):
         leaves = [*whole, *leaf_list(kwargs.pop("leaf_modules", None))]
         traced = trace_in_place(schedule, kwargs.pop("example_inputs", None), flatten=True, leaf_modules=leaves, **kwargs)
         called = {str(node.target) for node in traced.graph.find_nodes(op="call_module")}
-        missing = [
-            path for path in named if path not in called and named[path] not in [traced.get_submodule(name) for name in called]
-        ]
+        modules = {traced.get_submodule(name) for name in called}
+        missing = [path for path, module in named.items() if path not in called and module not in modules]
         if missing and kwargs.get("tracer") != "export":
             raise TraceError(f"the forward does not call {missing[0]!r} on the example inputs; trace until another module")
         put_in_place(schedule, traced)

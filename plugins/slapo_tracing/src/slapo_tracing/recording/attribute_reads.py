@@ -77,32 +77,20 @@ class Attributes:
         self._store_facts()
 
     def check(self, module: nn.Module) -> None:
-        """Compare with ``module``, a part of the root with some of its submodules, and with the root if that is still in
-        use.
-
-        Raises:
-            TraceError: an attribute differs.
-        """
-        if changed := self.find_change(module, in_part=True):
+        """Raise ``TraceError`` if an attribute differs on ``module``, a part of the root, or on a root still in use."""
+        if find_change := self.find_change(module, in_part=True):
             raise TraceError(f"attribute {changed}, which is part of the graph; trace again")
         self.check_original(module)
 
     def check_original(self, module: nn.Module) -> None:
-        """Refuse a value that was set on the original module since, but not on ``module``, which replaces it.
-
-        Raises:
-            TraceError: an attribute differs.
-        """
+        """Raise ``TraceError`` for a value set on the original module since, but not on ``module``, which replaces it."""
         original = self._original() if self._original is not None else None
         if original is None or original.__dict__ is module.__dict__ or self._is_same(original, self._own):
             return
-        there = {
-            key: part for key, part in self._read(original).items() if key not in self._own and part is not self._values[key]
-        }
+        known = self._values
+        there = {k: part for k, part in self._read(original).items() if k not in self._own and part is not known[k]}
         here = self._read(module) if there else {}
-        differs = {
-            key: part for key, part in there.items() if attribute_facts(part) != attribute_facts(here.get(key, _MISSING))
-        }
+        differs = {k: part for k, part in there.items() if attribute_facts(part) != attribute_facts(here.get(k, _MISSING))}
         if changed := self._difference(differs, every=True):
             raise TraceError(f"attribute {changed} on the module that was traced; set it on the traced one")
 

@@ -80,12 +80,8 @@ class UsualAttributes:
         """Return True if a module has an unusual value for an attribute."""
         usual = self._usual.get(id(module), vars(module))
         before, now = usual.get(name, _MISSING), vars(module).get(name, _MISSING)
-        return (
-            before is not now
-            and name not in MODULE_ATTRIBUTES
-            and name not in _TABLES
-            and attribute_facts(before) != attribute_facts(now)
-        )
+        is_setting = name not in MODULE_ATTRIBUTES and name not in _TABLES
+        return before is not now and is_setting and attribute_facts(before) != attribute_facts(now)
 
 
 class RepeatedRun:
@@ -114,9 +110,7 @@ class RepeatedRun:
         self.left = self._state(first.values(), ())
 
     def difference(self, second: Mapping[str, Recorder], cause: StateChange) -> tuple[nn.Module, str] | None:
-        """Return the module and name of state that the second run leaves otherwise; those of ``cause`` if only the graphs
-        differ.
-        """
+        """Return module and name of state that the second run leaves otherwise; of ``cause`` if only the graphs differ."""
         recorders = list(second.values())
         repeats = second.keys() == self.first.keys() and all(self._matches(self.first[path], second[path]) for path in second)
         for module, then, now in zip(self.modules, self.left, self._state(recorders, self.first.values()), strict=True):
@@ -126,9 +120,7 @@ class RepeatedRun:
         return None if repeats else cause[:2]
 
     def _state(self, recorders: Iterable[Recorder], earlier: Iterable[Recorder]) -> list[dict[str, Any]]:
-        """Return the state of the modules after a run, with each tensor as the node that made it, of this run or an earlier
-        one.
-        """
+        """Return the state of the modules after a run, with each tensor as the node that made it, in this or an earlier run."""
         computed = {id(tensor) for module, name in self.assigned for tensor in tensors_in(vars(module).get(name))}
 
         def identity_of(tensor: torch.Tensor) -> Any:
@@ -180,9 +172,9 @@ def is_constant(node: fx.Node) -> bool:
         value = other.meta.get("val")
         if SIZE in other.meta:
             continue
-        if other.op in ("placeholder", "call_module", "output") or (value is not None and value.requires_grad):
+        if other.op in ("placeholder", "call_module", "output") or other.meta.get("draws"):
             return False
-        if other.meta.get("draws"):
+        if value is not None and value.requires_grad:
             return False
         if other.meta.get("mutates") and any(given.op == "get_attr" for given in other.all_input_nodes):
             return False

@@ -140,9 +140,7 @@ class Recorder:
     def argument(self, value: Any, exact: bool = False) -> Any:
         """Return the graph's form of a value that the forward uses.
 
-        Args:
-            value: Any value.
-            exact: True to keep a ``torch.Size``. Otherwise it becomes a tuple, which torch's functions take as well.
+        Without ``exact``, a ``torch.Size`` becomes a tuple, which torch's functions take as well.
         """
         if isinstance(value, torch.Tensor):
             return self.tensor(value)
@@ -164,9 +162,10 @@ class Recorder:
         node = self.nodes.get(id(value))
         if node is None:
             name = self.state.get(id(value))
-            node = self._earlier_value(value) or (
-                self._create("get_attr", name, (), {}, value) if name else self._inside_object(value) or self._constant(value)
-            )
+            node = self._earlier_value(value)
+            if node is None and name:
+                node = self._create("get_attr", name, (), {}, value)
+            node = node or self._inside_object(value) or self._constant(value)
             self._bind_tensor(node, value)
         return node
 

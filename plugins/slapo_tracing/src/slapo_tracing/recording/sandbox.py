@@ -60,11 +60,7 @@ class Sandbox:
         return private.fake_like(self.mode, tensor, self.device if tensor.is_meta else None)
 
     def enter_input(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a substitute for an input, so that a change in place does not affect the caller's tensor.
-
-        Raises:
-            TraceError: a nested tensor, which has no shape.
-        """
+        """Return a substitute for an input, so that a change in place does not affect the caller's tensor."""
         if tensor.is_nested and tensor.layout is not torch.jagged:
             raise TraceError("it is given a nested tensor, which has no shape that a graph could be made for")
         if self.fake and not self.mode.keeps_values:

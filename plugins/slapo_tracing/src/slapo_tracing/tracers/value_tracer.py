@@ -190,9 +190,7 @@ class _Session(TorchFunctionMode):
         return out
 
     def _with_assigned(self, recorder: Recorder, out: Any) -> Any:
-        """Return the output of the graph: the forward's result, with the values left in attributes if these are
-        ``"returned"``.
-        """
+        """Return the output of the graph: the forward's result, with the values left in attributes if asked."""
         if self.request.assigned == "returned":
             return out, assigned_values(recorder)
         if self.request.assigned == "noted":
@@ -293,12 +291,7 @@ class _Session(TorchFunctionMode):
                 raise TraceError(text, source=model_source(err), failing_module=getattr(err, _FAILING_MODULE, None)) from err
 
     def check_state(self, again: Callable[[], _Session]) -> None:
-        """Refuse a forward that leaves its modules in another state, unless the next call, run by ``again``, computes the
-        same.
-
-        Raises:
-            TraceError: a graph would not compute the same as the forward at the next call.
-        """
+        """Raise ``TraceError`` if the forward leaves another state, unless the next call, run by ``again``, is the same."""
         changed = list(state_changes(self.target.modules(), self.sandbox.state.values()))
         inside = {id(module) for whole in self.whole.values() for module in whole.modules()}
         own = [change for change in changed if id(change.module) not in inside]
@@ -312,10 +305,8 @@ class _Session(TorchFunctionMode):
                     raise TraceError(f"the forward reads the {what}; keep what reads it whole too, with leaf_modules")
         for module, name, first, _ in changed:
             if first in shared:
-                # a name without attribute is a buffer
-                self.filled[id(module), name] = (
-                    None if has_tensor(value := vars(module).get(name, torch.empty(0))) else attribute_facts(value)
-                )
+                value = vars(module).get(name, torch.empty(0))  # a name without attribute is a buffer
+                self.filled[id(module), name] = None if has_tensor(value) else attribute_facts(value)
         if own:
             modules = [module for module in self.target.modules() if id(module) not in inside]
             written = self._written_attributes(own) if self.sandbox.answers else set()
@@ -323,15 +314,11 @@ class _Session(TorchFunctionMode):
             repeat = RepeatedRun(self.recorders, modules, self.sandbox.state.values(), written, assigned)
             if found := repeat.difference(again().recorders, own[0]):
                 what = f"the forward of a {type(found[0]).__name__} assigns to its attribute {found[1]!r} or changes it"
-                what = (
-                    f"{what}, which a graph cannot repeat; leave the assignment out, or keep the module whole with leaf_modules"
-                )
-                raise TraceError(what, failing_module=self.paths.get(id(found[0])))
+                advice = "leave the assignment out, or keep the module whole with leaf_modules"
+                raise TraceError(f"{what}, which a graph cannot repeat; {advice}", failing_module=self.paths.get(id(found[0])))
 
     def _written_attributes(self, changed: list[StateChange]) -> set[tuple[int, str]]:
-        """Return the attributes, by id of the module and name, that now hold a tensor without gradient. A graph does not set
-        them.
-        """
+        """Return the attributes, by module id and name, that now hold a tensor without gradient. A graph does not set them."""
         values = {(id(module), name): vars(module).get(name) for module, name, *_ in changed}
         written = {key for key, value in values.items() if isinstance(value, torch.Tensor) and not value.requires_grad}
         for module, name, *_ in changed:
@@ -340,9 +327,7 @@ class _Session(TorchFunctionMode):
         return written
 
     def _mark_changes(self, changed: list[StateChange]) -> None:
-        """Note, at calls of modules kept whole, the state that they may have changed on themselves, or read while others
-        changed it.
-        """
+        """Note at calls of whole modules the state that they may have changed, or read while others changed it."""
         found: dict[int, list[str]] = {}
         for module, name, (first, there), _ in changed:
             for holder in {id(module), *self.read_by.get((id(module), name), ())}:

@@ -167,9 +167,7 @@ def assert_equivalent(
 def run_model(
     model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], loss: Callable[[Any], torch.Tensor | None] | None = None
 ) -> Run:
-    """Run a model forward and backward on copies of the inputs, and restore its ``.grad``. Collective if the model is
-    sharded.
-    """
+    """Run a model forward and backward on copies of the inputs, and restore ``.grad``. Collective if it is sharded."""
     kept = {parameter: parameter.grad for parameter in model.parameters()}
     copies: Leaves = []
     args, keywords = copy_leaves(inputs, "", copies), copy_leaves(kwargs, "", copies)

@@ -90,9 +90,8 @@ def _compare_local_values(
         if any(name not in expected.values for name in names[parameter]):
             continue
         label = f"{what} of {names[parameter][0]!r}"
-        error = max(
-            (_error(label, one, parameter, local, expected.tolerance) for one in _unique_values(known)), default=math.inf
-        )
+        unique = {id(value): value for value in known}.values()
+        error = max((_error(label, one, parameter, local, expected.tolerance) for one in unique), default=math.inf)
         if error < math.inf:
             near.add(number)
         if 0 < error < math.inf and (largest is None or error > (largest.absolute or 0.0)):
@@ -103,16 +102,10 @@ def _compare_local_values(
     return {every[number]: expected.values[names[every[number]][0]] for number in sorted(agreed)}, largest
 
 
-def _unique_values(values: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    return list({id(value): value for value in values}.values())
-
-
 def _error(
     what: str, whole: torch.Tensor | None, parameter: torch.Tensor, local: torch.Tensor | None, tolerance: Tolerance
 ) -> float:
-    """Return the largest error, or infinity if it exceeds the tolerance for all numbers; such tensors are compared in
-    detail.
-    """
+    """Return the largest error; infinity if it exceeds the tolerance for all numbers, so that details are compared."""
     if whole is None or local is None:
         return 0.0 if whole is local else math.inf
     spec = shard_spec(parameter)

@@ -99,11 +99,7 @@ class Report:
         return json.dumps({"ok": self.ok, **found}, allow_nan=False)
 
     def check(self) -> Report:
-        """Return the report itself if nothing differs.
-
-        Raises:
-            VerifyError: something differs; the message is the report.
-        """
+        """Return the report itself if nothing differs; else raise ``VerifyError`` with it."""
         if not self.ok:
             raise VerifyError(str(self))
         return self

@@ -27,12 +27,11 @@ class StagedModel(nn.Module):
 
     @property
     def training(self) -> bool:
-        """The whole model's."""
+        """Mode of the whole model."""
         return bool(self.__dict__["_slapo_whole"].training)
 
     @training.setter
     def training(self, mode: bool) -> None:
-        """Mode of the whole model."""
         self.__dict__["_slapo_whole"].training = mode
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -41,10 +40,6 @@ class StagedModel(nn.Module):
 
 
 def as_built(sch: Schedule) -> nn.Module:
-    """Return the module that runs: the schedule's stages if it has several, else the model.
-
-    Raises:
-        SlapoError: the model cannot be partitioned, as for ``build``.
-    """
+    """Return the module that runs: the schedule's stages if it has several, else the model."""
     program = build_program(sch)
     return StagedModel(sch.mod, program) if len(program.stages) > 1 else sch.mod

@@ -49,11 +49,7 @@ class ComparedModels(NamedTuple):
     unknown: str | None = None
 
     def schedule_after(self, numbers: Sequence[int]) -> Schedule:
-        """Return the schedule of a new copy after some of the steps.
-
-        Raises:
-            ScheduleError: they cannot be taken again, or not without the omitted ones.
-        """
+        """Return the schedule of a new copy schedule_after some of the steps; they must not need the omitted ones."""
         sch = replay(self.fresh(), [self.steps[number] for number in numbers])
         fill_scheduled(sch, self.reference)
         if self.in_float32:
@@ -113,15 +109,7 @@ def step_of(models: ComparedModels, runs: nn.Module, task: ComparisonTask, expec
 def cause_of(
     models: ComparedModels, runs: nn.Module, task: ComparisonTask, expected: ModelResults, actual: ModelResults
 ) -> Blame:
-    """Return the cause of the differences. Collective.
-
-    Args:
-        models: The compared models.
-        runs: The module that runs for the schedule.
-        task: The task.
-        expected: Results of the unmodified model.
-        actual: Results of the scheduled model.
-    """
+    """Return the cause of the differences between expected and actual results. Collective."""
 
     def differs(computed: ModelResults) -> bool:
         found, _ = gather_outputs(expected, computed, models.sch.group)
@@ -159,8 +147,7 @@ def _first_module(
     found = next((path for path in differs if not _is_summed_outside(models.sch.mod, path)), None)
     named = models.ranks.gather(found)
     path = next((each for each in named if each is not None), None)
-    pairs = [next((tensors[0] for at, _, tensors in run if at == path and tensors), None) for run in (expected, actual)]
-    one, other = pairs
+    one, other = (next((found[0] for at, _, found in run if at == path and found), None) for run in (expected, actual))
     return path, None if one is None or other is None else (one, other)
 
 
@@ -205,12 +192,10 @@ def _hint(
     if known:
         return known
     pairs = [values] if values is not None else []
-    if not any(models.ranks.gather(bool(pairs))):
+    backward = not any(models.ranks.gather(bool(pairs)))
+    if backward:
         gradients = [(expected.run.param_grads[name], actual.run.param_grads.get(name)) for name in parameters[:_MAX_GRADIENTS]]
         pairs = [(one, other) for one, other in gradients if one is not None and other is not None]
-        backward = True
-    else:
-        backward = False
     if len(set(models.ranks.gather(len(pairs)))) > 1:
         return None
     for one, other in pairs:

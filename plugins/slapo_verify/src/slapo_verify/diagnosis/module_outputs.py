@@ -49,9 +49,7 @@ def outputs_of(model: nn.Module, run: Callable[[], Any]) -> Outputs:
 
 
 def differing_modules(expected: Outputs, actual: Outputs, tolerance: Tolerance) -> list[str]:
-    """Return the paths of the modules whose output differs, in order. Outputs of other shapes, as of shards, are not
-    compared.
-    """
+    """Return the paths of modules with other outputs, in order. Outputs of other shapes, as shards, do not count."""
     known = {(path, call): tensors for path, call, tensors in expected}
     found: dict[str, None] = {}
     for path, call, tensors in actual:

@@ -19,9 +19,7 @@ IsCorrect = Callable[[Sequence[int]], bool]
 def steps_to_blame(steps: Sequence[Step], right: IsCorrect) -> tuple[list[int], list[int]]:
     """Return the numbers of the steps that make the model wrong together, and those of the steps before that leave it right.
 
-    Args:
-        steps: All steps, which are known to be wrong together.
-        right: Called for ``log2`` of the blocks, and for the steps of one block.
+    All steps are known to be wrong together. ``right`` is called for ``log2`` of the blocks, and for the steps of one block.
     """
     blocks: dict[str, list[int]] = {}
     for number, step in enumerate(steps):

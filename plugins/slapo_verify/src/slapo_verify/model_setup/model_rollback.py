@@ -70,9 +70,8 @@ def _renormalised_weights(model: nn.Module) -> Iterator[torch.Tensor]:
 def _drop_graphs(module: nn.Module, before: Mapping[str, Any]) -> None:
     """Drop tensors with a graph that a module has kept, such as a loss, since the module could not be copied with them."""
     for name, value in list(vars(module).items()):
-        if value is before.get(name) or not any(
-            isinstance(each, torch.Tensor) and each.grad_fn for each in pytree.tree_leaves(value)
-        ):
+        has_graph = any(isinstance(each, torch.Tensor) and each.grad_fn for each in pytree.tree_leaves(value))
+        if value is before.get(name) or not has_graph:
             continue
         if name in before:
             vars(module)[name] = before[name]

@@ -33,13 +33,9 @@ def is_dry_run() -> bool:
 
 @contextmanager
 def threaded_groups(waiting: Callable[[Callable[[], Any]], Any]) -> Iterator[Callable[[BaseException], None]]:
-    """Make process groups belong to the thread that creates them, in a ``with`` block.
+    """Make process groups belong to the thread that creates them; yield a function that ends all waiting threads.
 
-    Args:
-        waiting: Receives a function that waits for other threads, and calls it.
-
-    Yields:
-        A function that ends all waiting threads with ``SystemExit``.
+    They end with ``SystemExit``. ``waiting`` receives a function that waits for other threads, and calls it.
     """
     private: Any = importlib.import_module("torch.testing._internal.distributed.multi_threaded_pg")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -77,12 +77,12 @@ class EngineRun:
                 full = {name: value for name, value in full_state(sch).items() if value is not None}
         stages = len(sch.program.stages) if sch.program is not None else 1
         own = {name: each.detach() for name, each in self.reference.named_parameters(remove_duplicate=False)}
-        copies = [
-            {name: to_double(value) - to_double(before[at][name]) for name, value in copy.items()} for at, copy in after.items()
-        ]
+        held = [(copy, before[at]) for at, copy in after.items()]
+        copies = [{name: to_double(new) - to_double(old[name]) for name, new in copy.items()} for copy, old in held]
         updates = {name: to_double(full[name]) - to_double(own[name]) for name in own if name in full}
         kinds = tuple(sorted({str(value.dtype) for copy in after.values() for value in copy.values()}))
-        note = f"{target}: {layout}, {stages} stage{'s' if stages > 1 else ''}; {_options_text(self.options)}"
+        options = ", ".join(f"{name}={_option_text(value)}" for name, value in self.options.items()) or "all options by default"
+        note = f"{target}: {layout}, {stages} stage{'s' if stages > 1 else ''}; {options}"
         return TrainingResults(target, tuple(losses), evaluations, updates, copies, kinds), sch, [note]
 
     def share(self, sch: Schedule) -> dict[str, Any]:
@@ -132,14 +132,8 @@ def gather_over_schedule(value: Any, sch: Schedule) -> list[Any]:
 
 def _layout(sch: Schedule) -> str:
     sizes = {axis: sch.mesh[axis].size() for axis in sch.mesh.mesh_dim_names or ()} if sch.mesh is not None else {}
-    ranks = len(gather_over_schedule(None, sch))
-    return f"{ranks} rank{'s' if ranks > 1 else ''}" + (
-        f" ({', '.join(f'{a} {n}' for a, n in sizes.items())})" if sizes else ""
-    )
-
-
-def _options_text(options: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={_option_text(value)}" for name, value in options.items()) or "all options by default"
+    ranks, axes = len(gather_over_schedule(None, sch)), ", ".join(f"{axis} {size}" for axis, size in sizes.items())
+    return f"{ranks} rank{'s' if ranks > 1 else ''}" + (f" ({axes})" if axes else "")
 
 
 def _option_text(value: Any) -> str:

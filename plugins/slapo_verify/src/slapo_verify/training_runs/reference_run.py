@@ -96,10 +96,8 @@ def train_reference(
         outputs = model.train(training)(*args, **kwargs)
         loss = sum_of_terms(loss_fn(outputs, labels)) if loss_fn is not None else own_loss(outputs, chosen)
         if loss is None:
-            raise VerifyError(
-                "the model's outputs do not show which number is the loss; give loss=, a key, a position or a function of the "
-                "outputs, or loss_fn=, a function of outputs and labels"
-            )
+            advice = "a key, a position or a function of the outputs, or loss_fn=, a function of outputs and labels"
+            raise VerifyError(f"the model's outputs do not show which number is the loss; give loss=, {advice}")
         return loss
 
     def evaluate() -> float:
@@ -141,12 +139,7 @@ def sum_of_terms(loss: Any) -> Any:
 
 
 def own_loss(outputs: Any, chosen: Any = None) -> torch.Tensor | None:
-    """Return the loss in outputs that have gradients: what is chosen, what is called loss, or else the only such number.
-
-    Args:
-        outputs: Of a model.
-        chosen: A key, a field, a position, or a function of the outputs.
-    """
+    """Return the loss in outputs that have gradients: what is chosen, what is called loss, or else the only such number."""
     if callable(chosen):
         return _number(chosen(outputs))
     if chosen is not None:

@@ -50,13 +50,7 @@ class CallRecords:
 
 
 def first_difference(parts: CallRecords, whole: CallRecords, group: Group) -> str:
-    """Return the line of the first tensor that is no shard of the whole value's. Collective over the group.
-
-    Args:
-        parts: The run on this rank's shards.
-        whole: The run on whole values.
-        group: The ranks that have shards.
-    """
+    """Return the line of the first tensor that is no shard of the whole run's. Collective over the group."""
     gathered: list[list[Record]] = gather_objects(parts.made, None, group)
     everywhere = [list(made) for made in zip(*gathered, strict=False)]
     line = "an unknown line"

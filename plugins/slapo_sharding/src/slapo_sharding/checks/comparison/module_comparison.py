@@ -78,9 +78,8 @@ class RecordedCall:
     def is_same_on_ranks(self, group: Group) -> bool:
         """Return whether all ranks make the same call, by sums of the inputs. Collective over the group."""
         with torch.no_grad(), no_modes():
-            sums = [
-                (tuple(x.shape), x.dtype, float(x.double().nan_to_num().sum())) for x in _tensors(self.given) if _is_real(x)
-            ]
+            real = [x for x in _tensors(self.given) if x.layout is torch.strided and not (x.is_complex() or x.is_nested)]
+            sums = [(tuple(x.shape), x.dtype, float(x.double().nan_to_num().sum())) for x in real]
         return len(set(gather_objects(repr(sums), None, group))) == 1
 
     def rerun(self, rerun: Rerun) -> list[torch.Tensor]:
@@ -127,16 +126,10 @@ class ModuleComparison:
         return RecordedCall(module, args, kwargs)
 
     def leave(self, call: RecordedCall, output: Any, known: Any, around: Iterable[nn.Module]) -> tuple[str, str] | None:
-        """Compare a module that has returned. Collective over its group.
+        """Compare a module that has returned; return the line of the first difference and the reason, or None.
 
-        Args:
-            call: Record of the call.
-            output: Its result.
-            known: Layout of each tensor that is not replicated.
-            around: The modules that are still running.
-
-        Returns:
-            The line of the first difference and the reason, or None.
+        ``known`` has the layout of each tensor that is not replicated; ``around`` are the modules that still run. Collective
+        over the group of the call.
         """
         module, layers = call.module, self._unchecked_modules(call.module)
         results, is_root = [known.get(x, SAME) for x in _tensors(output)], call.module in self.roots
@@ -161,9 +154,8 @@ class ModuleComparison:
 
     def _unchecked_modules(self, module: nn.Module) -> set[nn.Module]:
         """Return the modules inside with sharded outputs that neither a trace nor a comparison has covered."""
-        return {
-            each for each in module.modules() if _returns_parts(each) and each not in self.covered and not counts_verified(each)
-        }
+        parts = filter(_returns_parts, module.modules())
+        return {each for each in parts if each not in self.covered and not counts_verified(each)}
 
     def _verdict(self, call: RecordedCall, results: Sequence[Any], num_layers: int, group: Group) -> int:
         """Return this rank's verdict on the call."""
@@ -201,13 +193,9 @@ class ModuleComparison:
         return line, _SUMMED_TWICE if call.is_multiple and _reduces(call.module) else _DIFFERS_FROM_WHOLE
 
 
-def _is_real(x: torch.Tensor) -> bool:
-    return x.layout is torch.strided and not x.is_complex() and not x.is_nested
-
-
 def _returns_parts(module: nn.Module) -> bool:
     applied = split_of(module)
-    if applied is not None and applied.cut.output == "sharded" and not applied.gathered:
+    if applied is not None and applied.returns_shard:
         return not any(sync.op in _GATHERING for sync in syncs_of(module, "fwd_post"))
     return any(sync.op in _CUTTING for sync in syncs_of(module) if sync.mode in ("fwd_pre", "fwd_post"))
 

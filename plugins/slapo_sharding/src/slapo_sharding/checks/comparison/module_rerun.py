@@ -62,11 +62,7 @@ class Rerun(TorchFunctionMode):
         self.has_drawn = False
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the module.
-
-        Raises:
-            NotComparable: the module's own code communicates.
-        """
+        """Call the module; raise ``NotComparable`` if its own code communicates."""
         inside, before = list(module.modules()), rng_state()
         group = next((applied.spec.group for each in inside if (applied := split_of(each)) is not None), None)
         try:
@@ -95,7 +91,8 @@ class Rerun(TorchFunctionMode):
             if not self.is_whole:
                 return self.call(module, *args, **kwargs)
             if applied.cut.input == "sharded":
-                args, kwargs = map_first_input(lambda x: _local_input(x, applied), args, kwargs)
+                local = lambda x: _shard_layout(applied, x, x.shape[applied.cut.dim]).local(x)  # noqa: E731
+                args, kwargs = map_first_input(local, args, kwargs)
             return _gathered_output(module, applied, args, kwargs, self.call(module, *args, **kwargs))
         finally:
             self.in_layer -= 1
@@ -105,15 +102,12 @@ class Rerun(TorchFunctionMode):
         if not self.in_layer and name_of(func) in _DROPOUTS and args:
             return args[0]
         if func is F.scaled_dot_product_attention:
-            args, kwargs = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, {**kwargs, **_no_dropout(kwargs)}
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs = {name: 0.0 if name == "dropout_p" else value for name, value in kwargs.items()}
         result = func(*args, **kwargs)
         if not self.in_layer:
             self.note(func, result)
         return result
-
-
-def _no_dropout(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
 
 
 class _Communication(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -132,10 +126,6 @@ class _Communication(TorchDispatchMode):  # type: ignore[no-untyped-call]
         unboxed = [torch.distributed.ProcessGroup.unbox(each) for each in given if isinstance(each, torch.ScriptObject)]
         names = [each for each in given if isinstance(each, str)]
         return self.group is None or self.group in unboxed or self.group.group_name in names
-
-
-def _local_input(x: torch.Tensor, applied: AppliedCut) -> torch.Tensor:
-    return _shard_layout(applied, x, x.shape[applied.cut.dim]).local(x)
 
 
 def _gathered_output(module: nn.Module, applied: AppliedCut, args: Any, kwargs: Any, output: Any) -> Any:

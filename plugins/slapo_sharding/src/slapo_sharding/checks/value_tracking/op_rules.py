@@ -118,10 +118,6 @@ class OpCall:
 def result_layouts(call: OpCall, numbers: Mapping[int, torch.Tensor]) -> Sequence[Outcome]:
     """Return the layouts of the results in order; missing ones are unknown.
 
-    Args:
-        call: The call.
-        numbers: Index to tensor, of the untracked arguments.
-
     Raises:
         MixesShards: the function needs other ranks' shards.
     """
@@ -153,7 +149,8 @@ def cached_layouts(call: OpCall) -> Sequence[Outcome] | UndecidedByRules:
         return _outcomes(value, call)
     if fits or summed:
         return ()
-    is_given_numbers = any(_is_plain(leaf) for leaf in call.leaves)
+    numbers = (torch.Tensor, Layout)
+    is_given_numbers = any(isinstance(leaf, numbers) and getattr(leaf, "placement", None) is None for leaf in call.leaves)
     return UndecidedByRules(tuple(moved)) if is_given_numbers else probe_call(call, moved, {})
 
 
@@ -199,11 +196,7 @@ def _in_two_steps(call: OpCall, leaves: Sequence[Any]) -> Any:
 
 
 def probe_call(call: OpCall, moved: Sequence[Attempt], numbers: Mapping[int, torch.Tensor]) -> Sequence[Outcome]:
-    """Decide by a numeric probe whether ranks compute shards of the global result.
-
-    Raises:
-        MixesShards: they do not.
-    """
+    """Decide by a numeric probe if ranks compute shards of the global result; raise ``MixesShards`` if they do not."""
     dims: list[int | None] = []
     picks = call.name in PICKS | {"__getitem__"}
     if picks and min(len(shape) for shape, _ in call.results) < len(call.of.shape):
@@ -217,10 +210,6 @@ def probe_call(call: OpCall, moved: Sequence[Attempt], numbers: Mapping[int, tor
     if mixed and not dims:
         raise MixesShards(f"{call.name} needs all of it")
     return [SAME if dim is None else dim for dim in dims]
-
-
-def _is_plain(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) or (isinstance(leaf, Layout) and leaf.placement is None)
 
 
 def _is_sum(placement: Placement) -> bool:

@@ -80,11 +80,7 @@ class ShardedValues:
         """Tensor to its ``TrackedValue``, to an error if its value is wrong, or to None if unknown; others are replicated."""
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Check the input of a called module.
-
-        Raises:
-            BuildError: the module is sharded and its input has another layout.
-        """
+        """Check the input of a called module; raise ``BuildError`` if the module is sharded and needs another layout."""
         applied, x = split_of(module), first_input(args, kwargs)
         value = self.known.get(x) if x is not None else None
         if not self.checks_values or applied is None or x is None or value is None or any(syncs_of(module, "fwd_pre")):
@@ -133,7 +129,7 @@ class ShardedValues:
                 map_output(partial(self._track_scattered, module, syncs[-1]), output)
         elif applied is not None and applied.cut.output == "partial":
             map_output(partial(self._track_partial, module, applied.spec), output)
-        elif applied is not None and not applied.gathered and applied.cut.output == "sharded":
+        elif applied is not None and applied.returns_shard:
             map_output(partial(self._track_output, module, applied), output)
 
     def _track_output(self, module: nn.Module, applied: AppliedCut, x: torch.Tensor) -> torch.Tensor:
@@ -158,11 +154,7 @@ class ShardedValues:
         return x
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Check and return a value that a sync is about to reduce.
-
-        Raises:
-            BuildError: the value is wrong.
-        """
+        """Return a value that a sync is about to reduce; raise ``BuildError`` if it is wrong."""
         if isinstance(known := self.known.get(x), BuildError):
             raise known
         return x
@@ -209,9 +201,8 @@ class ShardedValues:
         result = run(func, args, kwargs)
         changed = args[0] if result is None and args else result
         self._set_unknown(result)
-        inside = (
-            running[-1].modules() if isinstance(running[-1], fx.GraphModule) else ()
-        )  # the graph contains the inlined code of modules with local counts
+        # a graph contains the inlined code of modules with local counts
+        inside = running[-1].modules() if isinstance(running[-1], fx.GraphModule) else ()
         counted = any(map(counts_locally, (*running, *inside)))
         reduced = any(sync.op in _SUMMING for module in running for sync in syncs_of(module, "fwd_post"))
         try:
@@ -252,11 +243,7 @@ class ShardedValues:
             self._set_unknown(result, self._value_error(value, why) if self.checks_values else None)
 
     def call_of(self, module: nn.Module, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a torch function of a sharded module whose forward a graph has inlined.
-
-        Raises:
-            BuildError: the module's input has another layout than it needs.
-        """
+        """Call a torch function of a sharded module whose forward a graph has inlined; check the input as ``enter`` does."""
         value = self.known.get(first_input(args, kwargs))
         if not isinstance(value, TrackedValue) or value.owner is not module:
             self.enter(module, args, kwargs)
@@ -268,7 +255,7 @@ class ShardedValues:
         """Call the function on replicated values; the first random draw must be equal on all ranks."""
         draw = GeneratorSnapshot() if self.uncompared_group is not None and not in_function_transform() else None
         result = func(*args, **kwargs)
-        if draw is not None and draw.has_drawn:
+        if draw is not None and draw.drawn_from():
             if not draw.is_same_on_ranks(self.uncompared_group, self.device):
                 raise self.error("random", None, f"{name_of(func)} draws other random numbers on every rank", _SEED)
             self.uncompared_group = None
@@ -283,7 +270,7 @@ class ShardedValues:
             if isinstance(err, torch.OutOfMemoryError) or not self.checks_values:
                 raise
             raise self._value_error(value, f"{name_of(func)} fails, {str(err).splitlines()[0]}") from err
-        if draw is not None and draw.has_drawn and draw.is_same_on_ranks(value.group, value.layout.device):
+        if draw is not None and draw.drawn_from() and draw.is_same_on_ranks(value.group, value.layout.device):
             raise self.error("random", value.owner, f"{name_of(func)} draws the same random numbers on every rank", _FORK)
         return result
 
@@ -353,25 +340,15 @@ class _FlatArguments(NamedTuple):
 
 
 def _check_rows(name: str, fused: torch.Tensor, made: torch.Tensor, blocks: tuple[int, ...]) -> None:
-    """Refuse a view of a fused output that puts elements of two blocks into one row.
-
-    Raises:
-        MixesShards: it does.
-    """
+    """Raise ``MixesShards`` for a view of a fused output that puts elements of two blocks into one row."""
     lead = fused.dim() - 1
-    if (
-        made.dim() <= fused.dim()
-        or made.shape[lead] == 1
-        or made.shape[:lead] != fused.shape[:lead]
-        or fused.shape[-1] != sum(blocks)
-    ):
+    is_split = made.dim() > fused.dim() and made.shape[lead] != 1 and made.shape[:lead] == fused.shape[:lead]
+    if not is_split or fused.shape[-1] != sum(blocks):
         return
     row = made.shape[lead + 1 :].numel()
     if row and any(end % row for end in accumulate(blocks)):
-        raise MixesShards(
-            f"{name} makes rows of {row} out of blocks of {list(blocks)}",
-            "give the blocks that the code takes apart, or blocks=1 where it takes them apart by heads",
-        )
+        remedy = "give the blocks that the code takes apart, or blocks=1 where it takes them apart by heads"
+        raise MixesShards(f"{name} makes rows of {row} out of blocks of {list(blocks)}", remedy)
 
 
 def _blocks(applied: AppliedCut) -> tuple[int, ...]:

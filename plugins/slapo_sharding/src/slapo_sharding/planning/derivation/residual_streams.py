@@ -15,12 +15,9 @@ _SUMS = ("add", "add_", "iadd", "sub", "sub_", "isub", "__add__", "__radd__")
 
 
 def residual_streams(traced: fx.GraphModule, is_layer: Callable[..., bool], paths: Iterable[str]) -> set[str]:
-    """Return the convolutions whose results are added to values that they, or other layers, are computed from.
+    """Return the convolutions at ``paths`` whose results are added to values that they, or other layers, are computed from.
 
-    Args:
-        traced: Flat graph in which layers are calls.
-        is_layer: Returns whether a module is a layer, or with ``"kept"`` whether it keeps channels apart.
-        paths: Paths of the layers to look at.
+    ``is_layer`` returns whether a module is a layer, or with ``"kept"`` whether it keeps channels apart. Layers are calls here.
     """
     asked = {path for path in paths if channel_dim(traced.get_submodule(path)) != -1}
     called = {node: traced.get_submodule(str(node.target)) for node in traced.graph.find_nodes(op="call_module")}

@@ -40,25 +40,14 @@ def vocabulary_steps_from_graph(layouts: Layouts, model: nn.Module, num_shards: 
 
     They are an embedding of ids, and a layer with one row per id whose result enters no other weight. Both have whole inputs
     and outputs, and nothing but their calls uses their weights.
-
-    Args:
-        layouts: Dry run of a plan that leaves them whole.
-        model: Model that the graph belongs to.
-        num_shards: Number of ranks.
-        rules: Sharding rules.
     """
     named = dict(model.named_modules())
     calls = {path: nodes for path, nodes in calls_by_path(layouts.graph).items() if path not in layouts.splits}
     read = {str(node.target).rpartition(".")[0] for node in layouts.graph.find_nodes(op="get_attr")}
-    whole = [
-        path for path, nodes in calls.items() if _has_rows(named[path]) and all(_is_whole(each, layouts) for each in nodes)
-    ]
+    whole = [path for path, of in calls.items() if _has_rows(named[path]) and all(_is_whole(each, layouts) for each in of)]
     tables = [path for path in whole if isinstance(named[path], nn.Embedding)]
-    heads = [
-        path
-        for path in whole
-        if rules.is_layer(named[path], "sharded") and not any(_feeds_matmul(each, model) for each in calls[path])
-    ]
+    layers = [path for path in whole if rules.is_layer(named[path], "sharded")]
+    heads = [path for path in layers if not any(_feeds_matmul(each, model) for each in calls[path])]
     sizes = set.intersection(*({len(named[path].weight) for path in paths} for paths in (tables, heads)))
     steps: dict[str, str] = {}
     for path in (path for path in (*tables, *heads) if len(named[path].weight) in sizes):

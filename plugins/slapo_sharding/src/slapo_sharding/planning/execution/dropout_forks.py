@@ -6,9 +6,10 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from slapo_core import Schedule, ScheduleError
+from slapo_core import Schedule
 
 from ...splitting import attention_heads
+from ..derivation.replicated_modules import plan_error
 
 _INSIDE = ("attn_dropout", "attention_dropout")
 _OUTSIDE = ("resid_dropout", "resid_pdrop")
@@ -55,8 +56,5 @@ def _rates(module: nn.Module) -> list[str]:
 
 def _refuse(handle: Schedule, names: list[str]) -> None:
     if names:
-        raise ScheduleError(
-            f"{names[0]!r} may see sharded or replicated values; set it to 0, or use shard() and fork_rng()",
-            path=handle.path,
-            primitive="tensor_parallel",
-        )
+        what = f"{names[0]!r} may see sharded or replicated values"
+        raise plan_error(handle, f"{what}; set it to 0, or use shard() and fork_rng()")

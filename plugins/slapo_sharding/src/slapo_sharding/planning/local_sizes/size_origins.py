@@ -90,9 +90,8 @@ def integer_attributes(module: nn.Module) -> Iterator[tuple[Any, str, int]]:
 @contextmanager
 def record_origins(root: nn.Module, size: int) -> Iterator[None]:
     """Record which attributes the integers computed inside come from."""
-    keys = {
-        (id(holder), name): (holder, value) for module in root.modules() for holder, name, value in integer_attributes(module)
-    }
+    found = (each for module in root.modules() for each in integer_attributes(module))
+    keys = {(id(holder), name): (holder, value) for holder, name, value in found}
     try:
         for key, (holder, value) in keys.items():
             vars(holder)[key[1]] = _attribute(holder, key, value, size)
@@ -123,14 +122,7 @@ def strip_origins(graph: fx.Graph) -> None:
 
 
 def can_become(node: fx.Node, whole: int, part: int, values: Mapping[AttributeKey, int]) -> bool:
-    """Return whether a size ``whole`` among a node's arguments becomes ``part`` for other values of some attributes.
-
-    Args:
-        node: Node of a graph of the unmodified model.
-        whole: Size among its arguments.
-        part: Size that one argument equal to ``whole`` has to become.
-        values: Values of the attributes to set. Other attributes keep their present values.
-    """
+    """Return whether a size ``whole`` among a node's arguments becomes ``part`` for these values of some attributes."""
     given = [value for value in node.meta.get(_GIVEN, ()) if value == whole]
     if not given or not all(isinstance(value, SizeWithOrigin) and value.terms <= _MAX_TERMS for value in given):
         return True  # its origin is not known

@@ -114,11 +114,8 @@ class SequenceLayouts(Layouts):
             value = super().run_node(n)
         if self.is_split(n):
             self._check_split(n, value)
-        if (
-            n.op == "call_module"
-            and n.meta.get("draws")
-            and self.random_modules.setdefault(n.target, n in self.local_shapes) != (n in self.local_shapes)
-        ):
+        draws, is_sharded = n.op == "call_module" and n.meta.get("draws"), n in self.local_shapes
+        if draws and self.random_modules.setdefault(n.target, is_sharded) != is_sharded:
             raise LayoutError(self, self._with_sources(n), "it draws random numbers for a sharded value and for a whole one")
         self._track_gathered(n, value)
         place = (str(n.args[1]), str(n.args[2])) if n.target is boundary else (str(n.target), "fwd_post")
