@@ -45,9 +45,6 @@ class RunningStage(StageForward):
         """Begin a step.
 
         Args:
-            programs: The program of each micro-batch.
-            parts: The micro-batches.
-            labels: Labels of each micro-batch, for the loss function.
             weights: Weight of each micro-batch in the loss; None for equal weights.
         """
         stages = programs[0].stages

@@ -48,7 +48,6 @@ class RunningStage(StageForward):
 
     Args:
         program: The program, cut into stages.
-        index: Index of the stage.
         loss_of: Computes the loss in the last stage.
         config: Megatron's ``TransformerConfig``.
         before: Earlier stages of this rank. A parameter that they share is reported by the first of them only, because Megatron
@@ -71,7 +70,6 @@ class RunningStage(StageForward):
         """Begin a step.
 
         Args:
-            programs: The program of each micro-batch.
             borders: Borders that all these programs share.
             weights: Weight of each micro-batch in the loss; None for equal weights.
         """

@@ -74,7 +74,6 @@ def marks_of_model(root: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
     """Return per mark the path of the module whose forward has it, in the order in which the model reaches them.
 
     Args:
-        root: The model.
         inputs: Its arguments by name.
     """
     with MarkRecorder(root) as marks, without_root_hooks(root):

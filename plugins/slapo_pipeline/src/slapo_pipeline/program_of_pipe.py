@@ -132,10 +132,7 @@ class TorchPipeStage(nn.Module):
 
     Args:
         graph: The stage's module in the ``Pipe``.
-        root: The model.
         keep: Paths of the members that the stage holds.
-        calls: Calls of all stages of the ``Pipe``.
-        index: Index of the stage.
     """
 
     def __init__(self, graph: nn.Module, root: nn.Module, keep: set[str], calls: StageCalls, index: int) -> None:

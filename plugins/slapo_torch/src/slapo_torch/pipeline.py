@@ -226,8 +226,6 @@ class StagePlan:
     """This rank's stages, prepared for micro-batches of given shapes in one mode.
 
     Args:
-        programs: Program of each micro-batch, often the same one.
-        options: Options of the engine.
         schedule: Pipeline schedule and number of micro-batches.
         own_stages: Indices of this rank's stages.
         training: True if backwards run.

@@ -36,7 +36,6 @@ class Cut(NamedTuple):
     """Split batch of this rank.
 
     Args:
-        parts: Micro-batches.
         counts: Label counts of each micro-batch by each candidate, see ``label_counts``.
         kinds: Indices of the candidates that may be the labels of the loss.
         shape: Fingerprint of names, shapes and dtypes.
@@ -58,8 +57,6 @@ def cut_together(program: Program, device: torch.device, cut: Callable[[], Cut])
     Without an error there is one small reduction; two if micro-batches have different numbers of labels.
 
     Args:
-        program: The program; its mesh has the ranks.
-        device: Device of messages.
         cut: Splits the batch, with no message to other ranks.
 
     Returns:
@@ -94,7 +91,6 @@ def replica_extremes(program: Program, content: int, known: bool) -> list[int]:
     A reduction by maximum fills all slots. Without ranks that share a batch there are no slots.
 
     Args:
-        program: The program; its mesh has the ranks.
         content: Number of this rank that must be equal in its replica, e.g. a fingerprint of its batch.
         known: False if this rank has no number.
     """
@@ -144,8 +140,6 @@ def weigh(program: Program, device: torch.device, counts: list[tuple[int, ...]],
     """Return the weights of micro-batches from new label counts. Collective.
 
     Args:
-        program: The program; its mesh has the ranks.
-        device: Device of messages.
         counts: Label counts as in ``Cut``.
         kinds: Indices of candidates as in ``Cut``.
     """

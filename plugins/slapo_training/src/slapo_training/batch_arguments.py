@@ -31,9 +31,6 @@ def arguments_of(model: nn.Module, args: Sequence[Any], given: Mapping[str, Any]
 
     Args:
         model: The unmodified model, or a module with its forward's signature.
-        args: Positional arguments.
-        given: Keyword arguments.
-        options: Options of the engine.
 
     Raises:
         BuildError: the forward does not accept as many arguments, or an argument is given twice.

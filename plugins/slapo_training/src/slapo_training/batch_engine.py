@@ -62,7 +62,6 @@ class BatchEngine(AveragedEngine):
     Every method is collective over the mesh. An error within a step, which its other ranks may wait for, ends the engine.
 
     Args:
-        program: The program that runs.
         options: Those common to all engines.
         parts: Micro-batches of a batch.
         dtype: Of floating-point weights, and of what the model gets.
@@ -109,12 +108,7 @@ class BatchEngine(AveragedEngine):
 
     @abstractmethod
     def _evaluate(self, batch: MicroBatches, training: bool = False) -> tuple[torch.Tensor, list[LossReduction]]:
-        """Return the loss without gradients, the same on all ranks, and on ranks that compute losses their reductions.
-
-        Args:
-            batch: The micro-batches.
-            training: Whether the model runs in training mode.
-        """
+        """Return the loss without gradients, the same on all ranks, and on ranks that compute losses their reductions."""
 
     def train_batch(self, /, *args: Any, **batch: Any) -> torch.Tensor:
         """Forward, backward and one optimizer step; see ``Engine.train_batch``.
@@ -318,8 +312,6 @@ class BatchEngine(AveragedEngine):
 
         Args:
             losses: The reductions of micro-batches, on ranks that compute losses.
-            weights: The weights of these micro-batches.
-            number: How many kinds there are.
 
         Raises:
             BuildError: on all ranks: the losses count labels differently.

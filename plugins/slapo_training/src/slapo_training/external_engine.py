@@ -33,10 +33,6 @@ __all__ = ["ExternalEngine"]
 class ExternalEngine(BatchEngine):
     """An engine around that of another project, which sums gradients over micro-batches and steps by itself.
 
-    Args:
-        program: The program that runs.
-        options: Those of the engine.
-
     Attributes:
         module: This rank's stage, or the model.
         optimizer: The other project's, around the one given; None where there is none.
@@ -71,8 +67,6 @@ class ExternalEngine(BatchEngine):
         """Check the parameters of this rank's stages, and take the user's hooks off them. Collective.
 
         Args:
-            module: The stages.
-            named: Their parameters by name.
             replicas: Whether data-parallel ranks have to begin with the same values, too.
         """
         parameter_ownership.check_free(named if self._trains else {}, self.takes_gradients)
@@ -87,7 +81,6 @@ class ExternalEngine(BatchEngine):
         """Begin the checks of each step, when the other project's engine is made.
 
         Args:
-            named: The parameters of this rank's stages by name.
             shape_of: Returns the shape of a parameter's gradient, where the engine empties the parameter itself.
         """
         self._remember_trained(named)

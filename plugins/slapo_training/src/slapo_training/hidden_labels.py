@@ -13,9 +13,6 @@ from .losses.reductions import EQUAL_PARTS, LossReduction, terms_of
 class HiddenLabels:
     """Checks that micro-batches have equal numbers of labels if the batch does not show them.
 
-    Args:
-        program: The program; its mesh has the ranks.
-
     Attributes:
         is_checked: True if a batch was checked, on all ranks.
     """
@@ -30,8 +27,6 @@ class HiddenLabels:
 
         Args:
             reductions: Reduction of each micro-batch's loss; empty on ranks without losses.
-            weights: Weights of these micro-batches.
-            training: True if the model was in training mode.
 
         Raises:
             BuildError: on all ranks: the numbers differ.

@@ -22,8 +22,6 @@ class StageForward(nn.Module):
     """A stage as an engine calls it, once for each micro-batch in order; it finds its arguments of the batch by name.
 
     Args:
-        program: The program whose stage it is.
-        index: Number of the stage.
         loss_of: Computes the loss in the last stage.
 
     Attributes:
@@ -47,7 +45,6 @@ class StageForward(nn.Module):
         """Begin a step.
 
         Args:
-            programs: One for each micro-batch.
             weights: What each micro-batch weighs in the loss; None for all alike.
         """
         self._planned = [each.stages[self._index] for each in programs]
@@ -61,9 +58,6 @@ class StageForward(nn.Module):
         """Run one micro-batch.
 
         Args:
-            index: Its number.
-            part: The model's arguments.
-            labels: For the loss function.
             received: The values that the stage before gave.
 
         Returns:

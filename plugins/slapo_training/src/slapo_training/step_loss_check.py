@@ -40,11 +40,7 @@ class BatchLosses(StepLosses):
 
 
 class _DeferredErrorLoss(MicroBatchLoss):
-    """Loss of a micro-batch whose error is deferred until ``check``.
-
-    Args:
-        loss: The loss.
-    """
+    """Loss of a micro-batch whose error is deferred until ``check``."""
 
     def __init__(self, loss: MicroBatchLoss) -> None:
         self._loss = loss

@@ -27,9 +27,6 @@ class StepLosses:
     """Replaces the labels of each micro-batch by its loss, with one of these options.
 
     Args:
-        program: The program that runs.
-        options: Options of the engine.
-        device: Device of this rank.
         on_all_ranks: Runs an action, and returns its result only if no rank failed. Collective.
         precision: Function that makes the engine's precision context of ``loss_fn``.
     """
@@ -67,11 +64,8 @@ class StepLosses:
         """Return the losses of micro-batches in training, or their labels without the options. Collective.
 
         Args:
-            parts: The micro-batches.
-            labels: The labels of each.
             module: This rank's stages.
             forward: Runs the micro-batches forward.
-            scale: Loss scale of fp16.
 
         Raises:
             BuildError: on all ranks, before the step: the outputs do not fit the options.
@@ -100,8 +94,6 @@ class StepLosses:
         """Return the loss of an evaluation. Collective.
 
         Args:
-            parts: The micro-batches.
-            labels: The labels of each.
             module: This rank's stages.
             forward: Runs the micro-batches forward.
             run: Runs the micro-batches with losses in the places of labels, and returns the mean loss.

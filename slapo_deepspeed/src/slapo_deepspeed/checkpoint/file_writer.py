@@ -21,7 +21,6 @@ class Files:
     """Checkpoint files of this rank.
 
     Args:
-        folder: Directory of the files.
         noting: Index that records each file's tensors before the file is written.
         copies: Buffers for copies of the tensors' present values; None to write each file at once.
     """
@@ -75,8 +74,6 @@ def _copy(state: Any, name: str, copies: Buffers, keys: set[Any]) -> Any:
     """Return a copy of a file's content. Each memory is copied once, and views keep sharing it.
 
     Args:
-        state: Content of the file.
-        name: Name of the file.
         copies: Buffers by file and by index of the memory within it.
         keys: Collects the keys of the buffers in use.
     """

@@ -22,7 +22,6 @@ class Taken:
     Args:
         model: DeepSpeed's engine.
         shares: This rank's shares of the tensors.
-        program: The program that the engine runs.
     """
 
     def __init__(self, model: Any, shares: Shares, program: Program) -> None:

@@ -46,7 +46,6 @@ class Places:
     Args:
         model: DeepSpeed's engine.
         module: This rank's stage.
-        program: The program that the engine runs.
     """
 
     def __init__(self, model: Any, module: nn.Module, program: Program) -> None:

@@ -39,7 +39,6 @@ class Saved:
     """Checkpoint whose tensors are read by original names.
 
     Args:
-        folder: Directory of its files.
         ranks: Number of ranks that wrote it.
 
     Raises:
@@ -108,7 +107,6 @@ class Saved:
 
         Args:
             found: Positions of the part's elements in the files.
-            shape: Shape of the rows.
             before: Number of the part's elements before the rows.
         """
         line, known = torch.empty(0), torch.zeros(shape.numel(), dtype=torch.bool)

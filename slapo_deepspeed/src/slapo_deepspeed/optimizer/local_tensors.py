@@ -44,7 +44,6 @@ class Shares:
     Args:
         model: DeepSpeed's engine.
         module: This rank's stage.
-        program: The program that the engine runs.
 
     Attributes:
         pieces: Position of this rank's shard in each whole tensor of its stage, on the meta device.

@@ -39,7 +39,6 @@ def bind(model: Any, program: Program, in_turns: bool) -> None:
 
     Args:
         model: DeepSpeed's engine.
-        program: The program that the engine runs.
         in_turns: Result of ``steps_in_turns`` for the optimizer.
 
     Raises:
@@ -123,7 +122,6 @@ def _holdings(number: int, whole: WholeTensor, place: int, own: FlatRange) -> It
 
     Args:
         number: Index of the whole tensor.
-        whole: The whole tensor.
         place: Index of the flat tensor.
         own: This rank's range of the source.
     """

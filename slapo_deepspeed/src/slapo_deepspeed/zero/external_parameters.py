@@ -32,7 +32,6 @@ class ExternalReads:
 
     Args:
         model: DeepSpeed's engine.
-        module: The model in it.
     """
 
     def __init__(self, model: Any, module: nn.Module) -> None:

@@ -24,7 +24,6 @@ class UsedParameters:
 
     Args:
         program: The program whose replicas are compared.
-        parameters: This rank's parameters by name.
         zero_stage: Stage of ZeRO; nothing is recorded for 0.
     """
 

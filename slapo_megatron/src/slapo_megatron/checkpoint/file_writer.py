@@ -41,8 +41,6 @@ class MegatronFiles:
 
         Args:
             state: The sharded state dict; Megatron changes it while planning.
-            folder: Directory of the files.
-            ranks: All ranks of the program.
             copies: Buffers for this rank's tensors, to write their values of this moment; None to write the values at the
                 time of writing.
 

@@ -38,10 +38,7 @@ def prepared(
     The function takes the ranks to synchronize with.
 
     Args:
-        engine: The engine to save.
         path: The same directory on every rank.
-        position: Position of training.
-        ranks: All ranks of the program.
         copies: Buffers for this rank's tensors, to write their values of this moment; None to write the values at the time
             of writing.
     """
@@ -83,8 +80,6 @@ def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[]
     """Load a checkpoint. Collective.
 
     Args:
-        engine: The engine to load into.
-        path: Directory of the checkpoint.
         reading: Context around the changes to the engine.
 
     Returns:

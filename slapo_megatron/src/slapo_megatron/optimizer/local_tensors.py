@@ -16,9 +16,6 @@ from slapo_training.model import boxes, buffers, parameters
 class Held:
     """Tensors that this rank's stages hold, by the first of each tensor's original names.
 
-    Args:
-        program: The program that the engine runs.
-
     Attributes:
         tensors: Parameters and persistent buffers.
         shapes: Full shapes of the tensors of the whole model, the same on every rank.

@@ -39,7 +39,6 @@ class OptimizerState:
     """The state of an engine's optimizer by the names of parameters.
 
     Args:
-        engine: An engine with an optimizer.
         held: The tensors that this rank holds.
     """
 

@@ -21,7 +21,6 @@ class ReducedGradients(GradientAccess):
 
     Args:
         program: The program; with the distributed optimizer its replicas shard the gradients.
-        options: Options of the engine.
         chunks: Megatron's ``DistributedDataParallel`` around each stage of this rank.
     """
 

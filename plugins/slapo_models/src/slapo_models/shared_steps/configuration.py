@@ -58,9 +58,7 @@ class Configuration:
         """Read the configuration of one schedule.
 
         Args:
-            schedule: Schedule of the model.
             key: Name of the schedule.
-            options: The given names and values.
             lacks: Name that this schedule cannot serve, to the rest of a sentence: why, and what replaces it.
 
         Raises:

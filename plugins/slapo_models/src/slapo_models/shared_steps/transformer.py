@@ -26,7 +26,6 @@ def schedule_transformer(
 
     Args:
         sch: Of the whole model, head included.
-        config: What is asked for.
         recomputed: Blocks whose activations are recomputed.
         stage_ends: Modules behind which a pipeline stage ends.
     """

@@ -11,11 +11,7 @@ from slapo_tracing.nodes import function_name
 
 
 class AliasAnalysis:
-    """The memory that each node's value occupies, as recorded by the trace.
-
-    Args:
-        nodes: All nodes in the order in which they run.
-    """
+    """The memory that each node's value occupies, as recorded by the trace."""
 
     def __init__(self, nodes: Iterable[fx.Node]) -> None:
         order = list(nodes)

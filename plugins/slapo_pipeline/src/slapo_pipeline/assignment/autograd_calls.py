@@ -27,8 +27,6 @@ def check_autograd_calls(
         order: All nodes of the graph.
         stages: Node to the stages that run it.
         received: Per stage the values it receives.
-        aliases: Alias analysis of the graph.
-        root: The model.
 
     Raises:
         TraceError: there is such a path.

@@ -27,12 +27,7 @@ _MAX_SHARED_EMBEDDING_BYTES = 1 << 20
 
 
 class DividedGraph(NamedTuple):
-    """A flat graph and its assignment to stages.
-
-    Args:
-        traced: The graph.
-        assignment: The nodes and received values of each stage.
-    """
+    """A flat graph and its assignment to stages."""
 
     traced: TracedModule
     assignment: Assignment
@@ -51,7 +46,6 @@ def divide_graph(root: nn.Module, traced: TracedModule, cuts: Sequence[str], inl
     """Divide a flat graph at the cuts.
 
     Args:
-        root: The model.
         traced: Its flat graph.
         cuts: Paths of the modules that end a stage.
         inlined: Paths of the blocks that are inlined in the graph.

@@ -70,10 +70,8 @@ def recomputable_nodes(
     only: the model rounds its gradient once, and copies would round their shares.
 
     Args:
-        order: All nodes.
         home: The stage that each node runs in by its position.
         batch_only: Nodes that every stage can run from the batch alone.
-        aliases: Alias analysis of the graph.
         root: The module that holds what the graph reads.
         tables: Paths of embeddings that several stages may hold, tied.
     """
@@ -139,11 +137,9 @@ def minimum_crossing(
     """Choose the values that cross each boundary.
 
     Args:
-        order: All nodes.
         home: The stage that each node runs in by its position; nodes that only build a container have none.
         batch_only: Nodes that every stage can run from the batch alone.
         recomputable: Nodes that may run in later stages too.
-        num_stages: Number of stages of the pipeline.
     """
     return _MinCut(order, home, batch_only, recomputable, num_stages).run()
 

@@ -30,7 +30,6 @@ class Assignment(NamedTuple):
     Args:
         nodes: Per stage the nodes it runs, in order.
         received: Per stage the nodes whose values it receives, in order; none for the first.
-        aliases: Alias analysis of the graph.
     """
 
     nodes: list[list[fx.Node]]

@@ -13,11 +13,7 @@ from .node_assignment import Assignment
 
 
 class StateOwnership:
-    """The stages that change and that use each buffer and parameter, over all programs of one model.
-
-    Args:
-        root: The model.
-    """
+    """The stages that change and that use each buffer and parameter, over all programs of one model."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root

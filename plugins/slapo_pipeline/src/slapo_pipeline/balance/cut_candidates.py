@@ -23,7 +23,6 @@ class Units:
     """A model as a sequence of units: the nodes from the end of one module to the end of the next.
 
     Args:
-        root: The model.
         inputs: Its arguments by name; no tensor appears twice.
         whole: Paths of the modules that are one node each; the modules around them are inlined.
         ends: Paths of the modules that end a unit, at any depth; default: all of ``whole`` that run.

@@ -35,7 +35,6 @@ def given_cuts(
     """Return the stages that end after given modules, and the trace they were found in.
 
     Args:
-        root: The model.
         inputs: A batch, by name.
         ends: Paths of the modules, in any order.
         balance: The cost to show of each stage; see ``Costs``.
@@ -64,9 +63,7 @@ def search_cuts(
     """Return the stages whose largest cost is least, and the trace they were found in.
 
     Args:
-        root: The model.
         inputs: A batch, by name.
-        stages: Number of stages.
         balance: The cost to balance; see ``Costs``.
         microbatches: Micro-batches per batch; default: the number of stages.
         leaves: Paths of modules that no stage ends in.

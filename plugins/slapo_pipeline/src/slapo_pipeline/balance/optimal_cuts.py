@@ -66,7 +66,6 @@ def best_cuts(cost: Cost, crossing: Sequence[int], stages: int, without: Collect
     """Return the best ``stages - 1`` cuts, or None if there are too few places.
 
     Args:
-        cost: Cost of a stage.
         crossing: Bytes that cross cut 1, cut 2 and so on, one entry fewer than units.
         stages: Number of stages, at least one.
         without: Cuts that are excluded.

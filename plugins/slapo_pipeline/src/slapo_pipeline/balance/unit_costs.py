@@ -37,9 +37,7 @@ class Costs:
     """Costs of the units; ``costs(stage, begin, end)`` is the balanced cost of a stage.
 
     Args:
-        units: Units of the model.
         balance: One of ``BALANCES``.
-        stages: Number of stages.
         microbatches: Micro-batches per batch.
     """
 

@@ -16,7 +16,6 @@ class InlinedModules:
     """The hooks, wrappers, modules and tensors of a model at the time it was cut.
 
     Args:
-        root: The model.
         paths: Paths of the inlined modules; the modules around them are inlined, too.
         used: Per stage the paths of the modules, parameters and buffers that it calls or reads.
         stages: The modules of the stages.

@@ -35,7 +35,6 @@ def assign_modules(root: nn.Module, used: Sequence[set[str]]) -> list[set[str]]:
     """Return the members that each stage holds: those it uses, and unused ones that follow these in the model.
 
     Args:
-        root: The model.
         used: Per stage the paths of the modules, parameters and buffers that it calls or reads.
 
     Returns:

@@ -23,10 +23,8 @@ class StageGuard:
     """Inputs, mode and attributes that a stage was traced for.
 
     Args:
-        index: Index of the stage.
         received: Name, shape and dtype of the values that it receives, in order.
         batch: Fingerprint of each argument that it reads from the batch.
-        training: Mode of the model.
         autocast: Autocast state of the trace.
         device: Device of the tensors; the stage runs on the device of its inputs.
         attributes: Attributes that the forward read from inlined modules.
@@ -66,10 +64,6 @@ def stage_module(
     """Return the module of stage ``index``.
 
     Args:
-        flat: The traced model.
-        root: The model.
-        assignment: Assignment of the graph's nodes to stages.
-        index: Index of the stage.
         keep: Paths of the modules, parameters and buffers that it holds.
         inputs: The model's arguments of the trace.
     """

@@ -65,9 +65,6 @@ def symbolic_stage(root: nn.Module, assignment: Assignment, index: int, keep: se
     """Return the module of a stage.
 
     Args:
-        root: The model.
-        assignment: Assignment of its graphs' nodes to stages.
-        index: Index of the stage.
         keep: Paths of the modules, parameters and buffers that it holds.
     """
     names = [node.name for node in assignment.received[index]]
@@ -81,7 +78,6 @@ class _FlatGraph:
     """The flat graph of a model: modules without a cut inside are one node each.
 
     Args:
-        root: The model.
         inlined: Paths of the modules whose graphs become part of it.
     """
 

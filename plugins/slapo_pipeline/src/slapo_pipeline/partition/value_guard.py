@@ -21,10 +21,6 @@ class ValueGuard:
 
     They are recomputed by the nodes that need the batch alone: no parameter, buffer or module. A stage checks the other
     values when it runs.
-
-    Args:
-        traced: The flat graph.
-        root: The model.
     """
 
     def __init__(self, traced: TracedModule, root: nn.Module) -> None:

@@ -20,12 +20,7 @@ from .tied_gradients import sum_tied_gradients
 
 
 class PipeRuntime:
-    """State that the stages of one pipe on this rank share.
-
-    Args:
-        program: The stages.
-        example: The model's arguments by name, with meta tensors.
-    """
+    """State that the stages of one pipe on this rank share."""
 
     def __init__(self, program: Program, example: Mapping[str, Any]) -> None:
         self.program, self.example = program, example
@@ -92,9 +87,6 @@ class BatchForwardingStage(nn.Module):
     """A stage that also passes on the batch arguments that later stages read.
 
     Args:
-        program: The stages.
-        index: Index of the stage.
-        example: The model's arguments by name, with meta tensors.
         output: Function of the model's result; None takes all tensors in it.
     """
 

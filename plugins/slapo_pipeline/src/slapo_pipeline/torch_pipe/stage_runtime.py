@@ -30,7 +30,6 @@ def build_stage(
 
     Args:
         program: Made for inputs of the shapes of one micro-batch.
-        stage: Index of the stage.
         device: Device of the stage; its parameters must be there already.
         group: Process group of the pipeline; default: the mesh's axis ``pp``, or all ranks if the program has no mesh. The
             schedule decides which rank runs which stage.
@@ -92,7 +91,6 @@ class StageRunner(nn.Module):
     """A stage as torch's runtime calls it; it returns contiguous tensors.
 
     Args:
-        module: Module of the stage.
         last: Whether its result is the model's.
         output: Function of the model's result; None for the result itself.
     """

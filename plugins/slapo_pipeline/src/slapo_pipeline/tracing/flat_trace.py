@@ -81,7 +81,6 @@ def cut_positions(root: nn.Module, graph: fx.Graph, cuts: Sequence[str]) -> list
     """Return the positions in the graph's nodes at which stages end, ascending, each with the path of its cut.
 
     Args:
-        root: The model.
         graph: Its flat graph.
         cuts: Paths of modules. A stage ends after the last run of each, or, for a ``Cut``, before the first run or at a mark
             of its forward.

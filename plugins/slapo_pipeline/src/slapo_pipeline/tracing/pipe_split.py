@@ -52,11 +52,7 @@ def torch_marks_recorded() -> Iterator[None]:
 
 
 class MarkRecorder:
-    """Context manager that records the modules whose forwards reach a mark while a model runs.
-
-    Args:
-        root: The model.
-    """
+    """Context manager that records the modules whose forwards reach a mark while a model runs."""
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root

@@ -21,7 +21,6 @@ class CachedTrace:
         root: The model, as it was traced.
         inputs: The arguments by name.
         cuts: Paths of the modules that are one node each.
-        flat: The trace.
     """
 
     def __init__(self, root: nn.Module, inputs: Mapping[str, Any], cuts: Iterable[str], flat: TracedModule) -> None:

@@ -65,11 +65,6 @@ def load_checkpoint(path: str | os.PathLike[str], state: CheckpointState) -> Pos
 class _CheckpointLoad:
     """One load of a checkpoint on this rank. Methods are called in their order here.
 
-    Args:
-        state: Objects whose state is loaded.
-        ranks: All ranks.
-        checkpoint: The checkpoint.
-
     Attributes:
         common: State that is stored once.
     """

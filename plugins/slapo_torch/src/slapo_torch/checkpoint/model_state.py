@@ -55,7 +55,6 @@ def differences(pieces: Mapping[str, Piece], saved: Mapping[str, tuple[tuple[int
     """Describe the tensors that have another shape or dtype in a checkpoint.
 
     Args:
-        pieces: This rank's pieces.
         saved: Shape and dtype of each saved tensor, by name.
     """
     for name in pieces.keys() & saved.keys():

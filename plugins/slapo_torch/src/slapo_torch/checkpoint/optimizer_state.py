@@ -41,7 +41,6 @@ def key_of(name: str, key: Any, path: str = "") -> str:
     """Return the unique name of a state tensor in the checkpoint.
 
     Args:
-        name: Name of the parameter.
         key: The optimizer's key of the state.
         path: Path of a nested optimizer within the rank's optimizer.
     """

@@ -38,11 +38,8 @@ class CheckpointState(NamedTuple):
     """Objects of an engine whose state is saved and loaded.
 
     Args:
-        program: The program.
         module: This rank's stages.
-        optimizer: This rank's optimizer, or None.
         progress: Learning-rate schedule, loss scale and number of labels.
-        averages: Averages of the weights.
     """
 
     program: Program
@@ -62,8 +59,6 @@ class TorchSaver(Saver):
 
         Args:
             path: Folder, the same on every rank.
-            state: Objects whose state is saved.
-            position: Position of training.
             waits: True to return after the write, False to return once all data is copied.
         """
         return self.write(lambda ranks, copies: self._prepared(path, state, position, ranks, copies), waits)

@@ -49,7 +49,6 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter], replicas: dist.P
     Args:
         parameters: Trainable parameters in the same order on all replicas, with dense gradients. A missing gradient counts as
             zero; it stays None if it is missing on all replicas.
-        replicas: Process group of the replicas.
     """
     reduced = []
     for bucket in _buckets(parameters):

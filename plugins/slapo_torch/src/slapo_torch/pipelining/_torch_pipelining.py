@@ -35,7 +35,6 @@ def make_runtime(
         schedule: Name of the schedule, or path of a file.
         runtime: Class name of the runtime; empty for a file.
         stages: This rank's stages.
-        microbatches: Number of micro-batches.
         loss_fn: ``loss_fn(output, target)``; the runtime does not scale its losses.
 
     Raises:

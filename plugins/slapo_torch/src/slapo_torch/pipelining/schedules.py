@@ -61,7 +61,6 @@ def placement(schedule: str, stages: int, ranks: int, microbatches: int) -> tupl
         schedule: A ``pipeline_schedule``.
         stages: Number of stages of the model.
         ranks: Number of ranks along the axis ``pp``.
-        microbatches: Number of micro-batches.
 
     Raises:
         BuildError: the schedule cannot run this number of stages or micro-batches on these ranks.
@@ -97,7 +96,6 @@ def schedule_for_batch(name: str, program: Program, microbatches: int, rows: int
 
     Args:
         name: A ``pipeline_schedule``.
-        program: The program that runs.
         microbatches: Usual number of micro-batches.
         rows: Number of rows of the batch; None if no tensor has rows.
 

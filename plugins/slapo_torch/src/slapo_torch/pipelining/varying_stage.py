@@ -21,12 +21,7 @@ class VaryingStage(PipelineStage):
     Images are an example: image features vary in shape with the number of images, and are missing without images.
 
     Args:
-        module: Module that runs.
-        index: Index of the stage.
-        num_stages: Number of stages of the pipeline.
-        device: Device of the stage.
         layouts: Meta tensors that the stage receives and sends, per micro-batch.
-        group: Process group of the pipeline.
     """
 
     def __init__(

@@ -29,7 +29,6 @@ class EngineStep:
 
     Args:
         args: Positional arguments of ``train_batch`` or ``eval_batch``.
-        kwargs: Keyword arguments.
         training: True to train, False to evaluate.
         is_outdated: True if parameters were unfrozen since the last step; on any rank, after the comparison.
 
@@ -72,8 +71,6 @@ class EngineStep:
 
         Args:
             prepare: Fills in the attributes up to ``runner``, with no message to other ranks.
-            program: The program that runs.
-            device: Device of the reduction.
 
         Returns:
             The largest number of labels of a micro-batch on any rank.

@@ -41,11 +41,8 @@ class TorchFirstStep(FirstStep):
         """Run the checks if they are due. Collective.
 
         Args:
-            step: The step, with its micro-batches and their weight.
-            device: Device of this rank.
             shards: FSDP's parameters, gathered, or None.
             replicas: DDP's parameters, or None.
-            peers: The tensor-parallel ranks, or None.
 
         Returns:
             The weight of micro-batches, corrected if the model injects gradients.

@@ -60,7 +60,6 @@ class MicroBatchWeight(NamedTuple):
         """Return the weighted loss of a micro-batch.
 
         Args:
-            loss: The loss of the micro-batch.
             reduction: Reduction of the loss over labels.
         """
         return scaled_gradient(self._value(loss, reduction), self.parts if self.injects else 1.0)
@@ -77,9 +76,7 @@ class MicroBatchWeight(NamedTuple):
         """Return the loss of a batch, the remaining factor of its gradients, and the next ``unit``.
 
         Args:
-            total: Sum of the weighted losses over all replicas; a number or a tensor with one element.
             labels: Number of labels of all micro-batches; None if the losses are no means over labels.
-            dp: Number of replicas.
 
         Returns:
             The loss (of the type of ``total``), the remaining factor of the gradients, and the next step's ``unit``.

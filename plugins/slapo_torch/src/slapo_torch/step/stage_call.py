@@ -20,9 +20,7 @@ class StageCall(nn.Module):
     """A stage as a pipeline runtime calls it: received tensors in, a tuple of tensors or the loss out.
 
     Args:
-        stage: The stage.
         outputs: Tensors that the next stage receives; None for the last stage, which returns its weighted loss.
-        options: Options of the engine.
         device_type: Device type of the mesh.
     """
 

@@ -63,7 +63,6 @@ class LossScale:
     The factor is halved after an overflow, and doubled after ``_GROWTH_INTERVAL`` steps without one.
 
     Args:
-        value: Initial factor.
         mesh: Mesh of the ranks that share the factor.
 
     Attributes:

@@ -23,7 +23,6 @@ def split(batch: Mapping[str, Any], parts: int, several: str | None = None, rows
 
     Args:
         batch: Arguments by name.
-        parts: Number of parts.
         several: Name of the variadic argument ``*args``, whose value is a tuple.
         rows: Locates the rows; None for dimension 0 of each tensor.
 
@@ -108,7 +107,6 @@ def labels_of(parts: list[Batch], ignored: int) -> list[tuple[int, int]]:
     values from 0 on are ordinary in other arguments.
 
     Args:
-        parts: Micro-batches.
         ignored: Label value that the loss excludes.
     """
     asked = [(index, name) for index, part in enumerate(parts) for name in part if ignored < 0 or name == "labels"]
@@ -127,7 +125,6 @@ def label_counts(parts: list[Batch], ignored: int, is_told: bool) -> tuple[list[
     """Return the labels that the loss may be a mean over, and their counts in each micro-batch.
 
     Args:
-        parts: Micro-batches.
         ignored: Label value that the loss excludes.
         is_told: True if a loss has shown that value; if not, a value from 0 on is counted in ``labels`` only.
     """

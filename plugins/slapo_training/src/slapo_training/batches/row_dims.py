@@ -83,8 +83,6 @@ class RowDims:
 
     Args:
         batch: Arguments by name.
-        rows: Number of rows.
-        given: The option ``batch_dims``.
         tokens: Token ids of an ``"image"`` and a ``"video"`` in ``input_ids``.
         known: Dimensions of the rows in earlier batches.
         is_part: True for a part of an earlier batch, which has the known dimensions; False to check them.

@@ -63,11 +63,7 @@ class SaveHandle:
 
 
 class Saver:
-    """Writes checkpoints of one engine, one at a time.
-
-    Args:
-        program: Program of the engine.
-    """
+    """Writes checkpoints of one engine, one at a time."""
 
     def __init__(self, program: Program) -> None:
         self._program = program

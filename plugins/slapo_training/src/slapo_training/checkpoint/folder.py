@@ -38,10 +38,7 @@ class CheckpointWriter:
     """Writer of one checkpoint.
 
     Args:
-        folder: Folder of the checkpoint.
-        data: Sub-folder of its files.
         number: Unique number of the checkpoint.
-        target: Target of the engine.
     """
 
     folder: Path
@@ -102,7 +99,6 @@ class CheckpointWriter:
 
         Args:
             about: Further facts for the manifest, plain data.
-            ranks: All ranks.
         """
 
         def look() -> dict[str, int]:
@@ -169,8 +165,6 @@ class Checkpoint(NamedTuple):
     """A complete checkpoint.
 
     Args:
-        folder: Folder of the checkpoint.
-        data: Sub-folder of its files.
         about: Content of the manifest.
     """
 

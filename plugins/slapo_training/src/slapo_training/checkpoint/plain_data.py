@@ -24,8 +24,6 @@ def check_plain(value: Any, what: str, *within: int) -> None:
     """Refuse values that could not be loaded.
 
     Args:
-        value: The value to save.
-        what: Description of the value for the error.
         *within: Ids of the containers around the value.
 
     Raises:

@@ -21,7 +21,6 @@ class StateLoading:
         Args:
             what: Name of the state's owner, for the error.
             take: Function that loads a state.
-            state: The saved state.
             now: Function that returns the current state.
 
         Raises:

@@ -47,7 +47,6 @@ class Ranks:
 
     Args:
         index: Index of this rank, row-major over the mesh.
-        size: Number of ranks.
         mesh: Mesh of the ranks; None if they communicate in ``group``.
         group: A process group that no step uses.
         wrap_error: Converts the error of an action.
@@ -114,7 +113,6 @@ def new_group(rows: Sequence[list[int]], mesh: DeviceMesh, backend: str | None =
 
     Args:
         rows: Global ranks of each group, the same on every rank.
-        mesh: Mesh of the ranks.
         backend: Backend of the groups; None for that of the default group.
 
     Raises:

@@ -23,7 +23,6 @@ def compare_gradients(
     """Compare gradients over the tensor-parallel group. Collective over it; no message if no parameter is sharded.
 
     Args:
-        parameters: This rank's parameters by name.
         whole: The unsharded ones to compare, the same on every rank; a missing gradient counts as zero.
         low_precision: True for the rounding errors of bf16, whatever the dtype of the parameters.
 

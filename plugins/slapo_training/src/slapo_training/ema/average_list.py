@@ -29,11 +29,7 @@ Taken = list[tuple[int, list[torch.Tensor]] | None]
 
 
 class AverageList:
-    """Averages of one engine's weights, in the order of their construction.
-
-    Args:
-        engine: The engine.
-    """
+    """Averages of one engine's weights, in the order of their construction."""
 
     def __init__(self, engine: AveragedEngine) -> None:
         self._engine = engine
@@ -53,9 +49,6 @@ class AverageList:
 
     def check_idle(self, what: str) -> None:
         """Refuse a call that would use averages as the engine's weights.
-
-        Args:
-            what: Name of the call.
 
         Raises:
             BuildError: the model has averaged weights now.
@@ -81,7 +74,6 @@ class AverageList:
         """Return a function that writes the current averages, given the folder and the ranks to use. Collective.
 
         Args:
-            ranks: All ranks.
             is_copied: True if training continues during the write.
         """
         if not self.items:

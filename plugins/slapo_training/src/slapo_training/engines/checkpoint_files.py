@@ -61,15 +61,10 @@ def prepared(
 
     Args:
         path: The same directory on every rank; created if missing.
-        target: Target of the engine.
-        program: The program that the engine runs.
         about: Description of the engine for the checkpoint, the same on every rank.
-        position: Position of training.
         collect: Takes the directory of the engine's own files and the ranks to synchronize with, and returns a function that
             writes the files and takes the ranks to synchronize with then. Both are collective and raise on all ranks.
-        ranks: All ranks of the program.
         buffers: This rank's buffers, whose values may differ between replicas.
-        averages: Moving averages of the engine's weights.
         is_copied: True if training goes on while the files are written.
 
     Raises:
@@ -118,7 +113,6 @@ class Beside(NamedTuple):
     """Files beside an engine's own.
 
     Args:
-        position: Position of a training run.
         own: The random states and buffers of this rank, or on another layout a number to derive random states from.
     """
 
@@ -139,8 +133,6 @@ def read_beside(checkpoint: Checkpoint, program: Program, buffers: Mapping[str, 
     """Read the files that ``prepared`` writes beside an engine's own. Collective.
 
     Args:
-        checkpoint: A complete checkpoint.
-        program: The program that the engine runs.
         buffers: This rank's buffers; they are not changed.
 
     Raises:
@@ -179,8 +171,6 @@ def check_same(saved: Mapping[str, Any], own: Mapping[str, Any], keys: Iterable[
     """Refuse a checkpoint of another kind of training.
 
     Args:
-        saved: Facts of the checkpoint.
-        own: Those of this engine.
         keys: The facts to compare, in this order.
 
     Raises:

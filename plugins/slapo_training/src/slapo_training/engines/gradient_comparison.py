@@ -23,7 +23,6 @@ class GradientComparison:
 
     Args:
         program: With a mesh where parameters are sharded.
-        parameters: Those of this rank's stages, by name.
         shape_of: Returns the shape of a parameter's gradient, where an engine empties the parameter itself.
     """
 

@@ -20,8 +20,6 @@ def check_same_start(program: Program, named: Mapping[str, nn.Parameter], replic
     Compares replicas, what tensor-parallel ranks hold whole, and the stages of a tie.
 
     Args:
-        program: Whose ranks.
-        named: The parameters of this rank's stages, by name.
         replicas: Whether these are compared; some engines give all of them the first one's.
 
     Raises:

@@ -15,8 +15,6 @@ def microbatch_plans(program: Program, training: bool, parts: Sequence[Batch], e
 
     Args:
         program: In several stages.
-        training: The mode.
-        parts: The micro-batches.
         engine: Name of the engine, for the message.
 
     Raises:

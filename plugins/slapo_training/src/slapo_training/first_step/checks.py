@@ -32,10 +32,6 @@ class FirstStep:
 
     A later step is checked when labels, masks or padding differ for the first time, which shows hand-written means over these.
 
-    Args:
-        program: The program that runs.
-        options: Options of the engine.
-
     Attributes:
         injects: True if the model injects gradients into its backward.
         is_uneven: True if fingerprints of ``marks`` differ in this step; the engine sets it, the same on all ranks.
@@ -100,8 +96,6 @@ class FirstStep:
 
         Args:
             parts: Arguments of the model for each micro-batch.
-            labels: Labels of each micro-batch, for the loss function.
-            device: Device of this rank.
             around: Makes the engine's context of a forward.
             labels_differ: True if the engine refuses losses of unknown reduction, since numbers of labels differ.
             accumulates: True if a backward may accumulate gradients in parameters without an effect on the engine.

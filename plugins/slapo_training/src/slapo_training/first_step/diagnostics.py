@@ -31,7 +31,6 @@ class Partition(NamedTuple):
 
     Args:
         microbatches: Number of micro-batches of each replica.
-        replicas: Number of replicas.
     """
 
     microbatches: int
@@ -114,8 +113,6 @@ def rows_are_mixed(root: nn.Module, paths: Sequence[str], pair: Pair | None, cut
     """Return the warning for modules that mix rows.
 
     Args:
-        root: The model.
-        paths: Paths of the modules; the empty path is the model's own forward.
         pair: The losses that differ, or None.
         cut: Parts that a batch is split into.
         has_batch_norm: True if some of the modules are BatchNorms.

@@ -21,7 +21,6 @@ class InjectionProbe:
     """Runs backwards of stages from zero gradients; each nonzero gradient was injected.
 
     Args:
-        parameters: Parameters of this rank's stages.
         accumulates: True if a backward may accumulate gradients in parameters; False if the engine waits for these.
 
     Attributes:
@@ -131,11 +130,7 @@ def scaled_gradient(loss: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 class GradientScale:
-    """Divides gradients of parameters within the backward, before an engine reads or reduces them.
-
-    Args:
-        parameters: Parameters of this rank.
-    """
+    """Divides gradients of parameters within the backward, before an engine reads or reduces them."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = list(parameters)

@@ -31,7 +31,6 @@ class Compared(NamedTuple):
     """Results of runs of some rows and of their parts.
 
     Args:
-        whole: The run of all rows.
         pair: The losses that differ on some rank, or None.
     """
 
@@ -43,7 +42,6 @@ class Factor(NamedTuple):
     """Factor of a term in a loss, as far as it is known.
 
     Args:
-        value: The factor.
         error: Bound of its rounding error.
     """
 
@@ -60,9 +58,6 @@ class LossComparison:
     """Comparison of the loss of some rows with those of their parts. Every method is collective over the mesh.
 
     Args:
-        program: The program that runs.
-        options: Options of the engine.
-        runs: Runs of the stages.
         state: State at the start of each run.
         plans: Plan of all rows, followed by plans of their parts.
         synced: BatchNorms with statistics of all rows of a batch.

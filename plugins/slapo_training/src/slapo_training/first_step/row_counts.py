@@ -56,7 +56,6 @@ class UnevenRowCounts:
     """Finds the first steps in which counts differ between micro-batches or replicas.
 
     Args:
-        program: The program; its mesh has the ranks.
         ignored: Label value that the loss excludes.
     """
 

@@ -81,7 +81,6 @@ class Event(NamedTuple):
     """Input or output tensors of a module.
 
     Args:
-        path: Path of the module.
         inside: Path of the module whose forward called it.
         is_output: True for outputs, False for inputs.
         tensors: The tensors in order.

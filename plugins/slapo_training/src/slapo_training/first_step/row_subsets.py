@@ -130,7 +130,6 @@ def expected_losses(
 
     Args:
         parts: Rows of each part.
-        losses: Loss of each part.
         counted: Reduction of each loss; if all are known, the engine weights by them.
         ignored: Label value that the loss leaves out.
     """

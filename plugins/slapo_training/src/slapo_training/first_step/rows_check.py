@@ -19,9 +19,6 @@ class RowsCheck:
     """The check of one step's micro-batches. Collective over the mesh.
 
     Args:
-        program: The program that runs.
-        options: Options of the engine.
-        runs: Runs of the stages.
         parts: All micro-batches of this rank.
         labels_differ: See ``LossComparison``.
         reported: Names in earlier warnings; updated.
@@ -48,7 +45,6 @@ class RowsCheck:
         """Run the check.
 
         Args:
-            halves: Two halves of a micro-batch.
             known: Earlier runs of the micro-batch and its halves, or None.
 
         Raises:

@@ -87,9 +87,7 @@ class StageRuns:
     """Runs stages in training mode, each on its rank. Every call is collective over the mesh.
 
     Args:
-        program: The program.
         options: Options of the engine; with ``loss_over`` or ``loss_weights`` backwards start at the outputs.
-        device: Device of messages between ranks.
         around: Makes the engine's context of a run.
         accumulates: True if a run may accumulate gradients in parameters until its rollback.
         failed: Called with an error on its rank, before any reduction. It returns if the tensor-parallel ranks failed too;
@@ -112,7 +110,6 @@ class StageRuns:
         """Plan the stages for rows of this shape.
 
         Args:
-            rows: Rows to run.
             has_backward: True if their runs have gradients, which a forward may test.
 
         Raises:
@@ -134,7 +131,6 @@ class StageRuns:
         """Run rows through all stages, with gradients if there is an ``after_stage``.
 
         Args:
-            planned: The rows.
             state: State at the start of the run.
             after_stage: Called after each stage.
             fixed: True to run with ``DeterministicRandom``.

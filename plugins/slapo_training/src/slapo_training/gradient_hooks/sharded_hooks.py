@@ -26,7 +26,6 @@ class ShardedHook:
         ref: Reference to the hook.
         whole: The parameter on which the hook was registered.
         part: The shard.
-        spec: Spec of the shard.
         places: Modules and names under which the model holds the shard.
     """
 
@@ -80,7 +79,6 @@ def move_hooks(part: torch.Tensor, whole: torch.Tensor, spec: ShardSpec, places:
     Args:
         part: The shard that replaces ``whole``, with its hooks.
         whole: The whole parameter, whose hooks do not change.
-        spec: Spec of the shard.
         places: Modules and names under which the model holds the shard.
     """
     for name, kind in zip(TABLES, (ShardedHook, ShardedPostAccumulateHook), strict=True):

@@ -68,7 +68,6 @@ class _HookedParameter:
         reads: True if a hook of some rank may need the whole weights.
         is_local: True if the hooks need only each rank's shard.
         differs: True if ranks have different numbers of hooks.
-        parameter: The parameter that the engine trains.
         places: Modules and names under which the model holds the parameter.
     """
 

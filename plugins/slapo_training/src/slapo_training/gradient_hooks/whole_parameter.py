@@ -29,7 +29,6 @@ def whole_parameter(
 
     Args:
         part: This rank's shard.
-        spec: Spec of the shard.
         origin: Returns the parameter of the unmodified model.
         places: Modules and names under which the model holds the shard.
         in_place: True to leave the gathered values in the parameter of the unmodified model; False to restore its old values.

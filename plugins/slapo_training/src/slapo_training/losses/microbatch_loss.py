@@ -26,12 +26,7 @@ class MicroBatchLoss(ABC):
     """
 
     def run(self, stage: Callable[[], Any], index: int = 0) -> Any:
-        """Run one stage of the model for this micro-batch.
-
-        Args:
-            stage: Function that runs the stage.
-            index: Index of the stage.
-        """
+        """Run one stage of the model for this micro-batch."""
         return stage()
 
     def fail(self, error: Exception) -> None:

@@ -35,9 +35,7 @@ class ReplicaLoss:
     """Loss of a whole batch, computed from its outputs on all replicas.
 
     Args:
-        program: The program; its mesh has the replicas.
         loss_fn: ``loss_fn(outputs, labels)``.
-        device: Device of messages between ranks.
         precision: Function that makes the engine's precision context.
 
     Attributes:
@@ -64,8 +62,6 @@ class ReplicaLoss:
         """Return the loss after the first passes on ranks with the last stage, 0 elsewhere. Collective over the replicas.
 
         Args:
-            passes: The first pass of each micro-batch.
-            labels: The labels of each micro-batch, for the loss function.
             rows: Number of rows of a micro-batch.
 
         Raises:
@@ -87,8 +83,6 @@ class ReplicaLoss:
         """Return the losses to train the same micro-batches with. Collective over the last stages of all replicas.
 
         Args:
-            passes: The first pass of each micro-batch.
-            labels: The labels of each micro-batch, for the loss function.
             rows: Number of rows of a micro-batch.
 
         Raises:
@@ -212,7 +206,6 @@ class SecondPass(MicroBatchLoss):
     """Second pass of a micro-batch, whose backward starts from gradients of the whole batch's loss.
 
     Args:
-        first: The first pass.
         value: The loss; None on ranks without the last stage.
         gradients: Gradients of the loss for this micro-batch's output.
         factor: Factor of the gradients, since the engine averages over the micro-batches of all replicas.

@@ -45,11 +45,8 @@ class LossTerms:
     """Weights the terms of each micro-batch's loss by their counts.
 
     Args:
-        given: Value of the option.
-        program: The program; its mesh has the replicas.
         loss_fn: Function that returns the terms; None to take them from the model's output.
         ignored: Label value that is not counted.
-        device: Device of messages between ranks.
         output_loss: Finds the loss in the model's output if there is one term.
 
     Attributes:
@@ -88,12 +85,7 @@ class LossTerms:
         self._own = [numbers[start : start + len(self.names)] for start in range(0, len(numbers), len(self.names))]
 
     def losses(self, labels: Sequence[Any], training: bool) -> list[MicroBatchLoss]:
-        """Return the loss of each counted micro-batch. Collective over the replicas.
-
-        Args:
-            labels: Labels of each micro-batch, for the loss function.
-            training: True if the micro-batches are trained.
-        """
+        """Return the loss of each counted micro-batch. Collective over the replicas."""
         totals = torch.tensor(self._own, dtype=torch.float64).sum(0)
         dp = self._program.axis_size("dp")
         if dp > 1:

@@ -20,8 +20,6 @@ class Chunk(NamedTuple):
 
     Args:
         local: Offset of the box in the local tensor.
-        offset: Offset of the box in the whole tensor.
-        sizes: Shape of the box.
     """
 
     local: tuple[int, ...]
@@ -41,10 +39,8 @@ class Span(NamedTuple):
     """Range of a piece's whole tensor that equals a range of another tensor.
 
     Args:
-        dim: Dimension of both.
         at: Start in the piece's whole tensor.
         start: Start in the other tensor.
-        size: Size along the dimension.
     """
 
     dim: int
@@ -110,12 +106,7 @@ class Piece(NamedTuple):
         return self._replace(tensor=self.tensor[start:stop], ranges=(_clip(self.ranges[0], start, stop), *self.ranges[1:]))
 
     def box(self, values: torch.Tensor, offset: Sequence[int]) -> Piece:
-        """Return the piece of a box of the local tensor.
-
-        Args:
-            values: Values of the box.
-            offset: Offset of the box in the local tensor.
-        """
+        """Return the piece of a box of the local tensor."""
         found = zip(self.ranges, offset, values.shape, strict=True)
         return self._replace(tensor=values, ranges=tuple(_clip(each, at, at + size) for each, at, size in found))
 
@@ -127,7 +118,6 @@ def piece_of(
 
     Args:
         local: A parameter, a buffer, or per-element optimizer state.
-        spec: Shard spec of the tensor; None for a whole one.
         shape: Shape of this rank's shard, if ``local`` has only some rows of it.
         rows: Range of these rows.
     """

@@ -25,7 +25,6 @@ class OptimizerConstruction:
 
     Args:
         given: A factory, or an optimizer.
-        layout: Layout of the rank's parameters.
         module: This rank's stages.
         trainable: Parameters for the factory; empty without trainable parameters, or on a rank that has its optimizer.
         is_adopted: True if the given optimizer already has this rank's parameters.
@@ -97,8 +96,6 @@ def make_on_all_ranks(
     """Return this rank's optimizer and its learning-rate schedule; None for each option that is not set. Collective.
 
     Args:
-        options: Options of the engine.
-        layout: Layout of the rank's parameters.
         mine: This rank's stages.
         fits: Called with the optimizer before the schedule is made; adapts it, or raises if the engine cannot step it.
 

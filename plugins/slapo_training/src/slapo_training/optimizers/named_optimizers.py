@@ -45,7 +45,6 @@ class NamedOptimizer(NamedTuple):
         """Return the state of a parameter for ``load_state_dict``.
 
         Args:
-            name: Name of the parameter.
             elements: Per-element state of its ``local`` tensor.
             rest: Other state.
         """
@@ -75,7 +74,6 @@ def named_optimizers(parameters: Tensors, optimizer: torch.optim.Optimizer | Non
 
     Args:
         parameters: This rank's parameters by first original name.
-        optimizer: This rank's optimizer, or None.
     """
     if optimizer is None:
         return {}

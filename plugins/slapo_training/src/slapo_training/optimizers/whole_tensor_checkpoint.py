@@ -24,7 +24,6 @@ def check_kind(saved: bool, optimizer: Any) -> None:
 
     Args:
         saved: True if the checkpoint has states of whole tensors.
-        optimizer: Optimizer of the rank.
 
     Raises:
         BuildError: the optimizer would lose its state.
@@ -54,7 +53,6 @@ def packed(optimizer: Any, parameters: Tensors) -> bytes | None:
     """Return the bytes that this rank writes; None if its optimizer does not step whole tensors.
 
     Args:
-        optimizer: Optimizer of the rank.
         parameters: The rank's parameters by first original name, as the optimizer steps unsharded ones.
 
     Raises:

@@ -48,7 +48,6 @@ class ParameterLayout:
     """Layout of the trained parameters on a rank.
 
     Args:
-        program: The program.
         named: This rank's parameters by first original name, in the model's order.
         piece: Returns the piece of the whole tensor that a parameter is.
         group: Returns the group of ranks that together hold the whole tensor; None if this rank holds it alone.
@@ -74,7 +73,6 @@ class ParameterLayout:
         """Return the layout of an engine that keeps tensor-parallel shards, or flattens them for its optimizer.
 
         Args:
-            program: The program.
             module: This rank's stages.
             dtype: Dtype of the values that the optimizer steps.
             is_flat: True if the engine shards flattened parameters over replicas.
@@ -132,11 +130,6 @@ def probe_optimizer(optimizer: Optimizer, layout: ParameterLayout) -> UpdateDepe
 
 class WholeTensorConstruction:
     """Makes an optimizer of whole tensors from an optimizer of the rank's parameters. Collective.
-
-    Args:
-        optimizer: Optimizer of the rank's parameters, or None.
-        finding: Result of the optimizer's probe.
-        layout: Layout of the rank's parameters.
 
     Attributes:
         is_needed: True if some rank's optimizer needs whole tensors.
@@ -245,7 +238,6 @@ class WholeTensorConstruction:
         """Return the optimizer of whole tensors, with no message to other ranks.
 
         Args:
-            optimizer: Optimizer of the rank's parameters.
             make: Factory of the optimizer; None for a given optimizer.
             trainable: Parameters for the factory.
         """

@@ -47,7 +47,6 @@ def origins(source: ExportSource, held: Iterable[str]) -> list[Origin]:
     """Return the origins of all parameters and of the buffers that some rank holds, in the order of ``state_dict``.
 
     Args:
-        source: The source of the export.
         held: Names of all ranks' pieces.
     """
     names, added, made, there = source.names(), source.added_parameters(), source.made_of(), dict.fromkeys(held)

@@ -97,8 +97,6 @@ def whole_of(
     """Choose the boxes that cover a tensor within a shape, each from the first rank that has it.
 
     Args:
-        name: Name of the tensor.
-        origin: Its origin.
         everyone: Descriptions of all ranks' pieces.
         shape: Shape without padded rows.
         dtype: Dtype in which it is sent.

@@ -33,7 +33,6 @@ def load_names(files: WeightFiles, unmodified: UnmodifiedModel | None) -> Loaded
     """Return the tensors of files by their names in the model.
 
     Args:
-        files: The files.
         unmodified: The model before any step; None if it is not a Transformers' model.
     """
     whole = {name: TensorView.of(files, name) for name in files.entries}

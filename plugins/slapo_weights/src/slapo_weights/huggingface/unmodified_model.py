@@ -104,7 +104,6 @@ class UnmodifiedModel:
         """Write ``config.json`` and the other files that ``save_pretrained`` writes with it.
 
         Args:
-            folder: The folder.
             dtype: Dtype of the weights.
         """
         if dtype is not None:

@@ -101,9 +101,7 @@ class WeightFiles:
         """Return a box of a tensor, in the file's dtype, on the CPU; only its bytes are read.
 
         Args:
-            name: Name of the tensor.
             starts: Start of the box per dimension.
-            sizes: Shape of the box.
             out: Contiguous tensor of that shape and dtype to read into; default: a new one.
 
         Raises:

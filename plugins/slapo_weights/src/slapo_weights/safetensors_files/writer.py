@@ -42,8 +42,6 @@ class TensorEntry(NamedTuple):
 
     Args:
         name: Its name in the file.
-        shape: Its shape.
-        dtype: Its dtype.
     """
 
     name: str
@@ -67,7 +65,6 @@ class SafetensorsFile:
     """A file whose header is written first, and its tensors later.
 
     Args:
-        path: Path of the file.
         tensors: All its tensors; the widest dtypes come first in the file, so that elements are aligned.
     """
 

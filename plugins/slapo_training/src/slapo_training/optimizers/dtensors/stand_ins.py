@@ -151,7 +151,6 @@ def even_dim(whole: WholeTensor, piece: Piece, group: dist.ProcessGroup) -> int 
     """Return the dimension along which ranks hold equal shards in rank order; None for any other layout.
 
     Args:
-        whole: The whole tensor.
         piece: Piece of this rank.
         group: Process group of the ranks that hold the tensor.
     """

@@ -24,7 +24,6 @@ def advance(optimizer: Optimizer, before: Counts, steps: int) -> None:
     Args:
         optimizer: The optimizer, one step after ``before``.
         before: Result of ``counts`` before that step.
-        steps: Number of steps.
     """
     moved = set[int]()
     for table, key, value in list(_numbers(optimizer)):

@@ -40,7 +40,6 @@ class ProbeRuns:
     """Steps of copies of an optimizer with a few small parameters.
 
     Args:
-        optimizer: The optimizer to copy.
         size: Shapes of the parameters and numbers of steps.
 
     Attributes:

@@ -182,7 +182,6 @@ class OwnerExchange:
 
         Args:
             gradients: Gradients of this rank's tensors, by place.
-            device: Device of messages.
         """
         flags = torch.zeros(len(self._wholes), dtype=torch.int32)
         for holding in self._holdings:

@@ -85,7 +85,6 @@ def stand_in(whole: WholeTensor, value: torch.Tensor, masks: Mapping[str, torch.
     """Return a whole parameter for the optimizer, with the attributes of the rank's parameter.
 
     Args:
-        whole: The whole tensor.
         value: Memory of the parameter.
         masks: Tensor attributes of the whole shape.
     """
