@@ -89,7 +89,10 @@ class DeepSpeedEngine(ExternalEngine):
         whole_tensor_optimizer.bind(self.model, program, in_turns)
         self._turns = whole_tensor_optimizer.Turns(self.model)
         if self._stage is not None:
-            private.replace_receive_buffers(self.model, self._buffer)
+            # DeepSpeed would reuse the memory of a received tensor for activations and gradients of other types
+            private.replace_receive_buffers(
+                self.model, lambda index, shape, dtype: torch.empty(shape, dtype=dtype, device=self.model.device)
+            )
         self._clipped_norm: float | None = None
         self._skipped = 0
         self._counted: list[LossReduction] = []
@@ -127,10 +130,6 @@ class DeepSpeedEngine(ExternalEngine):
                 f"for ZeRO DeepSpeed makes another {type(outer).__name__}, which has no groups of parameters and no schedule "
                 "of its learning rate; use stage 0 of ZeRO, or another optimizer"
             )
-
-    def _buffer(self, index: int, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
-        """Allocate memory for one received tensor: DeepSpeed would reuse it for activations and gradients of other types."""
-        return torch.empty(shape, dtype=dtype, device=self.model.device)
 
     def _clip(self) -> None:
         """Clip gradients as DeepSpeed does without ZeRO, and keep the norm."""

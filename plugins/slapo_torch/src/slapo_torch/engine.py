@@ -23,7 +23,8 @@ from slapo_training.batches import (
     split,
     variadic_argument,
 )
-from slapo_training.checkpoint import SaveHandle
+from slapo_training.checkpoint import Buffers
+from slapo_training.distributed import Ranks
 from slapo_training.ema import AveragedEngine, MasterValue
 from slapo_training.engines import Position
 from slapo_training.gradient_hooks import GradientAccess, StepHooks
@@ -79,6 +80,8 @@ class TorchEngine(AveragedEngine):
             ``tp``, ``stage``, ``kind``, ``microbatch``, ``start`` and ``end`` (seconds since the epoch).
         grad_norm: Norm of all gradients of the last step before clipping; None without ``clip`` and after an fp16 overflow.
     """
+
+    _saver: TorchSaver
 
     def __init__(self, program: Program, options: Options) -> None:
         self.program = program
@@ -165,38 +168,14 @@ class TorchEngine(AveragedEngine):
         """Return the mean loss in evaluation mode, without gradients; see ``Engine.eval_batch``."""
         return self._run_step(EngineStep(args, batch, training=False))[1]
 
-    def save(self, path: str | PathLike[str], *, extra: Any = None, wait: bool = True) -> SaveHandle:
-        """Write a checkpoint to the directory ``path``; replaces an earlier checkpoint there.
+    def _prepare_save(
+        self, path: str | PathLike[str], position: Position, ranks: Ranks, copies: Buffers | None
+    ) -> Callable[[Ranks], None]:
+        return self._saver.prepared(path, self._checkpoint_state(), position, ranks, copies)
 
-        Args:
-            path: Directory, the same on every rank.
-            extra: Plain data that ``load`` returns, e.g. the data loader's position; the same on every rank.
-            wait: False to return once all data is copied, and to write it while training continues. The next save, load or
-                close waits for the write and raises its error.
-
-        Returns:
-            Handle of the write; the checkpoint is complete after its ``wait()``.
-        """
-        self.averages.check_idle("save")
-        return self._saver.save(path, self._checkpoint_state(), Position(self.steps, extra), wait)
-
-    def load(self, path: str | PathLike[str]) -> Any:
-        """Restore a checkpoint of ``save``: exactly on the same layout, with the same losses on any other layout.
-
-        Random states are restored on the same layout only. On another layout dropout uses new random numbers, derived from
-        the checkpoint's random state and from each rank's seed.
-
-        Returns:
-            The ``extra`` of ``save``.
-
-        Raises:
-            BuildError: no complete checkpoint, a damaged one, or one of another model or optimizer; nothing has changed.
-        """
-        self.averages.check_idle("load")
-        self._saver.finish_last_save()
+    def _load(self, path: str | PathLike[str]) -> Position:
         with torch.inference_mode(False):  # tensors made in inference mode cannot be trained
-            self.steps, extra = load_checkpoint(path, self._checkpoint_state())
-        return extra
+            return load_checkpoint(path, self._checkpoint_state())
 
     def pieces(self) -> dict[str, Piece]:
         """Return this rank's pieces of the parameters and persistent buffers, each under its first original name."""

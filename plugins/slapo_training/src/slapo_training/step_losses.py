@@ -12,9 +12,10 @@ from torch import nn
 from slapo_core import Program
 
 from .batches.microbatches import Batch
-from .losses.replica_loss import ReplicaLoss
+from .losses.microbatch_loss import MicroBatchLoss
+from .losses.replica_loss import ReplicaLoss, SinglePass
 from .losses.weighted_terms import LossTerms
-from .model.state_rollback import buffer_rollback
+from .model.state_rollback import buffer_rollback, state_rollback
 from .options.common_options import CommonOptions
 
 __all__ = ["StepLosses"]
@@ -77,7 +78,7 @@ class StepLosses:
         loss, rows = self._replica_loss, self._rows.count(parts[0])
         loss.scale = scale
         if len(parts) == 1:
-            return [loss.single_pass(labels[0], rows)]
+            return [SinglePass(loss, labels[0], rows)]
         passes = loss.first_passes(len(parts))
         with buffer_rollback(module.modules()):
             forward([*passes])
@@ -121,3 +122,47 @@ class StepLosses:
     ) -> list[Any]:
         """Return the losses by ``loss_weights``. Collective."""
         return [*terms.losses(labels, training)]
+
+
+class CheckedStepLosses(StepLosses):
+    """Losses of an engine that cannot continue after an error within a step: an extra forward before it checks the terms."""
+
+    def _weighted_losses(
+        self, terms: LossTerms, labels: list[Any], module: nn.Module, forward: Forward, training: bool
+    ) -> list[Any]:
+        if not terms.is_checked(training):
+            trials = [_DeferredErrorLoss(each) for each in terms.losses(labels, training)]
+            with state_rollback(module.modules()):
+                forward([*trials])
+
+            def check() -> None:
+                for each in trials:
+                    each.check()
+
+            self._on_all_ranks(check)
+            terms.end(training)
+        return super()._weighted_losses(terms, labels, module, forward, training)
+
+
+class _DeferredErrorLoss(MicroBatchLoss):
+    """Loss of a micro-batch whose error is deferred until ``check``."""
+
+    def __init__(self, loss: MicroBatchLoss) -> None:
+        self._loss = loss
+        self._error: Exception | None = None
+
+    def run(self, stage: Callable[[], Any], index: int = 0) -> Any:
+        return self._loss.run(stage, index)
+
+    def loss(self, output: Any) -> torch.Tensor:
+        """Return the loss, or zero after an error."""
+        try:
+            return self._loss.loss(output).detach()
+        except Exception as err:
+            self._error = err
+            return torch.zeros(())
+
+    def check(self) -> None:
+        """Raise the deferred error, if any."""
+        if self._error is not None:
+            raise self._error

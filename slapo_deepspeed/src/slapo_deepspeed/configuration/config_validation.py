@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from slapo_core import BuildError, UnknownNameError
@@ -33,7 +34,8 @@ def check_config(config: Mapping[str, Any], given: Mapping[str, Any], replicas: 
     asked = _Asked(config)
     try:
         with without_warnings():
-            read_config(asked, _Replicas(replicas))
+            # DeepSpeed asks an ``mpu`` for the number of replicas when it reads batch sizes
+            read_config(asked, SimpleNamespace(get_data_parallel_world_size=lambda: replicas))
     except ValidationError as err:
         raise BuildError(f"DeepSpeed refuses its config: {'; '.join(_refusals(err, given))}") from err
     except (AssertionError, TypeError, ValueError, KeyError) as err:
@@ -53,16 +55,6 @@ def _check_pipeline(given: Mapping[str, Any]) -> None:
         if key not in _PIPELINE:
             notes = ["the schedule says what the stages are"]
             raise BuildError(str(UnknownNameError.of("key", key, _PIPELINE, notes, "pipeline in DeepSpeed's config")))
-
-
-class _Replicas:
-    """Stand-in for the ``mpu`` that DeepSpeed asks for the number of replicas when it reads batch sizes."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    def get_data_parallel_world_size(self) -> int:
-        return self._number
 
 
 class _Asked(dict[str, Any]):

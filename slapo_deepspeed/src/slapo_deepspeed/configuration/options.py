@@ -127,7 +127,7 @@ class DeepSpeedOptions(EngineOptions):
         if len(found) > 1:
             raise BuildError("DeepSpeed's config enables bf16 and fp16; enable one of them")
         configured = next(iter(found), "fp32")
-        if self.precision not in ("fp32", configured) and (found or self._is_off(self.precision)):
+        if self.precision not in ("fp32", configured) and (found or enabled[self.precision] is False):
             raise BuildError(f"precision={self.precision!r}, but DeepSpeed's config says {configured}; let both agree")
         return configured if found else self.precision
 
@@ -201,9 +201,6 @@ class DeepSpeedOptions(EngineOptions):
         if ours == default:
             return configured
         raise BuildError(f"{name}={ours}, but DeepSpeed's config says {key}={configured}; let both agree, or give one")
-
-    def _is_off(self, precision: str) -> bool:
-        return self.section(precision).get("enabled") is False
 
 
 def _read(path: Path) -> Mapping[str, Any]:

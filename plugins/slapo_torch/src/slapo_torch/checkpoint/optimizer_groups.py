@@ -7,7 +7,7 @@ loading rank must share a group in both or in neither.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,18 +19,6 @@ Groups = Sequence[Mapping[str, Any]]
 
 SAME_LAYOUT = "load it on the same layout"
 _ANOTHER = "the checkpoint's optimizer has other parameter groups"
-
-
-class MatchedGroups(NamedTuple):
-    """Saved options for this rank's groups.
-
-    Args:
-        options: Options of each group.
-        source: Index of the saved rank whose groups had the same options in the same order; None if there is none.
-    """
-
-    options: list[dict[str, Any]]
-    source: int | None
 
 
 def groups_of(optimizer: torch.optim.Optimizer, names: Sequence[list[str]]) -> list[dict[str, Any]]:
@@ -86,8 +74,10 @@ def check_same(own: Groups, saved: Sequence[Groups]) -> None:
                     )
 
 
-def match_groups(own: Groups, saved: Sequence[Groups], depends_on_group_order: bool) -> MatchedGroups:
-    """Return the saved options for this rank's groups, after ``check_names`` and ``check_same``.
+def match_groups(own: Groups, saved: Sequence[Groups], depends_on_group_order: bool) -> tuple[list[dict[str, Any]], int | None]:
+    """Return the saved options for this rank's groups, and the saved rank with these groups, or None.
+
+    Call it after ``check_names`` and ``check_same``.
 
     Args:
         own: Groups of this rank.
@@ -113,9 +103,7 @@ def match_groups(own: Groups, saved: Sequence[Groups], depends_on_group_order: b
             f"build with the same groups in the same order, or {SAME_LAYOUT}"
         )
     left = own if source is None else saved[source]
-    return MatchedGroups(
-        [dict(left[number]["options"]) if each is None else dict(each) for number, each in enumerate(wanted)], source
-    )
+    return [dict(left[number]["options"]) if each is None else dict(each) for number, each in enumerate(wanted)], source
 
 
 def _common_options(names: Sequence[str], by_name: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -12,15 +11,13 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from slapo_core import BuildError, Program, get_logger, successor
-from slapo_training.distributed import new_group
+from slapo_training.distributed import stage_group
 from slapo_training.model import StateSnapshot
 
 from ..gradients.reduction import average_gradients
 from .unit import REMEDY, ShardedParameter, Unit
 from .unit_runtime import UnitRuntime
 from .wrap_policy import assign_parameters, can_shard, is_empty_on_a_rank, unit_paths
-
-_dp_tp_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 class FSDPReplicas:
@@ -252,9 +249,4 @@ def _dp_tp_group(program: Program) -> dist.ProcessGroup | None:
             raise BuildError(
                 f"{name!r} is sharded over other ranks than the mesh's axis tp; use data_parallel='ddp', or that axis"
             )
-    replicas = mesh["dp"].get_group()
-    if (group := _dp_tp_groups.get(replicas)) is None:
-        names = [*(mesh.mesh_dim_names or ())]
-        by_stage = mesh.mesh.movedim([names.index("dp"), names.index("tp")], [-2, -1])
-        group = _dp_tp_groups[replicas] = new_group(by_stage.reshape(-1, mesh["dp", "tp"].size()).tolist(), mesh)
-    return group
+    return stage_group(program)

@@ -14,35 +14,12 @@ from slapo_core import BuildError, Program
 
 from ..checkpoint import rng_state
 from ..checkpoint.folder import Checkpoint, CheckpointWriter
-from ..checkpoint.plain_data import check_plain, digest
+from ..checkpoint.position import Position
 from ..distributed.ranks import Ranks
 from ..ema.average_list import AverageList
 from ..model.named_tensors import copy_into
 
 _POSITION = "position.pt"
-
-
-class Position(NamedTuple):
-    """Position of a training run.
-
-    Args:
-        steps: Batches that were trained.
-        extra: What the user gave to ``save``, the same on every rank.
-    """
-
-    steps: int
-    extra: Any
-
-    def words(self) -> str:
-        """Return this rank's values for ``check_same``; raise ``BuildError`` where they are not plain data."""
-        check_plain(self.extra, "extra")
-        return digest(self.extra)
-
-    @staticmethod
-    def check_same(ranks: Iterable[str]) -> None:
-        """Raise ``BuildError`` where ranks have said different words."""
-        if len(set(ranks)) > 1:
-            raise BuildError("the ranks save different extra; give all of them the same, as it is kept once")
 
 
 def prepared(

@@ -48,10 +48,6 @@ def _stages_left_over(program: Program, options: Any) -> str:
     return f"{stages} stage{'s' * (stages > 1)} with pp={ranks}" if stages % ranks else ""
 
 
-def _needs_the_loss(program: Program, options: Any) -> bool:
-    return isinstance(options.lr_scheduler, ReduceLROnPlateau)
-
-
 ALL_RANKS = (
     Limit("several ranks without a mesh that do not fit the stages or the group", "give create_schedule mesh=", _has_no_mesh),
     Limit(
@@ -67,7 +63,9 @@ ALL_RANKS = (
 )
 """Limits of engines that take all ranks of the job, in their own order."""
 NO_PLATEAU = Limit(
-    "ReduceLROnPlateau, as it steps a learning rate's schedule without the loss", "use another one", _needs_the_loss
+    "ReduceLROnPlateau, as it steps a learning rate's schedule without the loss",
+    "use another one",
+    lambda program, options: isinstance(options.lr_scheduler, ReduceLROnPlateau),
 )
 
 
@@ -110,7 +108,9 @@ class EngineDialect(Dialect):
     def check(cls, program: Program, **config: Any) -> None:
         """Raise ``BuildError`` for options that are unknown or do not fit the program, and for what the engine cannot do."""
         options = cls.options_class.of(config)
-        cls.check_limits(program, options)
+        for limit in cls.limits:
+            if found := limit.applies(program, options):
+                raise limit.error(cls.name, found)
         super().check(program, **{**config, "precision": options.settled_precision})
         options.check_mean(options.parts * program.axis_size("dp"))
 
@@ -120,10 +120,3 @@ class EngineDialect(Dialect):
         cls.check(program, **config)
         made: Engine = cls.classes["runtime_engine"](program, cls.options_class.of(config))
         return made
-
-    @classmethod
-    def check_limits(cls, program: Program, options: Any) -> None:
-        """Raise ``BuildError`` for the first limit that applies."""
-        for limit in cls.limits:
-            if found := limit.applies(program, options):
-                raise limit.error(cls.name, found)

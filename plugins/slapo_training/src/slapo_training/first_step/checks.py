@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,10 +21,6 @@ from .row_counts import UnevenRowCounts
 from .row_subsets import Rows, dissimilar_halves, join_rows, other_replicas
 from .rows_check import RowsCheck
 from .stage_runs import Around, RunFailedError, StageRuns, has_loss_of_its_own
-
-
-def _no_context(has_backward: bool) -> AbstractContextManager[Any]:
-    return nullcontext()
 
 
 class FirstStep:
@@ -87,7 +83,7 @@ class FirstStep:
         parts: Sequence[Batch],
         labels: Sequence[Any],
         device: torch.device,
-        around: Around = _no_context,
+        around: Around = nullcontext,
         labels_differ: bool = False,
         accumulates: bool = False,
         failed: Callable[[Exception], None] | None = None,

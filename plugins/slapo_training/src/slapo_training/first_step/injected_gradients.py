@@ -8,7 +8,7 @@ micro-batches, ``I`` would count once per micro-batch. So the engine does not di
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -129,22 +129,11 @@ def scaled_gradient(loss: torch.Tensor, factor: float) -> torch.Tensor:
     return scaled
 
 
-class GradientScale:
-    """Divides gradients of parameters within the backward, before an engine reads or reduces them."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._parameters = list(parameters)
-
-    @contextmanager
-    def divided_by(self, number: float) -> Iterator[None]:
-        """Return a context in which backwards divide gradients by ``number``."""
-        if number == 1.0:
-            yield
-            return
-        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
-        handles = [register_first(parameter, lambda gradient: gradient / number) for parameter in trained]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+@contextmanager
+def divided_gradients(parameters: Iterable[nn.Parameter], number: float) -> Iterator[None]:
+    """Context in which backwards divide gradients of parameters by ``number``, before an engine reads or reduces them."""
+    with ExitStack() as hooks:
+        for parameter in parameters if number != 1.0 else ():
+            if parameter.requires_grad:
+                hooks.enter_context(register_first(parameter, lambda gradient: gradient / number))
+        yield

@@ -94,10 +94,6 @@ class ReplicaLoss:
         factor = self._num_parts(len(passes)) / self.scale
         return [SecondPass(first, loss, own, factor) for first, own in zip(passes, gradients, strict=True)]
 
-    def single_pass(self, labels: Any, rows: int | None) -> SinglePass:
-        """Return the loss to train the only micro-batch of each replica with."""
-        return SinglePass(self, labels, rows)
-
     def _num_parts(self, own: int) -> int:
         """Return the number of micro-batches of all replicas, with ``own`` on each."""
         return own * self._program.axis_size("dp")

@@ -28,11 +28,11 @@ class Chunk(NamedTuple):
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
         """Return the box as a view of the local tensor."""
-        return _box(local, self.local, self.sizes)
+        return box_of(local, self.local, self.sizes)
 
     def of_whole(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the box as a view of the whole tensor."""
-        return _box(whole, self.offset, self.sizes)
+        return box_of(whole, self.offset, self.sizes)
 
 
 class Span(NamedTuple):
@@ -177,7 +177,8 @@ def _clip(ranges: Ranges, start: int, stop: int) -> Ranges:
     return tuple(found)
 
 
-def _box(tensor: torch.Tensor, at: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+def box_of(tensor: torch.Tensor, at: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+    """Return the box of this offset and shape as a view of a tensor."""
     for dim, (start, size) in enumerate(zip(at, sizes, strict=True)):
         tensor = tensor.narrow(dim, start, size)
     return tensor

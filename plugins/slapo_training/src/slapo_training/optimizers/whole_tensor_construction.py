@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,11 +26,8 @@ from .introspection.parameter_tables import has_state, replace_parameters
 from .probe.update_probe import UpdateDependence, probe
 from .whole_tensor_optimizer import WholeTensorOptimizer
 from .whole_tensors.owner_exchange import LocalBox
-from .whole_tensors.stand_ins import StandIns
+from .whole_tensors.stand_ins import OwnerStandIns, StandIns
 from .whole_tensors.whole_tensor import WholeTensor, is_fused, whole_tensors_of
-
-if TYPE_CHECKING:
-    from .dtensors.stand_ins import DTensorStandIns
 
 Group = dist.ProcessGroup | None
 Make = Callable[[list[nn.Parameter]], Any]
@@ -154,7 +151,7 @@ class WholeTensorConstruction:
         self._check(optimizer, coupled and not self._draws, communicates)
         self._everywhere = joins
         self._optimizer, self._steps_shards = optimizer, dict[tuple[int, ...], bool]()
-        self._stand_ins: list[StandIns | DTensorStandIns] = []
+        self._stand_ins: list[StandIns] = []
         self._is_made = False
         self._by_source: dict[int, list[nn.Parameter]] = {}
         self._sources: dict[int, nn.Parameter] = {}
@@ -187,7 +184,7 @@ class WholeTensorConstruction:
             for made in self._stand_ins_of(wholes, group):
                 self._add(made)
 
-    def _stand_ins_of(self, wholes: Sequence[WholeTensor], group: Group) -> Iterator[StandIns | DTensorStandIns]:
+    def _stand_ins_of(self, wholes: Sequence[WholeTensor], group: Group) -> Iterator[StandIns]:
         """Make stand-ins of a process group's parameters, DTensors if the optimizer steps these right. Collective."""
         dims = self._even_dims(wholes, group)
         parts = [whole for whole, dim in zip(wholes, dims, strict=True) if dim is not None]
@@ -197,7 +194,7 @@ class WholeTensorConstruction:
             assert group is not None
             yield DTensorStandIns(parts, [dim for dim in dims if dim is not None], group)
         if others := [whole for whole, dim in zip(wholes, dims, strict=True) if dim is None]:
-            yield StandIns(others, group, self._everywhere)
+            yield OwnerStandIns(others, group, self._everywhere)
 
     def _even_dims(self, wholes: Sequence[WholeTensor], group: Group) -> list[int | None]:
         """Return the sharded dimension of each parameter that is stepped as a DTensor, None for others. Collective."""
@@ -222,7 +219,7 @@ class WholeTensorConstruction:
             self._steps_shards[ranks] = is_new and steps_shards(self._optimizer, mesh_over(group, device))
         return [dim if flag and self._steps_shards[ranks] else None for dim, flag in zip(found, flags.tolist(), strict=True)]
 
-    def _add(self, made: StandIns | DTensorStandIns) -> None:
+    def _add(self, made: StandIns) -> None:
         made.bind(*local_boxes(made.wholes, self._layout))
         made.make()
         self._stand_ins.append(made)
@@ -265,7 +262,7 @@ class WholeTensorConstruction:
         self._stand_ins[:] = [each for each in self._stand_ins if each.wholes]
         optimizer.stand_ins[:] = self._stand_ins
 
-    def _extended(self, added: Sequence[nn.Parameter]) -> tuple[list[nn.Parameter], Sequence[StandIns | DTensorStandIns]]:
+    def _extended(self, added: Sequence[nn.Parameter]) -> tuple[list[nn.Parameter], Sequence[StandIns]]:
         """Make stand-ins of parameters that are added later. Collective."""
         known = {id(parameter) for parameter in added}
         named = {name: each for name, each in self._layout.named.items() if id(each) in known}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,10 +13,7 @@ from .introspection.group_options import GroupOptions
 from .introspection.nested_optimizers import Optimizer, groups_in, optimizers_in
 from .whole_tensors.stand_ins import StandIns
 
-if TYPE_CHECKING:
-    from .dtensors.stand_ins import DTensorStandIns
-
-Extension = Callable[[Sequence[nn.Parameter]], tuple[list[nn.Parameter], Sequence["StandIns | DTensorStandIns"]]]
+Extension = Callable[[Sequence[nn.Parameter]], tuple[list[nn.Parameter], Sequence[StandIns]]]
 
 
 class WholeTensorOptimizer(torch.optim.Optimizer):
@@ -41,13 +38,13 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         inner: Optimizer,
-        stand_ins: Sequence[StandIns | DTensorStandIns],
+        stand_ins: Sequence[StandIns],
         sources: Mapping[int, nn.Parameter],
         extend: Extension,
         randomness: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.inner = inner
-        self.stand_ins: list[StandIns | DTensorStandIns] = list(stand_ins)
+        self.stand_ins: list[StandIns] = list(stand_ins)
         self._sources, self._extend, self._randomness = dict(sources), extend, randomness
         self._is_built, self._is_hidden, self.flats = False, False, list[torch.Tensor]()
         super().__init__(self._local_groups() or [{"params": []}], dict(inner.defaults))

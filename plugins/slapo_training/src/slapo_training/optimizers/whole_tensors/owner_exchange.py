@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from slapo_core import BuildError
 
-from ...model.pieces import Chunk
+from ...model.pieces import Chunk, box_of
 from .whole_tensor import WholeTensor
 
 Box = tuple[int, tuple[int, ...], tuple[int, ...]]
@@ -220,7 +220,7 @@ class OwnerExchange:
                     for box in boxes:
                         size = math.prod(box[2])
                         if (whole := target(box[0])) is not None:
-                            _box_of(whole, box).copy_(received[at : at + size].view(box[2]))
+                            box_of(whole, *box[1:]).copy_(received[at : at + size].view(box[2]))
                         at += size
 
     def scatter(
@@ -235,7 +235,7 @@ class OwnerExchange:
         """
 
         def post(route: _Route) -> tuple[_Route, torch.Tensor, dist.Work | None]:
-            parts = [_box_of(wholes(box[0]), box).reshape(-1) for boxes in route.incoming for box in boxes]
+            parts = [box_of(wholes(box[0]), *box[1:]).reshape(-1) for boxes in route.incoming for box in boxes]
             sizes = [sum(math.prod(box[2]) for box in boxes) for boxes in route.incoming]
             got = [sum(self._numel(place) for place in places) for places in route.outgoing]
             return (route, *self._send(self._flat(parts, route), sizes, got))
@@ -307,10 +307,3 @@ def _senders(everyone: Sequence[Sequence[Box]], owners: Sequence[tuple[int, ...]
         for owner in owners[box[0]]:
             found[box, owner] = owner if owner in ranks else ranks[turn % len(ranks)]
     return found
-
-
-def _box_of(whole: torch.Tensor, box: Box) -> torch.Tensor:
-    _, offset, sizes = box
-    for dim, (start, size) in enumerate(zip(offset, sizes, strict=True)):
-        whole = whole.narrow(dim, start, size)
-    return whole
