@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from slapo_core import TraceError
 
-from .alias_analysis import AliasAnalysis, mutated_values
+from .alias_analysis import AliasAnalysis, mutated_values, with_sources
 
 
 def check_autograd_calls(
@@ -35,7 +35,7 @@ def check_autograd_calls(
         if node.target is not torch.autograd.grad:
             continue
         outputs, inputs = (list(_argument(node, place, name)) for place, name in enumerate(("outputs", "inputs")))
-        before = _ancestors(outputs)
+        before = with_sources(outputs, lambda node: node.all_input_nodes)
         for source in inputs:
             between = _descendants(source, order, aliases, root)
             for stage in sorted(stages[node]):
@@ -79,14 +79,3 @@ def _other_uses_of_parameter(source: fx.Node, order: Sequence[fx.Node], root: nn
     holding = {name[:end] for name in names for end, letter in enumerate(name) if letter == "."}
     uses = {"get_attr": names, "call_module": holding}
     return {node for node in order if str(node.target) in uses.get(node.op, ())} - {source}
-
-
-def _ancestors(nodes: Collection[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    work = list(nodes)
-    while work:
-        node = work.pop()
-        if node not in found:
-            found.add(node)
-            work += node.all_input_nodes
-    return found

@@ -11,15 +11,14 @@ All boundaries are cut at once: a value that exists behind one boundary exists b
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence, Set
 
 import torch
 from torch import fx, nn
 
 from slapo_tracing.nodes import function_name
 
-from .alias_analysis import AliasAnalysis
+from .alias_analysis import AliasAnalysis, with_sources
 
 Value = fx.Node
 _Place = tuple[Value, int, str]
@@ -41,18 +40,6 @@ _CHEAP = frozenset(
 _TENSOR_VIEW_ATTRIBUTES = frozenset("T mT H mH real imag".split())
 _TENSOR_SETTERS = frozenset("requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook setattr".split())
 """Calls that change a tensor other than in its values; a recomputed copy would lack the change."""
-
-
-class Crossing(NamedTuple):
-    """The values that are sent, and those that are recomputed.
-
-    Args:
-        received: Per stage the values it receives, none for the first.
-        runs: Per stage the movable values that it computes.
-    """
-
-    received: list[set[Value]]
-    runs: list[set[Value]]
 
 
 def recomputable_nodes(
@@ -131,20 +118,15 @@ def node_bytes(node: Value) -> int:
     return value.numel() * value.dtype.itemsize
 
 
-def minimum_crossing(
-    order: Sequence[Value], home: Mapping[Value, int], batch_only: Set[Value], recomputable: Set[Value], num_stages: int
-) -> Crossing:
-    """Choose the values that cross each boundary.
+class MinimumCrossing:
+    """Choice of the values that cross each boundary.
 
     Args:
         home: The stage that each node runs in by its position; nodes that only build a container have none.
         batch_only: Nodes that every stage can run from the batch alone.
         recomputable: Nodes that may run in later stages too.
     """
-    return _MinCut(order, home, batch_only, recomputable, num_stages).run()
 
-
-class _MinCut:
     def __init__(
         self,
         order: Sequence[Value],
@@ -163,12 +145,13 @@ class _MinCut:
         self.movable = {node for node in order if node not in batch_only and (node in recomputable or node not in home)}
         self.containers = {node for node in self.movable if node not in home}
         roots = [node for node in order if node not in batch_only and node not in self.movable]
-        self.used = self._with_sources(roots, lambda node: True)
+        self.used = with_sources(roots, self.inputs.__getitem__)
         self.fixed = [[node for node in roots if self.earliest_stage[node] == stage] for stage in range(num_stages)]
 
-    def run(self) -> Crossing:
+    def run(self) -> tuple[list[set[Value]], list[set[Value]]]:
+        """Return per stage the values that it receives, none for the first, and the movable values that it computes."""
         needs = [self._needed_behind(stage) for stage in range(self.num_stages - 1)]
-        wanted = [self._with_sources(need, self.movable.__contains__) for need in needs]
+        wanted = [with_sources(need, lambda node: self.inputs[node] if node in self.movable else ()) for need in needs]
         made = self._made_behind(needs, wanted)
         received: list[set[Value]] = [set() for _ in range(self.num_stages)]
         runs: list[set[Value]] = [set() for _ in range(self.num_stages)]
@@ -183,18 +166,7 @@ class _MinCut:
                     runs[stage].add(node)
                 elif not here:
                     received[stage].add(node)
-        return Crossing(received, runs)
-
-    def _with_sources(self, nodes: Iterable[Value], through: Callable[[Value], bool]) -> set[Value]:
-        """Return these nodes and their sources, followed through nodes for which ``through`` is true."""
-        found: set[Value] = set()
-        work = list(nodes)
-        while work:
-            node = work.pop()
-            if node not in found:
-                found.add(node)
-                work += self.inputs[node] if through(node) else ()
-        return found
+        return received, runs
 
     def _needed_behind(self, stage: int) -> set[Value]:
         """Return the values that are computed up to this stage and used in later ones."""

@@ -2,7 +2,7 @@
 
 A node runs in the stage that its position in the order of execution gives it, with three exceptions. Items of a module's
 result belong to the stage of that module. Nodes that need the batch alone and no parameter (masks, positions, rotary tables)
-run in every stage that uses them. Cheap nodes run again behind a boundary if fewer bytes cross then (``minimum_crossing``).
+run in every stage that uses them. Cheap nodes run again behind a boundary if fewer bytes cross then (``min_cut``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slapo_tracing.nodes import expect, function_name, is_mode_node
 
 from .alias_analysis import AliasAnalysis, is_container_item, mutated_values
 from .autograd_calls import check_autograd_calls
-from .min_cut import minimum_crossing, recomputable_nodes
+from .min_cut import MinimumCrossing, recomputable_nodes
 
 _EXPENSIVE_FUNCTIONS = ("conv", "fft", "stft", "attention")
 """Substrings of the names of functions whose result is cheaper to send than to recompute."""
@@ -71,12 +71,13 @@ class Assigner:
         while not self._find_home_stages():
             pass  # each pass that is not the last adds memory with a single owner
         recomputable = recomputable_nodes(self.order, self.home_stage, self.batch_only, self.aliases, self.root, self.tables)
-        crossing = minimum_crossing(self.order, self.home_stage, self.batch_only, recomputable, self.num_stages)
-        stages = self._stages(recomputable, crossing.runs)
+        crossing = MinimumCrossing(self.order, self.home_stage, self.batch_only, recomputable, self.num_stages)
+        sets, runs = crossing.run()
+        stages = self._stages(recomputable, runs)
         self._check_objects(stages)
-        received = [[node for node in self.home_stage if node in values] for values in crossing.received]
+        received = [[node for node in self.home_stage if node in values] for values in sets]
         self._check_received_aliases(received)
-        check_autograd_calls(self.order, stages, crossing.received, self.aliases, self.root)
+        check_autograd_calls(self.order, stages, sets, self.aliases, self.root)
         nodes = [[node for node in self.order if stage in stages[node]] for stage in range(self.num_stages)]
         return Assignment(nodes, received, self.aliases)
 

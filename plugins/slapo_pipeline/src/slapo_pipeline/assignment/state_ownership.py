@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from torch import fx, nn
 
@@ -47,9 +47,8 @@ class StateOwnership:
                 )
 
     def _weights_in(self, paths: set[str]) -> set[str]:
-        return {
-            name for place, name in self._weights.items() if place in paths or any(map(paths.__contains__, _outer_paths(place)))
-        }
+        around = {place: {place[:end] for end, letter in enumerate(f"{place}.") if letter == "."} for place in self._weights}
+        return {name for place, name in self._weights.items() if not paths.isdisjoint(around[place])}
 
     def check(self, assignment: Assignment) -> None:
         """Record the stages that use and change each tensor in one more program.
@@ -98,11 +97,6 @@ class StateOwnership:
         reads = [read for read in assignment.aliases.reads if touched & assignment.aliases.memory_of(read)]
         written = {name for read in reads for name in self._touched(read, names)}
         return written | {self._name(place, names) for place in node.meta.get("changes", ())}
-
-
-def _outer_paths(place: str) -> Iterator[str]:
-    """Return the paths of the modules around a parameter."""
-    return (place[:end] for end, letter in enumerate(place) if letter == ".")
 
 
 def _stages(numbers: set[int]) -> str:

@@ -15,8 +15,9 @@ from slapo_tracing import trace_module
 from slapo_tracing.graphs import TracedModule
 from slapo_tracing.nodes import is_mode_node
 
+from ._torch_private import replaced_pipe_split
 from .cuts import CUT_AT_MARKS, CUT_PIPELINE_STAGE, cut_where, is_at_mark
-from .pipe_split import is_mark, torch_marks_recorded
+from .pipe_split import is_mark, mark
 
 
 def trace_flat(root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str], inlined: Collection[str] = ()) -> TracedModule:
@@ -37,7 +38,7 @@ def trace_flat(root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str], 
 
 def _trace(root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str], inlined: Collection[str]) -> TracedModule:
     parameterless: set[str] = set()
-    with torch_marks_recorded():
+    with replaced_pipe_split(mark):
         try:
             return trace_module(root, inputs, leaf=_leaf(cuts, inlined, parameterless), by_values=True)
         except TraceError:
@@ -107,7 +108,8 @@ def _cut_position(nodes: Sequence[fx.Node], name: str, cut: str) -> int:
         many = f"{len(marks)} marks of this module's forward" if marks else "no mark of this module's forward"
         message = f"the model runs into {many} on the example inputs, so there is no mark {where}"
         raise ScheduleError(message, path=cut, primitive=CUT_AT_MARKS)
-    runs = _node_positions(nodes, name)
+    skipped = ("placeholder", "get_attr", "output")
+    runs = [index for index, node in enumerate(nodes) if node.op not in skipped and _is_inside(_module_path(node), name)]
     if not runs:
         message = (
             "the model does not run this module on the example inputs, or on a micro-batch, as text alone runs no vision part; "
@@ -115,12 +117,6 @@ def _cut_position(nodes: Sequence[fx.Node], name: str, cut: str) -> int:
         )
         raise ScheduleError(message, path=cut, primitive=CUT_PIPELINE_STAGE)
     return runs[-1] if where == "after" else runs[0] - 1
-
-
-def _node_positions(nodes: Sequence[fx.Node], name: str) -> list[int]:
-    """Return the indices of the nodes that a module, or a module inside it, runs."""
-    skipped = ("placeholder", "get_attr", "output")
-    return [index for index, node in enumerate(nodes) if node.op not in skipped and _is_inside(_module_path(node), name)]
 
 
 def _module_path(node: fx.Node) -> str:

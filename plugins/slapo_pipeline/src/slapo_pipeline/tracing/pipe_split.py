@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import handle_torch_function, has_torch_function
-
-from ._torch_private import replaced_pipe_split
 
 _mark_callbacks: list[Callable[[], None]] = []
 
@@ -42,13 +40,6 @@ def mark() -> torch.Tensor:
 def is_mark(node: fx.Node) -> bool:
     """Return whether a node is a recorded mark."""
     return node.target is mark
-
-
-@contextmanager
-def torch_marks_recorded() -> Iterator[None]:
-    """Record calls of ``torch.distributed.pipelining.pipe_split`` as marks, too."""
-    with replaced_pipe_split(mark):
-        yield
 
 
 class MarkRecorder:
