@@ -55,7 +55,8 @@ class Layout:
         training = torch.is_grad_enabled()
         for value, boundary in zip(values, self._planned, strict=True):
             _check(value, boundary, self._stage, training)
-        parts = [_real(values[index]).to(self._dtype).reshape(-1) for index in self._with_gradient]
+        wanted = [values[index] for index in self._with_gradient]
+        parts = [(torch.view_as_real(each) if each.is_complex() else each).to(self._dtype).reshape(-1) for each in wanted]
         parts += [_bits(values[index].detach().to(self._device), self._dtype) for index in self._without]
         if size > sum(self._sizes):
             parts.append(torch.zeros(size - sum(self._sizes), dtype=self._dtype, device=self._device))
@@ -105,10 +106,6 @@ def _check(value: torch.Tensor, boundary: Boundary, stage: int, training: bool) 
         raise BuildError(
             f"stage {stage} gives {boundary.name!r} with (shape, dtype, requires_grad) {found}, but {planned} was planned"
         )
-
-
-def _real(value: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(value) if value.is_complex() else value
 
 
 def _real_type(dtype: torch.dtype) -> torch.dtype:

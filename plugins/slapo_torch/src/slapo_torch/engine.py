@@ -28,7 +28,7 @@ from slapo_training.distributed import Ranks
 from slapo_training.ema import AveragedEngine, MasterValue
 from slapo_training.engines import Position
 from slapo_training.gradient_hooks import GradientAccess, StepHooks
-from slapo_training.losses import NO_GRADIENT, LabelMean
+from slapo_training.losses import NO_GRADIENT, LabelMean, ReplicaFailedError
 from slapo_training.model import Piece, TrainingMode
 from slapo_training.optimizers import OptimizerConstruction, adopt_optimizer
 from slapo_training.optimizers.introspection import groups_in
@@ -362,7 +362,8 @@ class TorchEngine(AveragedEngine):
         step.has_unused, step.has_unchecked = bool(unused), bool(unchecked)
         if failures:
             self._reset_gradients()
-            raise_on_all_ranks(result.own_failure, self._mesh)
+            # where another replica failed, this rank only reports that one's error
+            raise_on_all_ranks(None if isinstance(result.failure, ReplicaFailedError) else result.failure, self._mesh)
         if training and not gradients:
             self._reset_gradients()
             raise BuildError(NO_GRADIENT)

@@ -15,7 +15,7 @@ from slapo_training.model import Piece
 
 from .export_plan.export_source import ExportSource
 from .export_plan.plan import ExportPlan, make_plan, parse_size
-from .export_plan.whole_tensors import PieceDescription, SentBox, WholeTensor
+from .export_plan.whole_tensors import PieceDescription, WholeTensor
 from .huggingface.save_conversion import ConversionGroup, Tensors, convert_group
 from .safetensors_files.model_folder import ModelFolder, check_folder
 from .safetensors_files.writer import as_bytes
@@ -152,11 +152,12 @@ class _Exporter:
             self._on_disk(lambda: self._store(before))
             self._made = {name: torch.empty(whole.shape, dtype=whole.dtype) for name, whole in self._wholes(bundle)}
         parts = [(whole, sent) for _, whole in self._wholes(bundle) for sent in whole.parts]
-        self._send_buffers = [self._send_buffer(whole, sent) for whole, sent in parts if sent.place == self._ranks.index]
-
-    def _send_buffer(self, whole: WholeTensor, sent: SentBox) -> torch.Tensor:
-        part = sent.chunk.of(self._own[whole.key].tensor)
-        return part.to(device="cpu" if self._ranks.index == 0 else self._device, dtype=whole.dtype).contiguous()
+        device = torch.device("cpu") if self._ranks.index == 0 else self._device
+        self._send_buffers = [
+            sent.chunk.of(self._own[whole.key].tensor).to(device=device, dtype=whole.dtype).contiguous()
+            for whole, sent in parts
+            if sent.place == self._ranks.index
+        ]
 
     def _exchange(self, bundle: list[ConversionGroup]) -> None:
         """Send this rank's buffers to the first rank, which assembles the tensors."""

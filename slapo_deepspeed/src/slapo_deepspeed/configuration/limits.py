@@ -13,21 +13,9 @@ def _is_on_cpu(program: Program) -> bool:
     return program.mesh is None or program.mesh.device_type == "cpu"
 
 
-def _shares_out_nothing(program: Program, options: DeepSpeedOptions) -> str:
-    return f"stage {options.zero_stage}" if options.zero_stage and not options.trains else ""
-
-
-def _has_no_dimensions(program: Program, options: DeepSpeedOptions) -> str:
-    return next((repr(name) for name, parameter in program.module.named_parameters() if parameter.dim() == 0), "")
-
-
 def _has_several_stages(program: Program, options: DeepSpeedOptions) -> str:
     stages, ranks = len(program.stages), program.axis_size("pp")
     return f"{stages} stages with pp={ranks}" if stages != ranks else ""
-
-
-def _shares_out_stages(program: Program, options: DeepSpeedOptions) -> str:
-    return f"stage {options.zero_stage}" if len(program.stages) > 1 and options.zero_stage > 1 else ""
 
 
 def _has_nothing_to_train(program: Program, options: DeepSpeedOptions) -> str:
@@ -57,18 +45,26 @@ def _runs_other_branches(program: Program, options: DeepSpeedOptions) -> bool:
 LIMITS = (
     *ALL_RANKS,
     Limit("fp16 on a CPU", "use precision='bf16'", lambda prog, opts: opts.settled_precision == "fp16" and _is_on_cpu(prog)),
-    Limit("stages 1 to 3 of ZeRO without an optimizer", "give optimizer=, or stage 0", _shares_out_nothing),
+    Limit(
+        "stages 1 to 3 of ZeRO without an optimizer",
+        "give optimizer=, or stage 0",
+        lambda _, options: f"stage {options.zero_stage}" if options.zero_stage and not options.trains else "",
+    ),
     Limit(
         "training in bf16 with stage 0 of ZeRO, which steps the optimizer once as it is made",
         "use stage 1, or leave zero_optimization out of the config",
         lambda program, options: options.settled_precision == "bf16" and not options.zero_stage and options.trains,
     ),
-    Limit("a parameter without dimensions", "give it the shape (1,)", _has_no_dimensions),
+    Limit(
+        "a parameter without dimensions",
+        "give it the shape (1,)",
+        lambda program, _: next((repr(name) for name, each in program.module.named_parameters() if each.dim() == 0), ""),
+    ),
     Limit("several stages on a rank", "make pp as large as there are stages, or use target='torch'", _has_several_stages),
     Limit(
         "stage 2 or 3 of ZeRO with a pipeline",
         "use stage 1, or target='torch' with data_parallel='fsdp'",
-        _shares_out_stages,
+        lambda program, options: f"stage {options.zero_stage}" if len(program.stages) > 1 and options.zero_stage > 1 else "",
     ),
     Limit(
         "stage 3 of ZeRO where tensor-parallel ranks run different branches of a module, as all ranks have to run the same "

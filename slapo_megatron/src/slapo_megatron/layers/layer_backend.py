@@ -86,7 +86,7 @@ def _made(module: Any, kind: str, spec: ShardSpec, sums_gradient: bool) -> nn.Mo
         "rows": {"input_is_parallel": True},
     }[kind]
     with torch.device("meta"):
-        layer: nn.Module = make(*sizes, init_method=_no_init, **given)
+        layer: nn.Module = make(*sizes, init_method=lambda weight: None, **given)
     layer._load_state_dict_pre_hooks.clear()  # it handles an extra state of Transformer Engine
     return layer
 
@@ -99,7 +99,3 @@ def _config(ranks: int, dtype: torch.dtype) -> Any:
     return ModelParallelConfig(
         tensor_model_parallel_size=ranks, params_dtype=dtype, use_cpu_initialization=True, perform_initialization=False
     )
-
-
-def _no_init(weight: torch.Tensor) -> None:
-    """Leave a weight as it is."""

@@ -138,7 +138,8 @@ class OptimizerState:
         for name in [*whole, *([MASTER] if self._has_masters else [])]:
             prefix = f"optimizer.{name}."
             if is_loading:
-                state[name] = self._held.sharded(self._fresh(), prefix)
+                fresh = {key: torch.zeros_like(part.parameter, dtype=torch.float32) for key, part in self._parts.items()}
+                state[name] = self._held.sharded(fresh, prefix)
             elif self._is_shared_out:
                 state[name] = self._held.shared_out(self._ranges(name), prefix)
             else:
@@ -156,9 +157,6 @@ class OptimizerState:
         found = {each for names in gather_objects(sorted(own), self._mesh) for each in names}
         numbers = {name for name, is_single in found if is_single}  # any state of a 0-dim parameter is 0-dim
         return sorted({name for name, _ in found} - numbers), sorted(numbers)
-
-    def _fresh(self) -> dict[str, torch.Tensor]:
-        return {key: torch.zeros_like(part.parameter, dtype=torch.float32) for key, part in self._parts.items()}
 
     def _ranges(self, name: str) -> dict[str, tuple[torch.Tensor, int]]:
         """Return this rank's range of a state for each parameter, flat in fp32, and the offset of the range."""

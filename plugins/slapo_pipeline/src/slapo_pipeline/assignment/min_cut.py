@@ -71,7 +71,7 @@ def recomputable_nodes(
             and not any(
                 aliases.memory_of(other) & aliases.mutations.keys()
                 for other in (node, *inputs)
-                if not _is_remade_in_every_stage(other, batch_only)
+                if other not in batch_only or other.op == "get_attr"  # others are made anew, mutations too, in every stage
             )
             and all(
                 not _reads_state(other, root) and ("val" in other.meta or other in found or other in batch_only)
@@ -85,11 +85,6 @@ def recomputable_nodes(
         users = [user for user in node.users if user in used]
         used[node] = set().union(*({home[user]} if user in home and user not in found else used[user] for user in users))
     return {node for node in found if len(used[node]) < 2 or not _rounds_gradients(node)}
-
-
-def _is_remade_in_every_stage(node: Value, batch_only: Set[Value]) -> bool:
-    """Return whether every stage computes the value itself, including all mutations of it."""
-    return node in batch_only and node.op != "get_attr"
 
 
 def _rounds_gradients(node: Value) -> bool:
@@ -150,7 +145,11 @@ class MinimumCrossing:
 
     def run(self) -> tuple[list[set[Value]], list[set[Value]]]:
         """Return per stage the values that it receives, none for the first, and the movable values that it computes."""
-        needs = [self._needed_behind(stage) for stage in range(self.num_stages - 1)]
+        later = [[node for node in self.used if self.earliest_stage[node] > stage] for stage in range(self.num_stages - 1)]
+        needs = [
+            {other for node in users for other in self.inputs[node] if self.earliest_stage[other] <= stage}
+            for stage, users in enumerate(later)
+        ]
         wanted = [with_sources(need, lambda node: self.inputs[node] if node in self.movable else ()) for need in needs]
         made = self._made_behind(needs, wanted)
         received: list[set[Value]] = [set() for _ in range(self.num_stages)]
@@ -167,11 +166,6 @@ class MinimumCrossing:
                 elif not here:
                     received[stage].add(node)
         return received, runs
-
-    def _needed_behind(self, stage: int) -> set[Value]:
-        """Return the values that are computed up to this stage and used in later ones."""
-        users = (node for node in self.used if self.earliest_stage[node] > stage)
-        return {other for node in users for other in self.inputs[node] if self.earliest_stage[other] <= stage}
 
     def _made_behind(self, needs: list[set[Value]], wanted: list[set[Value]]) -> list[set[Value]]:
         """Return per boundary the values that are recomputed behind it rather than received."""

@@ -194,8 +194,8 @@ class Assigner:
             ):
                 continue
             used = {stage for user in node.users if user in stages and not is_container_item(user) for stage in stages[user]}
-            crosses = bool(used - stages[node]) if node in self.home_stage else len(used) > 1 and _is_mutable_object(node)
-            if crosses:
+            is_mutable = _template(node) is not None and not _is_container(node)
+            if used - stages[node] if node in self.home_stage else len(used) > 1 and is_mutable:
                 kind = _type_name(node)
                 cache = "set use_cache=False in the model's config, or give it in example_inputs and every batch"
                 remedy = cache if "Cache" in kind else "cut where it is not in use"
@@ -228,10 +228,6 @@ def _is_container(node: fx.Node) -> bool:
     """Return whether the node only builds a container that nothing changes, so that every stage can build its own."""
     value = _template(node)
     return (dataclasses.is_dataclass(value) or isinstance(value, (Mapping, tuple))) and not any(map(mutated_values, node.users))
-
-
-def _is_mutable_object(node: fx.Node) -> bool:
-    return _template(node) is not None and not _is_container(node)
 
 
 def _type_name(node: fx.Node) -> str:

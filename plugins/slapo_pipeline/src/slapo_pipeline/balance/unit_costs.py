@@ -50,7 +50,8 @@ class Costs:
         self.parameters = SharedAmounts(size, [(unit, key, p.numel()) for unit, key, p in uses])
         self.bytes = SharedAmounts(size, [(unit, key, p.nbytes) for unit, key, p in uses])
         self.flops = self.saved = self._states = SharedAmounts(size, ())
-        self._owned = SharedAmounts(size, [(unit, key, p.nbytes) for unit, key, p in _first_uses(uses)])
+        first_uses = {key: (unit, key, p.nbytes) for unit, key, p in reversed(uses)}
+        self._owned = SharedAmounts(size, [*first_uses.values()][::-1])
         if balance == "memory":
             self._states = SharedAmounts(
                 size, [(unit, key, p.nbytes * (TENSORS_PER_PARAMETER if p.requires_grad else 1)) for unit, key, p in uses]
@@ -84,10 +85,6 @@ def _parameter_uses(units: Units) -> list[tuple[int, int, nn.Parameter]]:
             for user in node.users if parameter is not None else ():
                 found.append((units.unit_of(places[user]), id(parameter), parameter))
     return sorted(found, key=lambda use: use[0])
-
-
-def _first_uses(uses: list[tuple[int, int, nn.Parameter]]) -> list[tuple[int, int, nn.Parameter]]:
-    return list({key: (unit, key, parameter) for unit, key, parameter in reversed(uses)}.values())[::-1]
 
 
 def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *args: Any, **kwargs: Any) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -24,9 +24,9 @@ class InlinedModules:
     def __init__(
         self, root: nn.Module, paths: Iterable[str], used: Sequence[Collection[str]], stages: Sequence[nn.Module]
     ) -> None:
-        self._wrapping = {
-            path: _wrapping(_module_at(root, path)) for path in {part for path in paths for part in _path_prefixes(path)}
-        }
+        inlined = [tuple(path.split(".")) if path else () for path in paths]
+        around = {path[:depth] for path in inlined for depth in range(len(path) + 1)}
+        self._wrapping = {path: _wrapping(_module_at(root, path)) for path in around}
         self._used: list[tuple[nn.Module, dict[_Path, list[str]]]] = []
         for names, stage in zip(used, stages, strict=True):
             self._used.append((stage, {}))
@@ -53,11 +53,6 @@ class InlinedModules:
             for held, holds in [(_module_at(root, path), _module_at(stage, path))]
             for name in names
         )
-
-
-def _path_prefixes(path: str) -> Iterator[_Path]:
-    names = tuple(path.split(".")) if path else ()
-    return (names[:depth] for depth in range(len(names) + 1))
 
 
 def _module_at(root: nn.Module, path: _Path) -> nn.Module | None:

@@ -92,8 +92,9 @@ def cut_positions(root: nn.Module, graph: fx.Graph, cuts: Sequence[str]) -> list
     names = {id(module): name for name, module in root.named_modules()}
     nodes = list(graph.nodes)
     found = sorted((_cut_position(nodes, names[id(root.get_submodule(path))], path), path) for path in cuts)
-    at_mark = any(map(is_at_mark, cuts))
-    work = [index for index, node in enumerate(nodes) if node.op == "call_module" or (at_mark and _computes(node))]
+
+    kinds = ("call_module", "call_function", "call_method") if any(map(is_at_mark, cuts)) else ("call_module",)
+    work = [index for index, node in enumerate(nodes) if node.op in kinds and not is_mark(node) and not is_mode_node(node)]
     _check_work_between(work, found)
     return found
 
@@ -164,10 +165,6 @@ def is_parameterless(module: nn.Module) -> bool:
 def is_custom(module: nn.Module) -> bool:
     """Return whether the module's class is the model's own, rather than one of ``torch.nn``."""
     return not type(module).__module__.startswith("torch.nn.")
-
-
-def _computes(node: fx.Node) -> bool:
-    return node.op in ("call_function", "call_method") and not is_mark(node) and not is_mode_node(node)
 
 
 def _check_work_between(work: Sequence[int], cuts: Sequence[tuple[int, str]]) -> None:

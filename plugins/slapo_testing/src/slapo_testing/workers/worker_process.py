@@ -66,7 +66,8 @@ def _serve(jobs: Connection, job: Job, leftovers: _GarbageCollection) -> None:
         body = pickle.dumps(detached(fn(job.rank, *arguments)))
         report = Report(job.number, "result", time.monotonic(), body)
     except BaseException as err:  # whatever it is, the test process has to hear of it
-        report = Report(job.number, "error", time.monotonic(), pickle.dumps((_headline(err), _format(err))))
+        headline = "".join(traceback.format_exception_only(err)).strip()
+        report = Report(job.number, "error", time.monotonic(), pickle.dumps((headline, _format(err))))
     jobs.send_bytes(pickle.dumps(report))
     try:
         jobs.recv_bytes()  # leaving the group while others still join it, or read from us, would fail them
@@ -138,10 +139,6 @@ def _join(job: Job) -> None:
         world_size=job.world_size,
         timeout=timedelta(seconds=job.timeout + 60),  # the pool's own limit comes first and says more
     )
-
-
-def _headline(err: BaseException) -> str:
-    return "".join(traceback.format_exception_only(err)).strip()
 
 
 def _format(err: BaseException) -> str:

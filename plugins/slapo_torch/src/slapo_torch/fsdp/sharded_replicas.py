@@ -197,7 +197,9 @@ class FSDPReplicas:
         """End a step without gradients: install this rank's rows."""
         self._is_running = False
         for each in self.members:
-            each.drop_gradients()
+            each.sharded.grad = None
+            if each.whole is not None:
+                each.whole.grad = None
         for unit in self._units:
             unit.free("local")
 

@@ -106,12 +106,6 @@ class ShardedParameter:
             with torch.no_grad():
                 self.local.grad = found.to_local()
 
-    def drop_gradients(self) -> None:
-        """Drop gradients of a failed step."""
-        self.sharded.grad = None
-        if self.whole is not None:
-            self.whole.grad = None
-
 
 class _ParameterHolder(nn.Module):
     """Module in which FSDP2 shards parameters of one dtype; the model's own modules and their traces do not change."""

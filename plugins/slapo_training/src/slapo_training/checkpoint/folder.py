@@ -16,7 +16,7 @@ import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -105,9 +105,6 @@ class CheckpointWriter:
             found = (file for file in self.data.rglob("*") if file.is_file())
             return {file.relative_to(self.data).as_posix(): file.stat().st_size for file in found}
 
-        def sum_up() -> dict[str, str]:
-            return {name: _sha256(self.data / name, is_new=True) for name in _own_share(sizes, ranks)}
-
         def put() -> None:
             files = {name: [sizes[name], total] for own in everyone for name, total in own.items()}
             for each in {self.data, *(directory for directory in self.data.rglob("*") if directory.is_dir())}:
@@ -128,7 +125,9 @@ class CheckpointWriter:
             self._unlock()
 
         sizes: dict[str, int] = ranks.run_on_first(look)
-        everyone: list[dict[str, str]] = ranks.run_on_all(sum_up)
+        everyone: list[dict[str, str]] = ranks.run_on_all(
+            lambda: {name: _sha256(self.data / name, is_new=True) for name in _own_share(sizes, ranks)}
+        )
         ranks.run_on_first(put)
 
     @contextmanager
@@ -138,7 +137,7 @@ class CheckpointWriter:
         The first rank removes them, as it also commits; another rank may time out while the first one commits.
         """
         try:
-            yield ranks.with_error_wrapper(self._as_build_error)
+            yield replace(ranks, wrap_error=self._as_build_error)
         except BaseException:
             if ranks.index == 0:
                 if data_of(self.folder) != self.data.name:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -74,10 +74,6 @@ class Ranks:
         if self.size == 1 or self.mesh is None:
             return Ranks(self.index, self.size)
         return Ranks(self.index, self.size, None, new_group([self.mesh.mesh.flatten().tolist()], self.mesh, "gloo"))
-
-    def with_error_wrapper(self, wrap_error: Callable[[Exception], Exception]) -> Ranks:
-        """Return the same ranks with another conversion of errors of actions."""
-        return replace(self, wrap_error=wrap_error)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks by index. Collective."""

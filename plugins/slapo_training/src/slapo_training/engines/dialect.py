@@ -39,10 +39,6 @@ def _has_no_mesh(program: Program, options: Any) -> str:
     return f"{ranks} ranks" if ranks > 1 else ""
 
 
-def _has_another_order(program: Program, options: Any) -> bool:
-    return program.mesh is not None and not torch.equal(program.mesh.mesh.flatten(), torch.arange(dist.get_world_size()))
-
-
 def _stages_left_over(program: Program, options: Any) -> str:
     stages, ranks = len(program.stages), program.axis_size("pp")
     return f"{stages} stage{'s' * (stages > 1)} with pp={ranks}" if stages % ranks else ""
@@ -53,7 +49,7 @@ ALL_RANKS = (
     Limit(
         "a mesh that leaves out ranks, or has them in another order than row-major over pp, dp, tp",
         "make it with init_device_mesh(device, (pp, dp, tp), mesh_dim_names=('pp', 'dp', 'tp'))",
-        _has_another_order,
+        lambda of, _: of.mesh is not None and not torch.equal(of.mesh.mesh.flatten(), torch.arange(dist.get_world_size())),
     ),
     Limit(
         "a number of stages that is no multiple of pp",

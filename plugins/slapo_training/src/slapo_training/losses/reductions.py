@@ -95,7 +95,9 @@ class ReductionTracker(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in _LOSSES:
             result = func(*args, **kwargs)
-            self._record(result, _bound_arguments(func, args, kwargs))
+            given = _SIGNATURES[func].bind(*args, **kwargs)
+            given.apply_defaults()
+            self._record(result, given.arguments)
             return result
         sources = [found for value in _flat(args, kwargs) if (found := self._trace(value)) is not None] if self._losses else []
         factor = self._factor(func, args, kwargs, sources) if sources else None
@@ -252,13 +254,6 @@ def reduction_in_graph(loss: torch.Tensor, is_searched: bool = False) -> LossRed
         return LabelMean(*mean)
     terms = [LabelMean(*each) for each in nll_means_in_graph(loss)] if is_searched else []
     return CombinedMeans(tuple(sorted(terms))) if terms else None
-
-
-def _bound_arguments(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a loss by name, defaults included."""
-    given = _SIGNATURES[func].bind(*args, **kwargs)
-    given.apply_defaults()
-    return given.arguments
 
 
 def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:

@@ -120,12 +120,12 @@ class ReplicaLoss:
         scale = torch.full_like(loss, self.scale)
         found = torch.autograd.grad(loss, [whole[path] for path in leaves], scale, allow_unused=True)
         gradients = {path: each for path, each in zip(leaves, found, strict=True) if each is not None}
-        return loss.detach(), [self._gradients_of(index, len(own), gradients, has_rows) for index in range(len(own))]
-
-    def _gradients_of(self, index: int, number: int, gradients: Gradients, has_rows: dict[str, bool]) -> Gradients:
-        """Return the gradients of one of this rank's micro-batches; gradients of tensors without rows are divided equally."""
-        place, parts = self._program.axis_rank("dp") * number + index, self._num_parts(number)
-        return {path: each.chunk(parts)[place] if has_rows[path] else each / parts for path, each in gradients.items()}
+        first, parts = self._program.axis_rank("dp") * len(own), self._num_parts(len(own))
+        return loss.detach(), [
+            # gradients of tensors without rows are divided equally
+            {path: each.chunk(parts)[place] if has_rows[path] else each / parts for path, each in gradients.items()}
+            for place in range(first, first + len(own))
+        ]
 
     def _gather_outputs(self, own: list[torch.Tensor], has_rows: bool) -> torch.Tensor:
         """Concatenate the tensors of all micro-batches, replica by replica; stack tensors without rows."""

@@ -175,7 +175,9 @@ class LossTerms:
                     f"loss_weights has the term {name!r}, and {whose}, which has {', '.join(map(str, fields)) or 'no fields'}, "
                     "has no such number; return the terms of the loss in a dict or dataclass"
                 )
-        others = [name for name, value in fields.items() if name not in self.names and name != "loss" and _is_loss(value)]
+        further = {name: each for name, each in fields.items() if name not in self.names and name != "loss"}
+        tensors = {name: each for name, each in further.items() if isinstance(each, torch.Tensor)}
+        others = [name for name, each in tensors.items() if each.numel() == 1 and each.requires_grad]
         if others and self._loss_fn is not None:
             raise BuildError(
                 f"{whose} has the term {others[0]!r}, which has no count in loss_weights; add it there, or detach it"
@@ -233,10 +235,6 @@ def _call_count(name: str, count: Callable[..., Any], part: Batch) -> Any:
     found = {each.name: part[each.name] for each in taken if each.name in part}
     by_position = [found.pop(each.name) for each in taken if each.kind is each.POSITIONAL_ONLY and each.name in found]
     return count(*by_position, **found)
-
-
-def _is_loss(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.numel() == 1 and value.requires_grad
 
 
 def _check_sum(loss: Any, terms: Mapping[str, torch.Tensor]) -> None:

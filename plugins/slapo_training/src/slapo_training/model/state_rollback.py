@@ -120,11 +120,7 @@ def state_rollback(modules: Iterable[nn.Module]) -> Iterator[StateSnapshot]:
 def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
     """Return a module's own attributes, each with a copy of its content if it is a container."""
     own = {name: value for name, value in vars(module).items() if name not in _TORCHS_OWN}
-    return {name: (value, _content(value)) for name, value in own.items()}
-
-
-def _content(value: Any) -> Any:
-    return value.copy() if type(value) in (list, dict, set, deque) else None
+    return {name: (value, value.copy() if type(value) in (list, dict, set, deque) else None) for name, value in own.items()}
 
 
 def _restore(module: nn.Module, before: dict[str, tuple[Any, Any]]) -> None:

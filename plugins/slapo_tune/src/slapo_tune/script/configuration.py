@@ -82,7 +82,7 @@ class Configuration:
                 (
                     frame.lineno or 0
                     for frame in traceback.extract_tb(err.__traceback__)
-                    if _is_same_file(frame.filename, self.path)
+                    if Path(frame.filename).resolve() == Path(self.path).resolve()
                 ),
                 default=0,
             )
@@ -120,7 +120,3 @@ def _module(path: str) -> ModuleType:
     finally:
         sys.path.pop(0)
     return module
-
-
-def _is_same_file(first: str, second: str) -> bool:
-    return Path(first).resolve() == Path(second).resolve()

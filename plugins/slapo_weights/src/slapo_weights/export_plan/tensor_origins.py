@@ -72,7 +72,7 @@ def by_written_name(found: Iterable[Origin], unmodified: UnmodifiedModel | None)
     if unmodified is None:
         _refuse([origin for origin in found if origin.is_added])
         return _once((origin.names[0], origin) for origin in found)
-    shapes, left_out = unmodified.shapes(), unmodified.ignored_on_save()
+    shapes, left_out = unmodified.shapes(), set(unmodified.model._keys_to_ignore_on_save or ())
     known = [origin for origin in found if origin.is_added or origin.is_known or origin.key in shapes]
     _refuse([origin for origin in known if origin.is_added and not shapes.keys() >= {*origin.names}])
     kept = unmodified.written_names(origin.names for origin in known)

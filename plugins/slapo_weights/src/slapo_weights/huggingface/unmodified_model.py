@@ -56,16 +56,12 @@ class UnmodifiedModel:
         if module is None:
             return None
         traced = vars(root).get("_traced_class", type(root))
-        kind = next(each for each in traced.__mro__ if not any(_is_ours(base) for base in each.__mro__))
+        kind = next(each for each in traced.__mro__ if not any(base.__module__.startswith("slapo_") for base in each.__mro__))
         return cls(root, kind) if issubclass(kind, module.PreTrainedModel) else None
 
     def shapes(self) -> Shapes:
         """Return the shapes of all tensors in ``state_dict``."""
         return {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
-
-    def ignored_on_save(self) -> set[str]:
-        """Return the names that the class does not save."""
-        return set(self.model._keys_to_ignore_on_save or ())
 
     def vocabulary(self) -> set[str]:
         """Return the names of the parameters with a row per token."""
@@ -116,7 +112,3 @@ class UnmodifiedModel:
         self._config.save_pretrained(folder)
         if self._generation is not None and self.model.can_generate():
             self._generation.save_pretrained(folder)
-
-
-def _is_ours(cls: type) -> bool:
-    return cls.__module__.partition(".")[0].startswith("slapo_")

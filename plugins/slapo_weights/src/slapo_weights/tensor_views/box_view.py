@@ -244,18 +244,13 @@ def concatenated(views: Sequence[TensorView], dim: int) -> TensorView:
         told = ", ".join(sorted({f"{each.dtype} {list(each.shape)}" for each in views}))
         raise ValueError(f"tensors of {told} do not go together")
     stops = [*accumulate(each.shape[dim] for each in views)]
-    boxes = tuple(_moved(views, stops, dim))
+    boxes = tuple(box.moved(dim, stop - each.shape[dim]) for each, stop in zip(views, stops, strict=True) for box in each.boxes)
     return replace(first, shape=(*first.shape[:dim], stops[-1], *first.shape[dim + 1 :]), boxes=boxes)
 
 
 def stacked(views: Sequence[TensorView], dim: int) -> TensorView:
     """Stack views along a new dimension."""
     return concatenated([each.unsqueezed(dim) for each in views], dim % (len(views[0].shape) + 1))
-
-
-def _moved(views: Sequence[TensorView], stops: Sequence[int], dim: int) -> Iterator[Box]:
-    for each, stop in zip(views, stops, strict=True):
-        yield from (box.moved(dim, stop - each.shape[dim]) for box in each.boxes)
 
 
 def _with(values: tuple[_Value, ...], at: int, value: _Value) -> tuple[_Value, ...]:

@@ -73,14 +73,6 @@ class UnreadTensor:
         raise NotImplementedError(f"{name}, which needs the whole tensor")
 
 
-def _cat(tensors: Sequence[UnreadTensor], dim: int = 0) -> UnreadTensor:
-    return UnreadTensor(concatenated([each.source for each in tensors], dim))
-
-
-def _stack(tensors: Sequence[UnreadTensor], dim: int = 0) -> UnreadTensor:
-    return UnreadTensor(stacked([each.source for each in tensors], dim))
-
-
 def _transpose(tensor: UnreadTensor, dim0: int, dim1: int) -> UnreadTensor:
     return UnreadTensor(tensor.source.transposed(dim0, dim1))
 
@@ -99,8 +91,8 @@ def _chunk(tensor: UnreadTensor, chunks: int, dim: int = 0) -> tuple[UnreadTenso
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
-    torch.cat: _cat,
-    torch.stack: _stack,
+    torch.cat: lambda tensors, dim=0: UnreadTensor(concatenated([each.source for each in tensors], dim)),
+    torch.stack: lambda tensors, dim=0: UnreadTensor(stacked([each.source for each in tensors], dim)),
     torch.transpose: _transpose,
     torch.split: _split,
     torch.chunk: _chunk,
