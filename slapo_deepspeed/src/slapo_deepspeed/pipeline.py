@@ -42,11 +42,7 @@ class RunningStage(StageForward):
         self._parts: Iterator[tuple[int, Batch, Any]] = iter(())
 
     def begin(self, programs: Sequence[Program], parts: list[Batch], labels: list[Any], weights: LabelWeights | None) -> None:
-        """Begin a step.
-
-        Args:
-            weights: Weight of each micro-batch in the loss; None for equal weights.
-        """
+        """Begin a step; without ``weights`` all micro-batches weigh alike in the loss."""
         stages = programs[0].stages
         self._inputs, self._outputs = stages[self._index].inputs, () if self.is_last else stages[self._index + 1].inputs
         self._parts = numbered(parts, labels)

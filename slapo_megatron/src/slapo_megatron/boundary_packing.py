@@ -43,11 +43,7 @@ class Layout:
         return -(-number * boundary.dtype.itemsize // self._dtype.itemsize)
 
     def pack(self, values: Sequence[torch.Tensor], size: int) -> torch.Tensor:
-        """Pack the outputs of a stage into one tensor.
-
-        Args:
-            values: Outputs in the order of the plan.
-            size: Number of elements to send, at least the layout's.
+        """Pack the outputs of a stage, in the order of the plan, into a tensor of ``size`` elements, at least the layout's.
 
         Raises:
             BuildError: a value has another shape or type than planned, or its need for a gradient differs from the plan.

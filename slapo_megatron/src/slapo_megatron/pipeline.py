@@ -67,12 +67,7 @@ class RunningStage(StageForward):
         self._received: torch.Tensor | None = None
 
     def begin(self, programs: Sequence[Program], borders: Borders, weights: LabelWeights | None) -> None:
-        """Begin a step.
-
-        Args:
-            borders: Borders that all these programs share.
-            weights: Weight of each micro-batch in the loss; None for equal weights.
-        """
+        """Begin a step; all programs share the borders, and without ``weights`` all micro-batches weigh alike in the loss."""
         self._borders = borders
         self._begin(programs, weights)
 

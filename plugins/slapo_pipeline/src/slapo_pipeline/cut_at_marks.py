@@ -71,11 +71,7 @@ class CutAtMarksPrimitive(Primitive):
 
 
 def marks_of_model(root: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
-    """Return per mark the path of the module whose forward has it, in the order in which the model reaches them.
-
-    Args:
-        inputs: Its arguments by name.
-    """
+    """Return per mark the path of the module whose forward has it, in the order in which the model reaches them."""
     with MarkRecorder(root) as marks, without_root_hooks(root):
         trace_flat(root, unshared_tensors(inputs), [])
     return marks.found

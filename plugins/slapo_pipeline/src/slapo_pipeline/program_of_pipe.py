@@ -128,12 +128,7 @@ def _own_program(pipe: Pipe, schedule: Schedule) -> Program:
 
 
 class TorchPipeStage(nn.Module):
-    """A stage of torch's ``Pipe`` with the calling convention of ``Stage``, and the model's parameters under their names.
-
-    Args:
-        graph: The stage's module in the ``Pipe``.
-        keep: Paths of the members that the stage holds.
-    """
+    """A stage of torch's ``Pipe`` with the calling convention of ``Stage``, and the model's parameters under their names."""
 
     def __init__(self, graph: nn.Module, root: nn.Module, keep: set[str], calls: StageCalls, index: int) -> None:
         super().__init__()

@@ -52,12 +52,9 @@ class Cut(NamedTuple):
 
 
 def cut_together(program: Program, device: torch.device, cut: Callable[[], Cut]) -> tuple[list[Batch], LabelWeights, bool]:
-    """Split this rank's batch, and compare it with the batches of the other ranks. Collective.
+    """Split this rank's batch by ``cut``, which sends nothing, and compare it with the other ranks' batches. Collective.
 
     Without an error there is one small reduction; two if micro-batches have different numbers of labels.
-
-    Args:
-        cut: Splits the batch, with no message to other ranks.
 
     Returns:
         The micro-batches, their weights, and whether marks differ.
@@ -137,12 +134,7 @@ def check_shapes(high: int, low: int) -> None:
 
 
 def weigh(program: Program, device: torch.device, counts: list[tuple[int, ...]], kinds: list[int]) -> LabelWeights:
-    """Return the weights of micro-batches from new label counts. Collective.
-
-    Args:
-        counts: Label counts as in ``Cut``.
-        kinds: Indices of candidates as in ``Cut``.
-    """
+    """Return the weights of micro-batches from new label counts and kinds as in ``Cut``. Collective."""
     row = torch.tensor(_label_fingerprints(counts, kinds), dtype=torch.int64, device=device)
     high, is_ambiguous, low = all_reduce(row, program.mesh, dist.ReduceOp.MAX).tolist()
     return _weights(program, device, counts, differs=high != -low, is_ambiguous=bool(is_ambiguous))

@@ -298,8 +298,6 @@ class BatchEngine(AveragedEngine):
     def _kinds_of(self, losses: list[LossReduction], weights: LabelWeights, number: int) -> list[int]:
         """Return the kinds of labels that the loss may count, see ``LabelWeights``; the same on all ranks. Collective.
 
-        Args:
-            losses: The reductions of micro-batches, on ranks that compute losses.
 
         Raises:
             BuildError: on all ranks: the losses count labels differently.

@@ -64,8 +64,7 @@ class ExternalEngine(BatchEngine):
     def _check_parameters(self, module: nn.Module, named: Mapping[str, nn.Parameter], replicas: bool = True) -> None:
         """Check the parameters of this rank's stages, and take the user's hooks off them. Collective.
 
-        Args:
-            replicas: Whether data-parallel ranks have to begin with the same values, too.
+        With ``replicas``, data-parallel ranks have to begin with the same values, too.
         """
         parameter_ownership.check_free(named if self._trains else {}, self.takes_gradients)
         self._hooks = StepHooks(self.program, module, self._common.gradient_hooks == "step")
@@ -78,8 +77,7 @@ class ExternalEngine(BatchEngine):
     ) -> None:
         """Begin the checks of each step, when the other project's engine is made.
 
-        Args:
-            shape_of: Returns the shape of a parameter's gradient, where the engine empties the parameter itself.
+        ``shape_of`` returns the shape of a parameter's gradient, where the engine empties the parameter itself.
         """
         self._trained = {name: (parameter, parameter.requires_grad) for name, parameter in named.items()}
         self._gradients = GradientComparison(self.program, named, shape_of)

@@ -24,10 +24,7 @@ class HiddenLabels:
         self.shown: set[bool] = set()
 
     def check(self, reductions: Sequence[LossReduction], weights: LabelWeights, training: bool) -> None:
-        """Compare the reductions of a batch's losses. Collective until a batch shows its labels.
-
-        Args:
-            reductions: Reduction of each micro-batch's loss; empty on ranks without losses.
+        """Compare the reductions of a batch's losses, none on ranks without losses. Collective until a batch shows its labels.
 
         Raises:
             BuildError: on all ranks: the numbers differ.

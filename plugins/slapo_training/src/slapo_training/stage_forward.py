@@ -42,11 +42,7 @@ class StageForward(nn.Module):
         self._weights: LabelWeights | None = None
 
     def _begin(self, programs: Sequence[Program], weights: LabelWeights | None) -> None:
-        """Begin a step.
-
-        Args:
-            weights: What each micro-batch weighs in the loss; None for all alike.
-        """
+        """Begin a step; without ``weights`` all micro-batches weigh alike in the loss."""
         self._planned = [each.stages[self._index] for each in programs]
         self.counted, self._weights = [], weights
         self._select(0)

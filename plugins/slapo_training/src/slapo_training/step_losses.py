@@ -64,9 +64,7 @@ class StepLosses:
     ) -> list[Any]:
         """Return the losses of micro-batches in training, or their labels without the options. Collective.
 
-        Args:
-            module: This rank's stages.
-            forward: Runs the micro-batches forward.
+        ``forward`` runs the micro-batches through this rank's stages.
 
         Raises:
             BuildError: on all ranks, before the step: the outputs do not fit the options.

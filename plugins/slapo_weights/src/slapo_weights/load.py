@@ -45,11 +45,7 @@ class Weights:
 
 
 class WeightLoader:
-    """Loader that ``build`` calls after all of its checks.
-
-    Args:
-        weights: The weights that this rank was given.
-    """
+    """Loader of this rank's weights that ``build`` calls after all of its checks."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights

@@ -20,9 +20,8 @@ from .tensor_index import Places, tensors_in
 class Files:
     """Checkpoint files of this rank.
 
-    Args:
-        noting: Index that records each file's tensors before the file is written.
-        copies: Buffers for copies of the tensors' present values; None to write each file at once.
+    ``noting`` records each file's tensors before the file is written. ``copies`` are buffers for copies of the tensors'
+    present values; with None each file is written at once.
     """
 
     def __init__(self, folder: Path, noting: Places, copies: Buffers | None) -> None:
@@ -30,12 +29,9 @@ class Files:
         self._left: list[Callable[[], None]] = []
 
     def take(self, model: Any) -> None:
-        """Have DeepSpeed hand over its files. Collective.
+        """Have DeepSpeed's engine hand over its files. Collective.
 
         An error of one rank is raised after DeepSpeed's save, because the other ranks wait inside it.
-
-        Args:
-            model: DeepSpeed's engine.
 
         Raises:
             BuildError: DeepSpeed's config has its own background writer.
@@ -71,11 +67,9 @@ class Files:
 
 
 def _copy(state: Any, name: str, copies: Buffers, keys: set[Any]) -> Any:
-    """Return a copy of a file's content. Each memory is copied once, and views keep sharing it.
+    """Return a copy of a file's content; ``keys`` collects those of the buffers in use.
 
-    Args:
-        copies: Buffers by file and by index of the memory within it.
-        keys: Collects the keys of the buffers in use.
+    Each memory is copied once, and views keep sharing it. Buffers are by file and by index of the memory within it.
     """
     known: dict[int, Any] = {}
     memories: dict[Any, torch.UntypedStorage] = {}

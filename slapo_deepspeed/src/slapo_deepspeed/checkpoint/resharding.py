@@ -17,12 +17,7 @@ from .tensor_reader import SAME_LAYOUT, Saved
 
 
 class Taken:
-    """Data that an engine reads from a checkpoint; the engine is unchanged until ``put``. The constructor is collective.
-
-    Args:
-        model: DeepSpeed's engine.
-        shares: This rank's shares of the tensors.
-    """
+    """Data that an engine reads from a checkpoint; the engine is unchanged until ``put``. The constructor is collective."""
 
     def __init__(self, model: Any, shares: Shares, program: Program) -> None:
         self._model, self._shares = model, shares

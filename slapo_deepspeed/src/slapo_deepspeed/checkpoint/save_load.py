@@ -35,9 +35,8 @@ if TYPE_CHECKING:
 class Checkpoint:
     """Checkpoint that this engine can load.
 
-    Args:
-        taken: Data read from a checkpoint of another layout; None if DeepSpeed reads the checkpoint itself.
-        states: States of a whole-tensor optimizer, by rank.
+    ``taken`` is read from a checkpoint of another layout, None if DeepSpeed reads the checkpoint itself; ``states`` are those
+    of a whole-tensor optimizer, by rank.
     """
 
     folder: Path

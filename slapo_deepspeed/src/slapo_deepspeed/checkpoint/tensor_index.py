@@ -104,11 +104,7 @@ class Places:
         self._wanted = left
 
     def files(self, place: int) -> dict[str, bytes]:
-        """Return the index file, and if DeepSpeed left elements out, a file with their present values.
-
-        Args:
-            place: Index of this rank among all.
-        """
+        """Return the index file, and if DeepSpeed left elements out, a file with their present values."""
         found: dict[str, bytes] = {}
         if self._wanted:
             rest = f"rest-{place}.pt"

@@ -36,10 +36,7 @@ class _Part(NamedTuple):
 
 
 class Saved:
-    """Checkpoint whose tensors are read by original names.
-
-    Args:
-        ranks: Number of ranks that wrote it.
+    """Checkpoint of some number of ranks whose tensors are read by original names.
 
     Raises:
         BuildError: the checkpoint cannot be loaded on another layout.
@@ -105,9 +102,7 @@ class Saved:
     def _local(self, found: list[_Found], shape: torch.Size, before: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return some rows of a part as saved by all replicas, and a mask of the elements that were found.
 
-        Args:
-            found: Positions of the part's elements in the files.
-            before: Number of the part's elements before the rows.
+        ``before`` is the number of the part's elements before the rows.
         """
         line, known = torch.empty(0), torch.zeros(shape.numel(), dtype=torch.bool)
         for each in found:

@@ -160,8 +160,7 @@ class DeepSpeedOptions(EngineOptions):
     def settled(self, device_type: str = "") -> dict[str, Any]:
         """Return DeepSpeed's configuration with all required values; a micro-batch has one row if no batch size is given.
 
-        Args:
-            device_type: With ``"cpu"``, Adam and AdamW are torch's.
+        On a ``"cpu"``, Adam and AdamW are torch's.
 
         Raises:
             BuildError: the configuration and the other options differ.

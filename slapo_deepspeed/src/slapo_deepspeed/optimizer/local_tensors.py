@@ -105,12 +105,7 @@ class Shares:
         return private.weight_writing(self._outer)
 
     def put_states(self, states: Mapping[int, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-        """Load states into the optimizer.
-
-        Args:
-            states: State by the ``id`` of the stepped tensor.
-            groups: Options of each group.
-        """
+        """Load states, by the ``id`` of the stepped tensor, and the options of each group into the optimizer."""
         optimizer = self.optimizer
         assert optimizer is not None
         with private.state_loading(self._outer, optimizer, len(states)):

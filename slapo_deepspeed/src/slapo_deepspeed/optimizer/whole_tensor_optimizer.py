@@ -27,19 +27,16 @@ def layout(program: Program, module: nn.Module, zero_stage: int) -> ParameterLay
 def steps_in_turns(optimizer: Any) -> bool:
     """Return True if calls of ``step`` for some parameters at a time give the same result as one call for all.
 
-    Args:
-        optimizer: The optimizer, before DeepSpeed has it: stage 3 of ZeRO steps it once while it initializes.
+    DeepSpeed has no optimizer yet: stage 3 of ZeRO steps it once while it initializes.
     """
     is_joint = isinstance(optimizer, WholeTensorOptimizer) and optimizer.steps_together
     return not is_joint and is_step_divisible(WholeTensorOptimizer.unwrap(optimizer))
 
 
 def bind(model: Any, program: Program, in_turns: bool) -> None:
-    """Bind a whole-tensor optimizer to the values that DeepSpeed steps. Collective with ZeRO.
+    """Bind a whole-tensor optimizer to the values that DeepSpeed's engine steps. Collective with ZeRO.
 
-    Args:
-        model: DeepSpeed's engine.
-        in_turns: Result of ``steps_in_turns`` for the optimizer.
+    ``in_turns`` is the result of ``steps_in_turns`` for the optimizer.
 
     Raises:
         BuildError: on every rank: a step depends on all parameters, but ZeRO steps groups of them one after the other.
@@ -68,9 +65,6 @@ class Turns:
     """Wrapper of an optimizer's ``step`` by which all calls in one step of DeepSpeed count as one.
 
     With ZeRO, DeepSpeed calls ``step`` once for each flat tensor.
-
-    Args:
-        model: DeepSpeed's engine.
     """
 
     def __init__(self, model: Any) -> None:

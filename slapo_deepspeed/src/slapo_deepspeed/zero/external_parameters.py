@@ -29,9 +29,6 @@ class ExternalReads:
 
     DeepSpeed gathers a parameter for a module that reads it as an attribute of another one, and then records its plan of
     gathers anew. Code that gets a parameter in any other way would compute with an empty tensor.
-
-    Args:
-        model: DeepSpeed's engine.
     """
 
     def __init__(self, model: Any, module: nn.Module) -> None:

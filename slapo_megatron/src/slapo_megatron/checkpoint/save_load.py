@@ -35,12 +35,7 @@ def prepared(
 ) -> Callable[[Ranks], None]:
     """Return a function that writes Megatron's checkpoint and the files beside it. Collective.
 
-    The function takes the ranks to synchronize with.
-
-    Args:
-        path: The same directory on every rank.
-        copies: Buffers for this rank's tensors, to write their values of this moment; None to write the values at the time
-            of writing.
+    The function takes the ranks to synchronize with. ``copies`` are as in ``FileWriter``.
     """
     program = engine.program
     held = Held(program)
@@ -77,10 +72,7 @@ def prepared(
 
 
 def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[], AbstractContextManager[None]]) -> Position:
-    """Load a checkpoint. Collective.
-
-    Args:
-        reading: Context around the changes to the engine.
+    """Load a checkpoint; ``reading`` is the context around the changes to the engine. Collective.
 
     Returns:
         The saved position of training.

@@ -41,12 +41,7 @@ class Held:
         return {key: tensor for key, tensor in self.tensors.items() if not isinstance(tensor, nn.Parameter)}
 
     def sharded(self, tensors: dict[str, torch.Tensor], prefix: str = "") -> dict[str, Any]:
-        """Return a sharded tensor at the position of the held tensor of the same key; empty tensors are left out.
-
-        Args:
-            tensors: Values by the keys of held tensors.
-            prefix: Prefix of the names in the checkpoint.
-        """
+        """Return a sharded tensor at the position of the held tensor of the same key; empty tensors are left out."""
         return {key: self._one(key, tensor, prefix) for key, tensor in tensors.items() if tensor.numel()}
 
     def alike(self, numbers: dict[str, torch.Tensor], prefix: str) -> dict[str, Any]:
@@ -62,9 +57,7 @@ class Held:
     def shared_out(self, ranges: dict[str, tuple[torch.Tensor, int]], prefix: str) -> dict[str, Any]:
         """Return sharded tensors for ranges that this replica alone holds; other replicas hold the rest.
 
-        Args:
-            ranges: By the key of a held tensor: a flat, non-empty range of its elements, and the offset of the range.
-            prefix: Prefix of the names in the checkpoint.
+        A range is flat, not empty, and of the held tensor of its key, with the offset in it.
         """
         found: dict[str, Any] = {}
         for key, (values, start) in ranges.items():

@@ -36,11 +36,7 @@ class _Part(NamedTuple):
 
 
 class OptimizerState:
-    """The state of an engine's optimizer by the names of parameters.
-
-    Args:
-        held: The tensors that this rank holds.
-    """
+    """The state of an engine's optimizer by the names of parameters."""
 
     def __init__(self, engine: MegatronEngine, held: Held) -> None:
         self._inner: torch.optim.Optimizer = engine.optimizer.optimizer
@@ -127,9 +123,7 @@ class OptimizerState:
     def sharded(self, has_state: bool, is_loading: bool) -> tuple[dict[str, Any], Callable[[dict[str, Any]], None]]:
         """Return the sharded state that Megatron writes or reads, and a function that takes over a read one. Collective.
 
-        Args:
-            has_state: True if there is a state beside the weights.
-            is_loading: True to return new tensors to read into.
+        With ``has_state`` there is a state beside the weights; with ``is_loading`` the tensors are new ones to read into.
         """
         if is_loading and has_state and not isinstance(self._inner, WholeTensorOptimizer):
             prepared(self._inner)

@@ -65,9 +65,7 @@ def bind_masters(optimizer: torch.optim.Optimizer) -> None:
 def prepared(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
     """Initialize an optimizer's state by a step without effect, so that a state can be loaded; weights are unchanged.
 
-    Args:
-        optimizer: The optimizer; one that has a state is left unchanged.
-        config: Unused; Megatron passes it.
+    An optimizer that has a state is left unchanged. Megatron passes ``config``.
     """
     if optimizer.state:
         return

@@ -17,12 +17,7 @@ from ..process_state._megatron_private import gradient_buckets, main_grad
 
 
 class ReducedGradients(GradientAccess):
-    """Access to ``main_grad``, the reduced gradient.
-
-    Args:
-        program: The program; with the distributed optimizer its replicas shard the gradients.
-        chunks: Megatron's ``DistributedDataParallel`` around each stage of this rank.
-    """
+    """Access to ``main_grad``, the reduced gradient, which replicas shard with the distributed optimizer."""
 
     counts_unused = steps_all = True
 

@@ -25,12 +25,7 @@ _EXPENSIVE_FUNCTIONS = ("conv", "fft", "stft", "attention")
 
 
 class Assignment(NamedTuple):
-    """The nodes that each stage of a flat graph runs, and the values that it receives.
-
-    Args:
-        nodes: Per stage the nodes it runs, in order.
-        received: Per stage the nodes whose values it receives, in order; none for the first.
-    """
+    """The nodes that each stage of a flat graph runs, and the values that it receives (none in the first), in order."""
 
     nodes: list[list[fx.Node]]
     received: list[list[fx.Node]]

@@ -23,11 +23,7 @@ class StateOwnership:
         self._held: list[set[str]] = []
 
     def check_weight_owners(self, used: Sequence[set[str]], keep: Sequence[set[str]]) -> None:
-        """Record the weights that each stage of the first program holds; refuse a later program that needs others.
-
-        Args:
-            used: Per stage the paths of the modules, parameters and buffers that it calls or reads.
-            keep: Per stage the paths that it holds.
+        """Record the weights that each stage of the first program holds (``keep``); refuse a later program that needs others.
 
         Raises:
             TraceError: a stage uses a weight that another stage holds.

@@ -22,9 +22,7 @@ It does not fall with more units, nor rise for the same units in a later stage.
 class SharedAmounts:
     """Sums over contiguous units in which a shared item, such as a tied parameter, counts once.
 
-    Args:
-        num_units: Number of units.
-        uses: Unit, key of the item and amount, ascending by unit.
+    ``uses`` has unit, key of the item and amount, ascending by unit.
     """
 
     def __init__(self, num_units: int, uses: Iterable[tuple[int, Hashable, int]]) -> None:

@@ -34,12 +34,7 @@ Use = tuple[int, Hashable, int]
 
 
 class Costs:
-    """Costs of the units; ``costs(stage, begin, end)`` is the balanced cost of a stage.
-
-    Args:
-        balance: One of ``BALANCES``.
-        microbatches: Micro-batches per batch.
-    """
+    """Costs of the units; ``costs(stage, begin, end)`` is the balanced cost of a stage."""
 
     def __init__(self, units: Units, balance: str, stages: int, microbatches: int) -> None:
         size = len(units)

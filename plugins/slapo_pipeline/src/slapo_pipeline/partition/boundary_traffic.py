@@ -52,11 +52,7 @@ class Traffic:
 
 
 def boundary_bytes(program: Program) -> Traffic:
-    """Return the bytes that one micro-batch sends over each boundary, forward and backward.
-
-    Args:
-        program: The program; the bytes are those of the input shapes it was made for.
-    """
+    """Return the bytes that one micro-batch of the program's input shapes sends over each boundary, forward and backward."""
     return Traffic(tuple(BoundaryValues(stage.inputs) for stage in program.stages[1:]))
 
 

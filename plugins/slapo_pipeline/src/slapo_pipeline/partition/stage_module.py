@@ -61,12 +61,7 @@ class StageGuard:
 def stage_module(
     flat: TracedModule, root: nn.Module, assignment: Assignment, index: int, keep: set[str], inputs: Mapping[str, Any]
 ) -> TracedModule:
-    """Return the module of stage ``index``.
-
-    Args:
-        keep: Paths of the modules, parameters and buffers that it holds.
-        inputs: The model's arguments of the trace.
-    """
+    """Return the module of stage ``index``, which holds the modules, parameters and buffers of the paths ``keep``."""
     names = _unique_names(assignment.received[index], batch_argument_names(assignment.nodes[index]))
     graph, batch = stage_graph(assignment, index, names)
     traced = guard_of(flat)

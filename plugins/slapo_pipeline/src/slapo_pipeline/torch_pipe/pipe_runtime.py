@@ -86,8 +86,7 @@ class TiedStage(PipelineStage):
 class BatchForwardingStage(nn.Module):
     """A stage that also passes on the batch arguments that later stages read.
 
-    Args:
-        output: Function of the model's result; None takes all tensors in it.
+    Its results are ``output`` of the model's result, or for None all tensors in it.
     """
 
     def __init__(self, program: Program, index: int, example: Mapping[str, Any], output: Callable[[Any], Any] | None) -> None:

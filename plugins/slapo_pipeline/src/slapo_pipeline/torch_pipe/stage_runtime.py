@@ -90,9 +90,7 @@ def pipeline_group(program: Program) -> dist.ProcessGroup | None:
 class StageRunner(nn.Module):
     """A stage as torch's runtime calls it; it returns contiguous tensors.
 
-    Args:
-        last: Whether its result is the model's.
-        output: Function of the model's result; None for the result itself.
+    The ``last`` one returns ``output`` of the model's result, or for None the result itself.
     """
 
     def __init__(self, module: nn.Module, last: bool, output: Callable[[Any], Any] | None) -> None:

@@ -26,11 +26,7 @@ _RUNNING = 1 << 16
 
 
 class ForkServer:
-    """Client of the fork server process.
-
-    Args:
-        modules: Names of modules that the server imports besides torch; those that are not installed are skipped.
-    """
+    """Client of the fork server process, which imports torch, and of ``modules`` those that are installed."""
 
     def __init__(self, modules: Sequence[str] = ()) -> None:
         self._control, remote = socket.socketpair()
@@ -127,12 +123,7 @@ class ForkedProcess:
 
 
 def main(control_fd: int, modules: Sequence[str]) -> None:
-    """Import the modules that workers need, then serve requests to fork or to poll a worker, until the other end closes.
-
-    Args:
-        control_fd: Socket of the requests.
-        modules: Names of further modules to import.
-    """
+    """Import the modules that workers need, then serve requests to fork or to poll a worker, until the other end closes."""
     from . import worker_process  # noqa: PLC0415  the process that asks needs none of it
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks

@@ -29,9 +29,7 @@ _NEW_THREADS, _MOST_THREADS = 24, 72
 def main(job_fd: int, dump_fd: int) -> None:
     """Serve jobs until the other end of standard input closes, which the test process holds while it lives.
 
-    Args:
-        job_fd: Socket of jobs and reports.
-        dump_fd: File for the stacks of a crash, or of a stuck rank (signal USR1).
+    ``dump_fd`` is the file for the stacks of a crash, or of a stuck rank (signal USR1).
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test process, which then lets go of us
     faulthandler.enable(dump_fd)

@@ -32,11 +32,7 @@ def modules_run(model: nn.Module, stages: nn.Module) -> set[str]:
 
 
 def merge(ranks: Sequence[tuple[Mapping[str, Any], set[str]]]) -> dict[str, Any]:
-    """Return the extra state of each module, from the first rank that runs the module.
-
-    Args:
-        ranks: ``collect`` and ``modules_run`` of the ranks of one pipeline.
-    """
+    """Return the extra state of each module, from the first rank of one pipeline that runs the module."""
     found: dict[str, Any] = {}
     for is_run in (True, False):
         for states, paths in ranks:

@@ -113,10 +113,7 @@ class _CheckpointLoad:
             raise BuildError(f"{'; '.join(faults)}; load it into the model it was saved from")
 
     def check(self, groups: list[dict[str, list[dict[str, Any]]]]) -> None:
-        """Select the state that this rank loads.
-
-        Args:
-            groups: Parameter groups of the optimizers of all ranks.
+        """Select the state that this rank loads, given the parameter groups of the optimizers of all ranks.
 
         Raises:
             BuildError: the state does not fit.

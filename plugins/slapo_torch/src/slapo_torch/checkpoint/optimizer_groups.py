@@ -22,12 +22,7 @@ _ANOTHER = "the checkpoint's optimizer has other parameter groups"
 
 
 def groups_of(optimizer: torch.optim.Optimizer, names: Sequence[list[str]]) -> list[dict[str, Any]]:
-    """Return the parameter groups of an optimizer.
-
-    Args:
-        optimizer: This rank's optimizer.
-        names: Original names of the parameters of each group.
-    """
+    """Return the parameter groups of this rank's optimizer, given the original names of the parameters of each group."""
     return [
         {"params": own, "options": {key: value for key, value in group.items() if key not in ("params", "param_names")}}
         for group, own in zip(optimizer.param_groups, names, strict=True)
@@ -35,11 +30,7 @@ def groups_of(optimizer: torch.optim.Optimizer, names: Sequence[list[str]]) -> l
 
 
 def check_names(own: Sequence[Groups], saved: Sequence[Groups]) -> None:
-    """Refuse an optimizer of other parameters.
-
-    Args:
-        own: Groups of all ranks.
-        saved: Groups of all saved ranks.
+    """Refuse an optimizer of other parameters, given the groups of all ranks and of all saved ranks.
 
     Raises:
         BuildError: a parameter is in the groups of one side only.
@@ -51,11 +42,7 @@ def check_names(own: Sequence[Groups], saved: Sequence[Groups]) -> None:
 
 
 def check_same(own: Groups, saved: Sequence[Groups]) -> None:
-    """Refuse an optimizer that groups parameters differently.
-
-    Args:
-        own: Groups of this rank.
-        saved: Groups of all saved ranks.
+    """Refuse an optimizer that groups parameters differently, given the groups of this rank and of all saved ranks.
 
     Raises:
         BuildError: two parameters share a group on one side only.

@@ -100,11 +100,7 @@ def tensors_to_read(
 
 
 def _check_parts(named: NamedOptimizer, state: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
-    """Refuse state of other shards than this rank's.
-
-    Args:
-        state: State of each parameter that is stored once.
-        parts: State of other shapes that fits this rank's shards.
+    """Refuse state of other shards than this rank's; ``parts`` is state of other shapes that fits this rank's shards.
 
     Raises:
         BuildError: a parameter needs such state.

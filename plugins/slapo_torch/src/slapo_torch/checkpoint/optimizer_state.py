@@ -38,12 +38,7 @@ class OptimizerState(NamedTuple):
 
 
 def key_of(name: str, key: Any, path: str = "") -> str:
-    """Return the unique name of a state tensor in the checkpoint.
-
-    Args:
-        key: The optimizer's key of the state.
-        path: Path of a nested optimizer within the rank's optimizer.
-    """
+    """Return the unique name of a state tensor in the checkpoint; ``path`` is that of a nested optimizer."""
     return f"optimizer.{f'[{path!r}].' if path else ''}{key if isinstance(key, str) and key.isidentifier() else [key]}.{name}"
 
 

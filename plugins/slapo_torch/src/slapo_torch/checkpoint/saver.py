@@ -35,12 +35,7 @@ MODEL = "model."
 
 
 class CheckpointState(NamedTuple):
-    """Objects of an engine whose state is saved and loaded.
-
-    Args:
-        module: This rank's stages.
-        progress: Learning-rate schedule, loss scale and number of labels.
-    """
+    """Objects of an engine whose state is saved and loaded."""
 
     program: Program
     module: nn.Module

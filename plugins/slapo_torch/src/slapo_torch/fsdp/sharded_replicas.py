@@ -72,11 +72,7 @@ class FSDPReplicas:
         self._guard: RemovableHandle | None = None
 
     def install_shards(self, groups: Iterable[dict[str, Any]] = ()) -> None:
-        """Install this rank's rows in the model.
-
-        Args:
-            groups: Parameter groups of an optimizer of the old parameters; the rows replace them.
-        """
+        """Install this rank's rows in the model, and in the parameter groups of an optimizer of the old parameters."""
         self._has_begun, replaced, root = True, self._replaced, self._program.module
         self._find_owners(self._own, replaced)
         self._install("local")
@@ -149,13 +145,10 @@ class FSDPReplicas:
     # ---- a step
 
     def run(self, work: Callable[[], torch.Tensor], training: bool) -> torch.Tensor:
-        """Gather parameters and run the model. Collective over the replicas.
+        """Gather parameters and run the model by ``work``. Collective over the replicas.
 
-        Without ``fsdp_units``, a first run that does not run the units in order is repeated with all units gathered.
-
-        Args:
-            work: Function that runs the model; it raises the same error on all ranks.
-            training: True for a training step.
+        Without ``fsdp_units``, a first run that does not run the units in order is repeated with all units gathered. ``work``
+        raises the same error on all ranks.
         """
         is_first = self.unit_runtime is not None and not self._has_patterns and training not in self._ordered
         state = StateSnapshot(self._program.module.modules()) if is_first else None
@@ -217,8 +210,7 @@ class FSDPReplicas:
     def reduce(self, some_unused: bool) -> None:
         """End a step: reduce-scatter mean gradients to the rows, and install these. Collective over the replicas.
 
-        Args:
-            some_unused: True if a replica has parameters without a gradient; parameters that no replica used keep None.
+        With ``some_unused`` a replica has parameters without a gradient; those that no replica used keep None.
         """
         self._is_running = False
         for unit in self._step_units:

@@ -205,11 +205,7 @@ class Unit:
         self.install(form)
 
     def reduce(self, form: str) -> None:
-        """Reduce-scatter gradients to their means over replicas, and free. Collective over the replicas.
-
-        Args:
-            form: Form that ``free`` installs.
-        """
+        """Reduce-scatter gradients to their means over replicas, and ``free`` to ``form``. Collective over the replicas."""
         for each in self.members:
             each.record_use()
         for holder in self._holders:

@@ -15,9 +15,7 @@ from slapo_training.model import is_wrapper_subclass
 def unit_paths(root: nn.Module, patterns: Sequence[str] | None) -> list[str]:
     """Return the paths of the units in the order of the model.
 
-    Args:
-        root: The whole model.
-        patterns: Globs as in ``Schedule.select``; None for the elements of lists of layers of one class.
+    ``patterns`` are globs as in ``Schedule.select``; None stands for the elements of lists of layers of one class.
 
     Raises:
         BuildError: a pattern matches nothing, or a unit is inside another one.

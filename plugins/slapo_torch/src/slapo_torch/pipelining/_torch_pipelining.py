@@ -93,10 +93,6 @@ def check_order(actions: Mapping[int, Sequence[Any]], ranks: Mapping[int, int]) 
 
     Point-to-point messages have no tags: with another order a value would be taken for another one.
 
-    Args:
-        actions: Actions of each rank, including messages.
-        ranks: Rank of each stage.
-
     Raises:
         BuildError: the orders differ.
     """

@@ -57,10 +57,6 @@ def can_split(outputs: Iterable[torch.Tensor], received: Iterable[torch.Tensor])
 
     Each parameter must feed exactly one node between outputs and received tensors. The graph must have no reentrant checkpoint
     and no post-accumulate hook.
-
-    Args:
-        outputs: Outputs of the stage, or its loss.
-        received: Inputs of the stage; leaves of the autograd graph.
     """
     roots = {_node(tensor) for tensor in outputs if tensor.requires_grad}
     between = {_node(tensor) for tensor in received if tensor.requires_grad}

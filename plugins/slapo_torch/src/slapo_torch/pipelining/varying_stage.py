@@ -18,10 +18,8 @@ Tensors = tuple[torch.Tensor, ...]
 class VaryingStage(PipelineStage):
     """Stage with one message layout per micro-batch; torch's stage has one layout for all micro-batches.
 
-    Images are an example: image features vary in shape with the number of images, and are missing without images.
-
-    Args:
-        layouts: Meta tensors that the stage receives and sends, per micro-batch.
+    Images are an example: image features vary in shape with the number of images, and are missing without images. The layouts
+    are meta tensors that the stage receives and sends, per micro-batch.
     """
 
     def __init__(

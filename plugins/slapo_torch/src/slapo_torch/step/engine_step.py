@@ -67,10 +67,8 @@ class EngineStep:
     def prepare_on_all_ranks(self, prepare: Callable[[EngineStep], None], program: Program, device: torch.device) -> int:
         """Prepare this rank's batch; go on only if no rank failed and the batches are of one kind. Collective.
 
-        Without an error there is one small reduction; messages are exchanged only after an error.
-
-        Args:
-            prepare: Fills in the attributes up to ``runner``, with no message to other ranks.
+        Without an error there is one small reduction; messages are exchanged only after an error. ``prepare`` fills in the
+        attributes up to ``runner``, with no message to other ranks.
 
         Returns:
             The largest number of labels of a micro-batch on any rank.

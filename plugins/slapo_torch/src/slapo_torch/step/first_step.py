@@ -38,11 +38,7 @@ class TorchFirstStep(FirstStep):
         replicas: DDPReplicas | None,
         peers: TensorParallelPeers | None,
     ) -> MicroBatchWeight:
-        """Run the checks if they are due. Collective.
-
-        Args:
-            shards: FSDP's parameters, gathered, or None.
-            replicas: DDP's parameters, or None.
+        """Run the checks if they are due. Collective. FSDP's parameters are gathered.
 
         Returns:
             The weight of micro-batches, corrected if the model injects gradients.

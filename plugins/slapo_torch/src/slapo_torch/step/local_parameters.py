@@ -50,11 +50,7 @@ class LocalParameters:
         return any(parameter.requires_grad and id(parameter) not in self._known_ids for parameter in self._stage.parameters())
 
     def sparse_gradient(self, clips: bool) -> BuildError | None:
-        """Return the error that ``reduce_ties`` or ``clip`` would raise on this rank alone while others wait, or None.
-
-        Args:
-            clips: True if ``clip`` follows.
-        """
+        """Return the error that ``reduce_ties``, or ``clip`` if it follows, would raise on this rank alone, or None."""
         for _, tie, parameter in self._own_ties:
             if _is_sparse(parameter):
                 return BuildError(
@@ -91,16 +87,14 @@ class LocalParameters:
     def num_unchecked(self, used: Collection[int] = ()) -> int:
         """Return the number of unsharded parameters with a first gradient, which ``check_gradients`` compares.
 
-        Args:
-            used: Ids of parameters that get a gradient once the replicas have reduced it.
+        ``used`` are the ids of parameters that get a gradient once the replicas have reduced it.
         """
         return sum(parameter.grad is not None or id(parameter) in used for parameter in self._unchecked.values())
 
     def check_gradients(self, low_precision: bool) -> None:
         """Compare the first gradients of unsharded parameters over the tensor-parallel ranks. Collective.
 
-        Args:
-            low_precision: True to compare with the tolerance of bf16 and fp16.
+        With ``low_precision`` the tolerance is that of bf16 and fp16.
 
         Raises:
             BuildError: on every rank: each rank has a partial gradient of the named parameter.

@@ -57,11 +57,7 @@ class MicroBatchWeight(NamedTuple):
     injects: bool = False
 
     def weighted(self, loss: torch.Tensor, reduction: LossReduction) -> torch.Tensor:
-        """Return the weighted loss of a micro-batch.
-
-        Args:
-            reduction: Reduction of the loss over labels.
-        """
+        """Return the weighted loss of a micro-batch, given its reduction over labels."""
         return scaled_gradient(self._value(loss, reduction), self.parts if self.injects else 1.0)
 
     def _value(self, loss: torch.Tensor, reduction: LossReduction) -> torch.Tensor:

@@ -19,9 +19,7 @@ from .microbatch_weights import MicroBatchWeight
 class StageCall(nn.Module):
     """A stage as a pipeline runtime calls it: received tensors in, a tuple of tensors or the loss out.
 
-    Args:
-        outputs: Tensors that the next stage receives; None for the last stage, which returns its weighted loss.
-        device_type: Device type of the mesh.
+    ``outputs`` are the tensors that the next stage receives; None for the last stage, which returns its weighted loss.
     """
 
     def __init__(self, stage: Stage, outputs: tuple[Boundary, ...] | None, options: CommonOptions, device_type: str) -> None:
@@ -37,12 +35,7 @@ class StageCall(nn.Module):
         self._loss_of = CountedLoss(options.loss_fn, options.output_loss)
 
     def begin(self, weight: MicroBatchWeight, counted: list[LossReduction] | None = None) -> list[LossReduction]:
-        """Begin a step; return the list that collects the reduction of each micro-batch's loss.
-
-        Args:
-            weight: Weight of each micro-batch's loss in the loss of the batch.
-            counted: The list, or None for a new one.
-        """
+        """Begin a step; return the list, ``counted`` or a new one, that collects the reduction of each micro-batch's loss."""
         self.weight, self.counted = weight, [] if counted is None else counted
         return self.counted
 

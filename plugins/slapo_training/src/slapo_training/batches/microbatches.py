@@ -105,9 +105,6 @@ def labels_of(parts: list[Batch], ignored: int) -> list[tuple[int, int]]:
 
     Labels are the argument ``labels`` and every other integer argument that holds ``ignored``, if ``ignored`` is negative;
     values from 0 on are ordinary in other arguments.
-
-    Args:
-        ignored: Label value that the loss excludes.
     """
     asked = [(index, name) for index, part in enumerate(parts) for name in part if ignored < 0 or name == "labels"]
     numbered = [(index, name) for index, name in asked if _is_numbers(parts[index][name])]
@@ -124,9 +121,7 @@ LabelKey = tuple[str, int]
 def label_counts(parts: list[Batch], ignored: int, is_told: bool) -> tuple[list[LabelKey], list[tuple[int, ...]]]:
     """Return the labels that the loss may be a mean over, and their counts in each micro-batch.
 
-    Args:
-        ignored: Label value that the loss excludes.
-        is_told: True if a loss has shown that value; if not, a value from 0 on is counted in ``labels`` only.
+    ``is_told`` says that a loss has shown the ignored value; if not, a value from 0 on is counted in ``labels`` only.
     """
     tensors = [tensors_of(part) for part in parts]
     names = [name for name, value in tensors[0].items() if _is_numbers(value) and value.dtype is not torch.bool]

@@ -61,9 +61,8 @@ def size_of(path: Path, value: Any, dim: int) -> int:
 def without_absent_images(part: dict[str, Any], token: int | None) -> dict[str, Any]:
     """Return a part of a token batch without image arguments if it has no images, as a processor would.
 
-    Args:
-        part: Arguments by name; images are concatenated, or padded by zeros to the same number per row.
-        token: Token id of an image in ``input_ids``, or None if unknown.
+    Images are concatenated, or padded by zeros to the same number per row. ``token`` is that of an image in ``input_ids``, or
+    None if it is unknown.
     """
     ids, images = part.get("input_ids"), part.get("pixel_values")
     if not isinstance(ids, torch.Tensor):

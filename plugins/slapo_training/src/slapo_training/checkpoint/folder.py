@@ -95,11 +95,7 @@ class CheckpointWriter:
         ranks.run_on_first(make)
 
     def commit(self, about: Mapping[str, Any], ranks: Ranks) -> None:
-        """Compute the sums of all ranks' files, and put the manifest in place. Collective.
-
-        Args:
-            about: Further facts for the manifest, plain data.
-        """
+        """Compute the sums of all ranks' files, and put the manifest in place with further facts, plain data. Collective."""
 
         def look() -> dict[str, int]:
             found = (file for file in self.data.rglob("*") if file.is_file())
@@ -161,11 +157,7 @@ class CheckpointWriter:
 
 
 class Checkpoint(NamedTuple):
-    """A complete checkpoint.
-
-    Args:
-        about: Content of the manifest.
-    """
+    """A complete checkpoint; ``about`` is the content of the manifest."""
 
     folder: Path
     data: Path

@@ -41,8 +41,8 @@ Pieces = Mapping[str, Piece | Sequence[Piece]]
 class TensorFiles:
     """Plan and writer of this rank's part of a checkpoint's tensors. Made collectively.
 
-    Args:
-        copies: CPU buffers for copies of the tensors, new or from the last save; None to write the tensors directly.
+    ``copies`` are CPU buffers for copies of the tensors, new or from the last save; with None the tensors are written
+    directly.
     """
 
     def __init__(self, pieces: Pieces, ranks: Ranks, copies: Buffers | None = None) -> None:

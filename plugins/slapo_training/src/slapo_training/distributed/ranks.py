@@ -105,11 +105,7 @@ class Ranks:
 
 
 def new_group(rows: Sequence[list[int]], mesh: DeviceMesh, backend: str | None = None) -> dist.ProcessGroup:
-    """Make a process group for each row of a mesh's ranks, with the job's timeout; return this rank's. Collective.
-
-    Args:
-        rows: Global ranks of each group, the same on every rank.
-        backend: Backend of the groups; None for that of the default group.
+    """Make a process group for each row of a mesh's global ranks, with the job's timeout; return this rank's. Collective.
 
     Raises:
         BuildError: on every rank: torch cannot make the groups.

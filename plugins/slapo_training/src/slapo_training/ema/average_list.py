@@ -73,8 +73,7 @@ class AverageList:
     def prepared(self, ranks: Ranks, is_copied: bool) -> Callable[[Path, Ranks], None]:
         """Return a function that writes the current averages, given the folder and the ranks to use. Collective.
 
-        Args:
-            is_copied: True if training continues during the write.
+        They are copied if training continues during the write.
         """
         if not self.items:
             return lambda folder, meeting: None

@@ -105,11 +105,7 @@ class AveragedEngine(Engine):
         """Read a checkpoint into the engine. Collective."""
 
     def _end_step(self, is_stepped: bool = True) -> None:
-        """Count a trained batch, and update the averages.
-
-        Args:
-            is_stepped: True if the optimizer stepped; False after an overflow of gradients.
-        """
+        """Count a trained batch, and update the averages if the optimizer stepped, which it does not if gradients overflow."""
         self.steps += 1
         if is_stepped:
             self.averages.update()

@@ -107,10 +107,7 @@ class Beside(NamedTuple):
 
 
 def read_beside(checkpoint: Checkpoint, program: Program, buffers: Mapping[str, torch.Tensor]) -> Beside:
-    """Read the files that ``prepared`` writes beside an engine's own. Collective.
-
-    Args:
-        buffers: This rank's buffers; they are not changed.
+    """Read the files that ``prepared`` writes beside an engine's own; no buffer is changed. Collective.
 
     Raises:
         BuildError: the state cannot be restored in this process, or into these buffers.
@@ -145,10 +142,7 @@ _WORDS = {
 
 
 def check_same(saved: Mapping[str, Any], own: Mapping[str, Any], keys: Iterable[str]) -> None:
-    """Refuse a checkpoint of another kind of training.
-
-    Args:
-        keys: The facts to compare, in this order.
+    """Refuse a checkpoint of another kind of training, by the facts of these keys, in this order.
 
     Raises:
         BuildError: one of them differs.

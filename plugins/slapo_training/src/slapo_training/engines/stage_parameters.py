@@ -53,9 +53,7 @@ def tied_groups(
 ) -> list[Tie]:
     """Return this rank's tied parameters. Collective.
 
-    Args:
-        program: In several stages.
-        group_of: Makes or finds the group of some ranks, given those along ``pp`` and all of them.
+    ``group_of`` makes or finds the group of some ranks, given those along ``pp`` and all of them.
     """
     found = [(parameter, group_of(places, ranks), ranks) for parameter, places, ranks in copies(program)]
     return [Tie(parameter, group, ranks[0]) for parameter, group, ranks in found if dist.get_rank() in ranks]

@@ -44,11 +44,7 @@ class FirstStep:
         self._labels: LabelCounts | None = None
 
     def scale(self, num_parts: int) -> float:
-        """Return the factor of losses' gradients, by which gradients of parameters are divided later.
-
-        Args:
-            num_parts: Number of micro-batches of a replica.
-        """
+        """Return the factor of losses' gradients, by which gradients of parameters are divided later."""
         return float(num_parts) if self.injects else 1.0
 
     def mean_labels(self, parts: Sequence[Batch], labels: Sequence[Any], device: torch.device) -> float | None:

@@ -27,11 +27,7 @@ INNER_BACKWARD = (
 
 
 class Partition(NamedTuple):
-    """Parts that a batch is split into.
-
-    Args:
-        microbatches: Number of micro-batches of each replica.
-    """
+    """Parts that a batch is split into; ``microbatches`` is their number in each replica."""
 
     microbatches: int
     replicas: int

@@ -47,8 +47,7 @@ class InjectedCheck:
     def run(self, whole: Planned, halves: Sequence[Rows], cut: Partition | None) -> tuple[RunCache, bool] | None:
         """Return runs of the rows, and whether gradients are injected; None if the micro-batch does not run.
 
-        Args:
-            cut: Parts that the batch is split into; None if the micro-batch must not run in parts.
+        ``cut`` is None if the micro-batch must not run in parts.
 
         Raises:
             BuildError: gradients are injected with fp16; or, with ``strict=True``, they are no mean over rows.

@@ -34,12 +34,7 @@ class InjectionProbe:
         self.is_hidden = False
 
     def __call__(self, received: tuple[torch.Tensor, ...], given: tuple[torch.Tensor, ...]) -> bool:
-        """Return True if a stage's backward injects gradients.
-
-        Args:
-            received: Tensors that the stage received; their gradients count too.
-            given: Tensors that the stage returned, with their graph.
-        """
+        """Return True if a stage's backward injects gradients; those of the tensors that it received count, too."""
         ends = [tensor for tensor in given if tensor.requires_grad]
         inputs = [tensor for tensor in received if tensor.requires_grad]
         if not ends:

@@ -28,22 +28,14 @@ _SMALL_TERM = 0.1
 
 
 class Compared(NamedTuple):
-    """Results of runs of some rows and of their parts.
-
-    Args:
-        pair: The losses that differ on some rank, or None.
-    """
+    """Results of runs of some rows and of their parts; ``pair`` are the losses that differ on some rank, or None."""
 
     whole: Run
     pair: Pair | None
 
 
 class Factor(NamedTuple):
-    """Factor of a term in a loss, as far as it is known.
-
-    Args:
-        error: Bound of its rounding error.
-    """
+    """Factor of a term in a loss, as far as it is known; ``error`` is the bound of its rounding error."""
 
     value: float
     error: float

@@ -53,11 +53,7 @@ def distance(one: Marks, other: Marks) -> float:
 
 
 class UnevenRowCounts:
-    """Finds the first steps in which counts differ between micro-batches or replicas.
-
-    Args:
-        ignored: Label value that the loss excludes.
-    """
+    """Finds the first steps in which counts differ between micro-batches or replicas; ``ignored`` labels do not count."""
 
     def __init__(self, program: Program, ignored: int) -> None:
         self._program, self._ignored = program, ignored

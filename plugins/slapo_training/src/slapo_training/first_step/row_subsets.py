@@ -63,10 +63,6 @@ def dissimilar_halves(parts: Sequence[Rows], ignored: int) -> list[Rows]:
     """Return two halves of micro-batches that differ most in labels and masks.
 
     Together they have as many rows as one micro-batch. For micro-batches of one row, return two, or the same row twice.
-
-    Args:
-        parts: All micro-batches of this rank.
-        ignored: Label value that the loss leaves out.
     """
     number = parts[0].number
     if number == 1:
@@ -81,11 +77,8 @@ def dissimilar_halves(parts: Sequence[Rows], ignored: int) -> list[Rows]:
 def dissimilar_quarters(halves: Sequence[Rows], ignored: int) -> tuple[list[Rows], bool]:
     """Return two quarters of a micro-batch that differ most in labels and masks, and whether they are the first half.
 
-    Together they have as many rows as the first half, at least two. One of them is the start of the first half.
-
-    Args:
-        halves: Halves of the micro-batch, or one half alone.
-        ignored: Label value that the loss leaves out.
+    Together they have as many rows as the first half, at least two. One of them is the start of the first half. ``halves``
+    may be one half alone.
     """
     half, *others = halves
     size = _second_half(half.number)

@@ -42,10 +42,7 @@ class RowsCheck:
         self._norms = {path: each for path, each in norms.items() if each not in self._synchronized}
 
     def run(self, halves: Sequence[Rows], known: RunCache | None) -> None:
-        """Run the check.
-
-        Args:
-            known: Earlier runs of the micro-batch and its halves, or None.
+        """Run the check; ``known`` has earlier runs of the micro-batch and its halves.
 
         Raises:
             BuildError: the loss is no mean over rows; or, with ``strict=True``, modules mix rows.
@@ -77,8 +74,7 @@ class RowsCheck:
     def _confirm(self, factors: Mapping[str, Factor]) -> tuple[str, Pair] | None:
         """Compare the parts that the engine averages, micro-batches or those of two replicas: halves may break groups of rows.
 
-        Args:
-            factors: Terms that may explain the difference of halves, with their factors.
+        ``factors`` are terms that may explain the difference of halves.
 
         Returns:
             Path of a module that mixes rows, and the losses that differ; None if none differ.

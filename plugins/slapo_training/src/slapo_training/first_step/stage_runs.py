@@ -36,12 +36,7 @@ class RunFailedError(Exception):
 
 
 class Planned(NamedTuple):
-    """Some rows, and the program planned for their shape.
-
-    Args:
-        program: Program for this shape.
-        rows: Rows that run through the program.
-    """
+    """Some rows, and the program planned for their shape."""
 
     program: Program
     rows: Rows
@@ -107,10 +102,7 @@ class StageRuns:
         self._program, self._options, self.device, self._around = program, options, device, around
 
     def planned(self, rows: Rows, has_backward: bool = True) -> Planned:
-        """Plan the stages for rows of this shape.
-
-        Args:
-            has_backward: True if their runs have gradients, which a forward may test.
+        """Plan the stages for rows of this shape. A forward may test whether its run has gradients.
 
         Raises:
             RunFailedError: on all ranks, if one failed.

@@ -144,12 +144,7 @@ class StepHooks:
         self._order, self.is_active, self._access = [], False, GradientAccess()
 
     def bind(self, module: nn.Module, access: GradientAccess) -> None:
-        """Find the engine's parameters, and exchange facts of hooks with all ranks. Collective over the mesh.
-
-        Args:
-            module: This rank's stages.
-            access: Access to the engine's gradients.
-        """
+        """Find the parameters of this rank's stages, and exchange facts of hooks with all ranks. Collective over the mesh."""
         own = {name: each.facts() for name, each in self._hooked.items() if each.hooks or each.post_hooks}
         everyone = gather_objects((own, self._place), self._program.mesh)
         alike = [found for found, place in everyone if place == self._place]

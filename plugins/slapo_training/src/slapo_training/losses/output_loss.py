@@ -41,10 +41,7 @@ class OutputLoss:
         self._parameters: set[Path] = set()
 
     def of_model(self, model: Callable[[], Any]) -> torch.Tensor:
-        """Run a model and return the loss in its output.
-
-        Args:
-            model: Function that runs the model or its last stage.
+        """Run a model, or its last stage, and return the loss in its output.
 
         Raises:
             BuildError: see ``of``.

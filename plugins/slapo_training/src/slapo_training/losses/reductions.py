@@ -35,23 +35,14 @@ _SIGNATURES = {loss: inspect.signature(loss) for loss in _LOSSES}
 
 
 class LabelMean(NamedTuple):
-    """A loss that is a mean over labels.
-
-    Args:
-        labels: Number of labels of the mean.
-        ignore_index: Label value that the mean excludes.
-    """
+    """A loss that is a mean over this number of labels, which excludes those of the value ``ignore_index``."""
 
     labels: int
     ignore_index: int
 
 
 class CombinedMeans(NamedTuple):
-    """A loss made of several means over labels, or of one and other values.
-
-    Args:
-        terms: The means, sorted.
-    """
+    """A loss made of several means over labels, or of one and other values; ``terms`` are the means, sorted."""
 
     terms: tuple[LabelMean, ...]
 
@@ -246,9 +237,7 @@ _FACTORIES = _functions("zeros tensor zeros_like new_zeros new_tensor full scala
 def reduction_in_graph(loss: torch.Tensor, is_searched: bool = False) -> LossReduction:
     """Return the reduction of a loss from its autograd graph; None if the graph shows none.
 
-    Args:
-        loss: A loss that requires a gradient.
-        is_searched: True to search the graph for losses; False to accept only a loss that is a mean itself.
+    Unless the graph ``is_searched`` for losses, only a loss that is a mean itself is accepted.
     """
     if (mean := nll_mean_of(loss)) is not None:
         return LabelMean(*mean)

@@ -61,8 +61,7 @@ class ReplicaLoss:
     def evaluate(self, passes: Sequence[FirstPass], labels: Sequence[Any], rows: int | None) -> torch.Tensor:
         """Return the loss after the first passes on ranks with the last stage, 0 elsewhere. Collective over the replicas.
 
-        Args:
-            rows: Number of rows of a micro-batch.
+        A micro-batch has ``rows`` rows.
 
         Raises:
             BuildError: the outputs cannot be gathered, or the loss function returned no loss.
@@ -82,8 +81,7 @@ class ReplicaLoss:
     def second_passes(self, passes: Sequence[FirstPass], labels: Sequence[Any], rows: int | None) -> list[MicroBatchLoss]:
         """Return the losses to train the same micro-batches with. Collective over the last stages of all replicas.
 
-        Args:
-            rows: Number of rows of a micro-batch.
+        A micro-batch has ``rows`` rows.
 
         Raises:
             BuildError: the outputs cannot be gathered, or the loss function returned no loss.

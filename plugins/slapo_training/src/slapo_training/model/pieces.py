@@ -16,11 +16,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 class Chunk(NamedTuple):
-    """One box of a piece.
-
-    Args:
-        local: Offset of the box in the local tensor.
-    """
+    """One box of a piece; ``local`` is its offset in the local tensor."""
 
     local: tuple[int, ...]
     offset: tuple[int, ...]
@@ -36,12 +32,7 @@ class Chunk(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Range of a piece's whole tensor that equals a range of another tensor.
-
-    Args:
-        at: Start in the piece's whole tensor.
-        start: Start in the other tensor.
-    """
+    """Range from ``at`` on in a piece's whole tensor that equals a range of another tensor from ``start`` on."""
 
     dim: int
     at: int

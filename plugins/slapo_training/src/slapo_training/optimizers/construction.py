@@ -68,9 +68,8 @@ class OptimizerConstruction:
     def finish(self, rate: Any, fits: Callable[[torch.optim.Optimizer], None] | None = None) -> None:
         """Make the optimizer of whole tensors if needed, and the learning-rate schedule, with no message to other ranks.
 
-        Args:
-            rate: A learning-rate schedule, a factory of one, or None.
-            fits: Called with the optimizer before the schedule is made; adapts it, or raises if the engine cannot step it.
+        ``fits`` is called with the optimizer before the schedule is made; it adapts it, or raises if the engine cannot step
+        it.
         """
         if self.optimizer is None:
             return
@@ -95,9 +94,6 @@ def make_on_all_ranks(
 ) -> tuple[torch.optim.Optimizer | None, Any]:
     """Return this rank's optimizer and its learning-rate schedule; None for each option that is not set. Collective.
 
-    Args:
-        mine: This rank's stages.
-        fits: Called with the optimizer before the schedule is made; adapts it, or raises if the engine cannot step it.
 
     Raises:
         BuildError: on every rank, if one fails; a given optimizer is then unchanged on all ranks.

@@ -22,9 +22,6 @@ from .whole_tensors.whole_tensor import local_of
 def check_kind(saved: bool, optimizer: Any) -> None:
     """Refuse to load a checkpoint without whole-tensor state into an optimizer that steps whole tensors.
 
-    Args:
-        saved: True if the checkpoint has states of whole tensors.
-
     Raises:
         BuildError: the optimizer would lose its state.
     """
@@ -52,8 +49,7 @@ def file_of(place: int) -> str:
 def packed(optimizer: Any, parameters: Tensors) -> bytes | None:
     """Return the bytes that this rank writes; None if its optimizer does not step whole tensors.
 
-    Args:
-        parameters: The rank's parameters by first original name, as the optimizer steps unsharded ones.
+    The parameters are by first original name, as the optimizer steps unsharded ones.
 
     Raises:
         BuildError: a state has objects that are no plain data.

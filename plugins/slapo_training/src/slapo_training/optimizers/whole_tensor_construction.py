@@ -232,12 +232,7 @@ class WholeTensorConstruction:
         return list(chain.from_iterable(self._by_source.get(id(each), [each]) for each in parameters))
 
     def optimizer(self, optimizer: Optimizer, make: Make | None, trainable: Sequence[nn.Parameter]) -> WholeTensorOptimizer:
-        """Return the optimizer of whole tensors, with no message to other ranks.
-
-        Args:
-            make: Factory of the optimizer; None for a given optimizer.
-            trainable: Parameters for the factory.
-        """
+        """Return the optimizer of whole tensors, made by ``make`` or given, with no message to other ranks."""
         try:
             inner = optimizer if make is None else make(self.stepped(trainable))
             if inner is optimizer and has_state(inner):

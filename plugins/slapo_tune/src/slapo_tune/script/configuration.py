@@ -56,9 +56,7 @@ class Configuration:
     def initial_space(self, args: ScriptArguments, takes_ratio: bool) -> Space:
         """Return the space before the first call of ``update_space``.
 
-        Args:
-            args: Arguments of the script.
-            takes_ratio: Whether the script's arguments have a place for ``ckpt_ratio``.
+        ``takes_ratio`` says whether the script's arguments have a place for ``ckpt_ratio``.
         """
         space = Space()
         if self.get_bs_range is not None:

@@ -44,11 +44,7 @@ class Origin(NamedTuple):
 
 
 def origins(source: ExportSource, held: Iterable[str]) -> list[Origin]:
-    """Return the origins of all parameters and of the buffers that some rank holds, in the order of ``state_dict``.
-
-    Args:
-        held: Names of all ranks' pieces.
-    """
+    """Return the origins of all parameters and of the buffers that some rank holds, in the order of ``state_dict``."""
     names, added, made, there = source.names(), source.added_parameters(), source.made_of(), dict.fromkeys(held)
     first_of = {name: first for first, all_names in added.items() for name in all_names}
     keys = (first_of.get(name, name) for name, is_buffer in source.order() if name in there or not is_buffer)

@@ -44,12 +44,7 @@ class PieceDescription(NamedTuple):
 
 
 class SentBox(NamedTuple):
-    """A box that one rank sends.
-
-    Args:
-        place: Index of the rank among the participating ranks.
-        chunk: Position of the box in the piece and in the whole tensor.
-    """
+    """A box that the rank of index ``place`` sends."""
 
     place: int
     chunk: Chunk

@@ -39,9 +39,7 @@ def identity_groups(tensors: Mapping[str, torch.Tensor]) -> list[ConversionGroup
 def conversion_groups(tensors: Mapping[str, torch.Tensor], convert: Convert) -> list[ConversionGroup]:
     """Return groups in the order of a conversion's results; the conversion runs on meta tensors.
 
-    Args:
-        tensors: Meta tensors by name.
-        convert: A function of any of these groups of tensors.
+    ``convert`` is a function of any of these groups of tensors.
 
     Raises:
         BuildError: the sources of a result cannot be tracked.

@@ -22,11 +22,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class UnmodifiedModel:
-    """The model that a schedule was created for, built from its config on the meta device.
-
-    Args:
-        root: The scheduled model.
-        cls: Its class before any step.
+    """The model that a schedule was created for, of the class ``cls`` before any step, built from its config on meta.
 
     Raises:
         BuildError: it cannot be built from its config, is quantized, or has adapters.
@@ -97,11 +93,7 @@ class UnmodifiedModel:
         return found
 
     def write_config(self, folder: Path, dtype: torch.dtype | None) -> None:
-        """Write ``config.json`` and the other files that ``save_pretrained`` writes with it.
-
-        Args:
-            dtype: Dtype of the weights.
-        """
+        """Write ``config.json``, with the dtype of the weights, and the other files that ``save_pretrained`` writes with it."""
         if dtype is not None:
             self._config.dtype = str(dtype).split(".")[1]
         self._config.architectures = [self.name]

@@ -70,11 +70,7 @@ class ModelFolder:
         return self._files[self._where[name]]
 
     def commit(self, parameters: int) -> None:
-        """Sync the files to disk and rename them into place.
-
-        Args:
-            parameters: Total number of elements of the parameters.
-        """
+        """Sync the files to disk and rename them into place; ``parameters`` is the total number of their elements."""
         for file in self._files.values():
             file.close()
         if len(self._names) > 1:

@@ -100,9 +100,7 @@ class WeightFiles:
     def read(self, name: str, starts: Sequence[int], sizes: Sequence[int], out: torch.Tensor | None = None) -> torch.Tensor:
         """Return a box of a tensor, in the file's dtype, on the CPU; only its bytes are read.
 
-        Args:
-            starts: Start of the box per dimension.
-            out: Contiguous tensor of that shape and dtype to read into; default: a new one.
+        ``out`` is a contiguous tensor of that shape and dtype to read into.
 
         Raises:
             BuildError: the file cannot be read, or ends too early.

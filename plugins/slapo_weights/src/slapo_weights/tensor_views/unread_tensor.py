@@ -11,11 +11,7 @@ from .box_view import TensorView, concatenated, stacked
 
 
 class UnreadTensor:
-    """A tensor of files that has not been read; ``isinstance`` takes it for a ``torch.Tensor``.
-
-    Args:
-        source: Its view.
-    """
+    """A tensor of files that has not been read; ``isinstance`` takes it for a ``torch.Tensor``."""
 
     def __init__(self, source: TensorView) -> None:
         self.source = source

@@ -99,12 +99,7 @@ def mesh_over(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
 
 
 def even_dim(whole: WholeTensor, piece: Piece, group: dist.ProcessGroup) -> int | None:
-    """Return the dimension along which ranks hold equal shards in rank order; None for any other layout.
-
-    Args:
-        piece: Piece of this rank.
-        group: Process group of the ranks that hold the tensor.
-    """
+    """Return the dimension along which ranks hold equal shards in rank order; None for any other layout."""
     own = vars(whole.source).values()
     if whole.spans is not None or any(
         is_shaped_like(each, shape) for each in own for shape in (whole.shape, whole.source.shape)

@@ -42,11 +42,9 @@ def has_positions(optimizer: Optimizer) -> bool:
 
 
 def replace_parameters(optimizer: Optimizer, successors: Successors) -> None:
-    """Replace parameters and their ids in groups, state and tables.
+    """Replace parameters and their ids in groups, state and tables; none of the optimizer's state has tensors.
 
-    Args:
-        optimizer: The optimizer; neither it nor its nested optimizers have tensors in their state.
-        successors: Returns the parameters that replace one; empty if the rank has none of it.
+    ``successors`` returns the parameters that replace one; none if the rank has none of it.
     """
     known = {id(parameter): parameter for parameter in _known(optimizer)}
     for group in groups_in(optimizer):

@@ -94,11 +94,9 @@ class OwnerExchange:
         self._scatter_routes: list[_Route] = []
 
     def bind(self, holdings: Sequence[LocalBox], labels: Sequence[int]) -> None:
-        """Plan the messages. Collective.
+        """Plan the messages for the boxes in this rank's memory. Collective.
 
-        Args:
-            holdings: Boxes in this rank's memory.
-            labels: Label of each tensor; tensors of one label may be exchanged without the others.
+        Tensors of one label may be exchanged without the others.
 
         Raises:
             BuildError: on every rank: the ranks do not hold all of a tensor.
@@ -178,11 +176,7 @@ class OwnerExchange:
     # ---- a step
 
     def has_gradient(self, gradients: Sequence[torch.Tensor | None], device: torch.device) -> list[bool]:
-        """Return whether some rank has a gradient of each tensor. Collective.
-
-        Args:
-            gradients: Gradients of this rank's tensors, by place.
-        """
+        """Return whether some rank has a gradient of each tensor, given this rank's by place. Collective."""
         flags = torch.zeros(len(self._wholes), dtype=torch.int32)
         for holding in self._holdings:
             flags[holding.whole] |= int(gradients[holding.place] is not None)

@@ -36,11 +36,7 @@ class StandIns(ABC):
         self.parameters: list[nn.Parameter] = []
 
     def drop_unused(self, known: Container[int]) -> bool:
-        """Drop stand-ins that no optimizer has; return True if there were some, and ``bind`` must be called again.
-
-        Args:
-            known: Ids of the parameters that an optimizer has.
-        """
+        """Drop stand-ins that no optimizer has (``known``); return True if there were some: ``bind`` must be called again."""
         kept = [number for number, parameter in enumerate(self.parameters) if id(parameter) in known]
         if len(kept) == len(self.wholes):
             return False

@@ -82,12 +82,7 @@ def is_fused(parameter: nn.Parameter) -> bool:
 
 
 def stand_in(whole: WholeTensor, value: torch.Tensor, masks: Mapping[str, torch.Tensor]) -> nn.Parameter:
-    """Return a whole parameter for the optimizer, with the attributes of the rank's parameter.
-
-    Args:
-        value: Memory of the parameter.
-        masks: Tensor attributes of the whole shape.
-    """
+    """Return a whole parameter in this memory for the optimizer, with the attributes of the rank's, ``masks`` whole."""
     new = cast(nn.Parameter, successor(whole.source, value, spec=None, names=(whole.name,)))
     for table in TABLES:
         setattr(new, table, None)
