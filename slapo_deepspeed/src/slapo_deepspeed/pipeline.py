@@ -25,13 +25,8 @@ from .process_state import _deepspeed_private as private
 class RunningStage(StageForward):
     """Stage that DeepSpeed's pipeline calls once for each micro-batch, in order.
 
-    A stage keeps the micro-batches itself and reads them in order, because DeepSpeed passes batches only to the first and
-    the last stage.
-
-    Args:
-        program: The program, with as many stages as ranks along pp.
-        loss_of: Computes the loss in the last stage.
-        dtype: Type of the weights.
+    A stage keeps the micro-batches itself and reads them in order, because DeepSpeed passes batches only to the first and the
+    last stage. There are as many stages as ranks along pp. ``dtype`` is that of the weights.
     """
 
     def __init__(self, program: Program, loss_of: CountedLoss, dtype: torch.dtype) -> None:

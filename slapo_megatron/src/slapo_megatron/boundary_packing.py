@@ -18,9 +18,8 @@ from slapo_core import Boundary, BuildError
 class Layout:
     """Layout of one boundary's values in the carrier, the tensor that is sent.
 
+
     Args:
-        planned: The plan of each value.
-        dtype: Type of the carrier, see ``carrier_dtype``.
         stage: Index of the stage that returns the values, for errors.
         device: Device that this rank sends from.
 

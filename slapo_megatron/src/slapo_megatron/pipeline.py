@@ -25,10 +25,7 @@ from .process_state.process_groups import ParallelState
 class Borders(NamedTuple):
     """Communication of the values between the stages of one plan.
 
-    Args:
-        dtype: Type of every carrier.
-        layouts: Layout of the carrier that each stage receives.
-        size: Number of elements of the largest carrier.
+    ``layouts`` are those of the carrier that each stage receives, ``size`` the largest one's number of elements.
     """
 
     dtype: torch.dtype
@@ -46,10 +43,9 @@ def borders(program: Program, weights: torch.dtype, device: torch.device) -> Bor
 class RunningStage(StageForward):
     """Stage that Megatron calls once for each micro-batch, in order.
 
+
     Args:
-        program: The program, cut into stages.
         loss_of: Computes the loss in the last stage.
-        config: Megatron's ``TransformerConfig``.
         before: Earlier stages of this rank. A parameter that they share is reported by the first of them only, because Megatron
             keeps one gradient buffer for each parameter.
     """

@@ -168,13 +168,7 @@ class RunningStage(VaryingStage):
             self.result.record(self.stage_index, kind, microbatch, start)
 
     def begin(self, feed: list[dict[str, Any]], training: bool, result: StepResult) -> None:
-        """Begin a step; parameters have no gradients.
-
-        Args:
-            feed: Keyword arguments of each micro-batch's forward.
-            training: True if backwards follow.
-            result: Receives losses, errors and actions.
-        """
+        """Begin a step; parameters have no gradients. The result receives losses, errors and actions."""
         self.feed, self.result = feed, result
         self._first = GradientUnaliasing(self._calls) if training else None
 
@@ -225,10 +219,8 @@ class RunningStage(VaryingStage):
 class StagePlan:
     """This rank's stages, prepared for micro-batches of given shapes in one mode.
 
+
     Args:
-        schedule: Pipeline schedule and number of micro-batches.
-        own_stages: Indices of this rank's stages.
-        training: True if backwards run.
         replicas: DDP of the stage, with one stage per rank; or None.
     """
 

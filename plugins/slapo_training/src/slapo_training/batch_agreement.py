@@ -21,10 +21,8 @@ _NOTHING = -(2**40)
 class BatchFingerprints(NamedTuple):
     """Numbers that ranks compare: a fingerprint of the batch's shape, two label counts, and a fingerprint of row counts.
 
-    Args:
-        low: Smallest numbers of this rank's micro-batches.
-        high: Largest numbers of this rank's micro-batches.
-        inputs: Fingerprint of the stages' inputs, which must be equal in one replica.
+    ``low`` and ``high`` are the extremes over this rank's micro-batches. ``inputs`` is the fingerprint of the stages' inputs,
+    which must be equal in one replica.
     """
 
     low: list[int]

@@ -92,10 +92,8 @@ class StepLosses:
     ) -> torch.Tensor:
         """Return the loss of an evaluation. Collective.
 
-        Args:
-            module: This rank's stages.
-            forward: Runs the micro-batches forward.
-            run: Runs the micro-batches with losses in the places of labels, and returns the mean loss.
+        ``forward`` runs the micro-batches through this rank's stages; ``run`` does so with losses in the places of labels,
+        and returns the mean loss.
         """
         if self._terms is not None:
             return run(self._weighted_losses(self._terms, labels, module, forward, training=False))

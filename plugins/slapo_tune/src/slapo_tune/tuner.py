@@ -28,11 +28,10 @@ ErrorStop = Literal["none", "symbol", "all"]
 class Settings:
     """Settings of a tuner.
 
+
     Args:
         program: Program and arguments that start the script, before its own.
-        script: Name of the script, as the user gave it.
         arguments: Arguments of the script, with the names of symbols in the places of their values.
-        configuration: The configuration file.
         timeout: Seconds a trial may take; None for any.
         error_stop: After a trial that failed: go on, leave out the later values of the innermost symbol, or end.
     """
@@ -67,12 +66,9 @@ class Results:
 
 
 class Tuner:
-    """Runner of the trials of a space, one after the other.
+    """Runner of the trials of a space, one after the other; those with a result in the database do not run again.
 
-    Args:
-        settings: What to run.
-        database: Database of results; configurations with a result do not run again.
-        interruption: Ends the run before the next trial, and a running trial.
+    ``interruption`` ends the run before the next trial, and a running trial.
     """
 
     def __init__(self, settings: Settings, database: Database, interruption: Interruption) -> None:

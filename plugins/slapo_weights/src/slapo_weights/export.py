@@ -69,15 +69,7 @@ def export_weights(
 
 
 def _export(source: ExportSource, global_ranks: list[int], path: Path, dtype: torch.dtype | None, max_shard_size: int) -> None:
-    """Plan and write an export.
-
-    Args:
-        source: The weights and their ranks.
-        global_ranks: Global rank of each participating rank.
-        path: The folder.
-        dtype: The requested dtype.
-        max_shard_size: Bytes per file.
-    """
+    """Plan and write an export; ``global_ranks`` are those of the participating ranks."""
     own: dict[str, Piece] = {}
     place = global_ranks.index(dist.get_rank()) if len(global_ranks) > 1 else 0
     ranks = Ranks(place, len(global_ranks), source.mesh, source.group)
@@ -101,15 +93,7 @@ def _export(source: ExportSource, global_ranks: list[int], path: Path, dtype: to
 
 
 class _Exporter:
-    """This rank's part in an export.
-
-    Args:
-        plan: The plan.
-        path: The folder, used on the first rank.
-        ranks: All participating ranks.
-        global_ranks: Global rank of each of them.
-        own: This rank's pieces.
-    """
+    """This rank's part in an export; only the first rank uses ``path``."""
 
     def __init__(self, plan: ExportPlan, path: Path, ranks: Ranks, global_ranks: list[int], own: dict[str, Piece]) -> None:
         self._plan, self._path, self._ranks, self._global_ranks, self._own = plan, path, ranks, global_ranks, own

@@ -145,12 +145,10 @@ def fill(root: nn.Module, parts: Iterable[nn.Module], weights: Weights, device: 
 class LoadPlan:
     """Views of the files for each tensor of the model.
 
+
     Args:
-        root: The whole scheduled model.
-        files: The files.
         found: Their tensors, by the model's names.
         unmodified: The model before any step; None if it is not a Transformers' model.
-        weights: The source and options.
 
     Attributes:
         views: First name of a tensor to views of the whole tensor, one per name of it in the files.

@@ -22,11 +22,10 @@ WEIGHT = ""
 class _Wanted(NamedTuple):
     """Elements to find in a file.
 
+
     Args:
-        name: Name of the tensor in the unmodified model.
         key: Name of an optimizer state, or ``WEIGHT``.
         start: Offset of the elements in this rank's shard.
-        value: The elements.
         aliases: Names that a file may use for a copy of the weight.
     """
 

@@ -65,14 +65,9 @@ class Saved:
         return {key for part in self.parts[name].values() for key in part.found} - {WEIGHT}
 
     def read(self, name: str, key: str, wanted: Piece, start: int, size: int) -> torch.Tensor:
-        """Read a range of a tensor's elements, flat; only rows that contain some of them are read from the files.
+        """Read a range of a shard's elements, flat; only rows that contain some of them are read from the files.
 
-        Args:
-            name: Name of the tensor in the unmodified model.
-            key: An optimizer state, or ``WEIGHT``.
-            wanted: Position of the shard that contains the elements.
-            start: Offset of the elements in the shard.
-            size: Number of elements.
+        ``key`` is an optimizer state, or ``WEIGHT``. ``wanted`` is the position of the shard, ``start`` the offset in it.
 
         Raises:
             BuildError: the checkpoint lacks some elements.

@@ -17,12 +17,8 @@ from .config_optimizer import check_made
 def check_config(config: Mapping[str, Any], given: Mapping[str, Any], replicas: int) -> None:
     """Let DeepSpeed read a configuration, and check that it reads every key that the user gave.
 
-    DeepSpeed ignores an unknown key, for example ``zero_optimisation``, and would train with its defaults.
-
-    Args:
-        config: The configuration that DeepSpeed gets.
-        given: The part of it that the user gave.
-        replicas: Number of data-parallel ranks, on which batch sizes depend.
+    DeepSpeed ignores an unknown key, for example ``zero_optimisation``, and would train with its defaults. Batch sizes depend
+    on the number of data-parallel ``replicas``.
 
     Raises:
         BuildError: DeepSpeed never reads a given key, or refuses the configuration, or cannot make its optimizer.

@@ -18,12 +18,11 @@ from ..process_state import _deepspeed_private as private
 class Share(NamedTuple):
     """Elements of a parameter or buffer that this rank holds.
 
+
     Args:
-        name: The tensor's first name in the unmodified model.
         value: View of the elements: in fp32 if the optimizer keeps them so, and flat if they are a range of a flat tensor.
         start: Offset of the elements in the shard of this pipeline and tensor-parallel rank.
         stepped: Tensor that contains the elements and that the optimizer steps; None if they are not stepped.
-        offset: Offset of the elements in ``stepped``.
     """
 
     name: str

@@ -17,10 +17,7 @@ from ..process_state._deepspeed_private import bf16_gradient, loss_scale
 class ReducedGradients(GradientAccess):
     """Access to the reduced gradients, which ZeRO shards over the replicas.
 
-    Args:
-        model: DeepSpeed's engine.
-        deepspeed: The module ``deepspeed``.
-        zero_stage: Stage of ZeRO.
+    ``deepspeed`` is the module.
     """
 
     counts_unused = True

@@ -112,13 +112,7 @@ def _ranges(model: Any, optimizer: WholeTensorOptimizer, program: Program) -> di
 
 
 def _holdings(number: int, whole: WholeTensor, place: int, own: FlatRange) -> Iterator[LocalBox]:
-    """Iterate over the boxes of a whole tensor in the flat tensor with this rank's range of its source.
-
-    Args:
-        number: Index of the whole tensor.
-        place: Index of the flat tensor.
-        own: This rank's range of the source.
-    """
+    """Iterate over the boxes of a whole tensor in the flat tensor with this rank's range of its source."""
     shape = tuple(full_shape(whole.source))
     chunks = [*whole.chunks(piece_of(torch.empty(shape, device="meta"), shard_spec(whole.source)).chunks())]
     at = own.at

@@ -102,13 +102,8 @@ def _parts(
 ) -> Iterator[Any]:
     """Yield the pieces of a box that are contiguous in the full tensor, each with the number of earlier ranks that hold it.
 
-    Args:
-        key: Name of the tensor in the checkpoint.
-        data: Elements of the box.
-        offset: Offset of the box in this rank's shard.
-        shape: Full shape of the tensor.
-        spec: This rank's shard; None for the whole tensor.
-        copies: Number of earlier ranks along pp, tp and dp that hold the same data.
+    ``offset`` is that of the box in this rank's shard. ``copies`` are the numbers of earlier ranks along pp, tp and dp that
+    hold the same data.
     """
     if spec is None:
         yield _part(key, data, offset, shape, copies)

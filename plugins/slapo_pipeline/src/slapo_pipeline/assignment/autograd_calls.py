@@ -23,11 +23,6 @@ def check_autograd_calls(
 
     Autograd would not see that path, and the gradient would lack its share.
 
-    Args:
-        order: All nodes of the graph.
-        stages: Node to the stages that run it.
-        received: Per stage the values it receives.
-
     Raises:
         TraceError: there is such a path.
     """

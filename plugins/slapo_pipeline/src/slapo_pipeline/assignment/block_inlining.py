@@ -43,12 +43,7 @@ class DividedGraph(NamedTuple):
 
 
 def divide_graph(root: nn.Module, traced: TracedModule, cuts: Sequence[str], inlined: Collection[str] = ()) -> DividedGraph:
-    """Divide a flat graph at the cuts.
-
-    Args:
-        traced: Its flat graph.
-        cuts: Paths of the modules that end a stage.
-        inlined: Paths of the blocks that are inlined in the graph.
+    """Divide a flat graph, in which some blocks may be inlined, at the cuts.
 
     Raises:
         ScheduleError: a cut leaves a stage with no node to run.

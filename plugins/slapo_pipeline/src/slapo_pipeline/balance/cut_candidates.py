@@ -22,8 +22,8 @@ from ..tracing.trace_cache import CachedTrace
 class Units:
     """A model as a sequence of units: the nodes from the end of one module to the end of the next.
 
+
     Args:
-        inputs: Its arguments by name; no tensor appears twice.
         whole: Paths of the modules that are one node each; the modules around them are inlined.
         ends: Paths of the modules that end a unit, at any depth; default: all of ``whole`` that run.
         all_end: Whether an entry of ``ends`` with nothing after it is an error; else it is left out.

@@ -47,11 +47,11 @@ class SharedAmounts:
 class CutChoice(NamedTuple):
     """A choice of cuts. The least tuple is the best: least largest cost, then fewest bytes that cross, then most even costs.
 
+
     Args:
         largest: Cost of the most expensive stage.
         crossing: Bytes that cross all cuts.
         unevenness: Sum of the squares of the costs, which is least if all are equal.
-        cuts: Ascending.
     """
 
     largest: int
@@ -63,10 +63,9 @@ class CutChoice(NamedTuple):
 def best_cuts(cost: Cost, crossing: Sequence[int], stages: int, without: Collection[int] = ()) -> CutChoice | None:
     """Return the best ``stages - 1`` cuts, or None if there are too few places.
 
+
     Args:
         crossing: Bytes that cross cut 1, cut 2 and so on, one entry fewer than units.
-        stages: Number of stages, at least one.
-        without: Cuts that are excluded.
     """
     size = len(crossing) + 1
     ends = [0, *(cut for cut in range(1, size) if cut not in without), size]

@@ -15,10 +15,7 @@ _TABLES = ("_modules", "_parameters", "_buffers")
 class InlinedModules:
     """The hooks, wrappers, modules and tensors of a model at the time it was cut.
 
-    Args:
-        paths: Paths of the inlined modules; the modules around them are inlined, too.
-        used: Per stage the paths of the modules, parameters and buffers that it calls or reads.
-        stages: The modules of the stages.
+    The modules around the inlined ``paths`` are inlined, too.
     """
 
     def __init__(

@@ -10,12 +10,9 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 
 
 def prune_tree(module: nn.Module, keep: set[str], path: str = "") -> nn.Module:
-    """Return a copy of the module tree with only the members in ``keep``.
+    """Return a copy of the module tree at ``path`` with only the members whose paths from the top are in ``keep``.
 
-    Args:
-        module: The module at ``path``.
-        keep: Paths of modules, parameters and buffers from the top. These are not copied; the modules above them are.
-        path: Path of the module; ``""`` at the top.
+    These are not copied; the modules above them are.
     """
     prefix = f"{path}." if path else ""
     copied = object.__new__(type(module))

@@ -90,9 +90,8 @@ class _CachedProgram(NamedTuple):
 class Partitioner:
     """Divider of one model at fixed cuts, for inputs of any shape.
 
+
     Args:
-        cuts: Paths of the modules that end a stage.
-        mesh: Device mesh, or None in one process.
         kept: Trace of the model from the search for cuts.
     """
 

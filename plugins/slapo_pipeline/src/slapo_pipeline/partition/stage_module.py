@@ -22,10 +22,9 @@ from .module_tree import prune_tree
 class StageGuard:
     """Inputs, mode and attributes that a stage was traced for.
 
+
     Args:
         received: Name, shape and dtype of the values that it receives, in order.
-        batch: Fingerprint of each argument that it reads from the batch.
-        autocast: Autocast state of the trace.
         device: Device of the tensors; the stage runs on the device of its inputs.
         attributes: Attributes that the forward read from inlined modules.
     """

@@ -136,12 +136,9 @@ def inlined_paths(cuts: Iterable[str]) -> set[str]:
 
 
 def _leaf(cuts: Sequence[str], inlined: Collection[str], parameterless: set[str] | None) -> Callable[[str, nn.Module], bool]:
-    """Return the test for modules that are one node.
+    """Return the test for modules that are one node: neither above a cut nor inlined.
 
-    Args:
-        cuts: Paths of the cuts.
-        inlined: Paths of further modules to inline.
-        parameterless: Receives the paths of inlined modules without parameters; None makes these one node each.
+    ``parameterless`` receives the paths of inlined modules without parameters; with None these are one node each.
     """
     parents = inlined_paths(cuts)
     ends = set(cuts) - parents

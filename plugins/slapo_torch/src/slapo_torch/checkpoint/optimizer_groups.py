@@ -64,12 +64,8 @@ def check_same(own: Groups, saved: Sequence[Groups]) -> None:
 def match_groups(own: Groups, saved: Sequence[Groups], depends_on_group_order: bool) -> tuple[list[dict[str, Any]], int | None]:
     """Return the saved options for this rank's groups, and the saved rank with these groups, or None.
 
-    Call it after ``check_names`` and ``check_same``.
-
-    Args:
-        own: Groups of this rank.
-        saved: Groups of all saved ranks.
-        depends_on_group_order: True with a learning-rate schedule, whose state has one entry per group.
+    Call it after ``check_names`` and ``check_same``. A learning-rate schedule depends on the order of groups, as its state
+    has one entry per group.
 
     Raises:
         BuildError: saved ranks had different options for parameters of one group; or no saved rank had the groups that the

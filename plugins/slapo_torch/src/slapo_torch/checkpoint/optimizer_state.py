@@ -113,10 +113,10 @@ def merge(
 ) -> dict[str, Any] | None:
     """Return the state that is stored once, of the optimizers of all pipeline ranks.
 
+
     Args:
         ranks: ``OptimizerState.own`` and ``OptimizerState.once`` of each pipeline rank.
         owners: The same of other ranks that own whole tensors.
-        everyone: ``digests`` of all ranks.
     """
     found = [(own, once) for own, once in ranks if own is not None]
     if not found:

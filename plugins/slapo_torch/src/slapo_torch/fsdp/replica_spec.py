@@ -31,12 +31,9 @@ class ReplicaSpec(ShardSpec):
 
     @classmethod
     def of(cls, parameter: torch.Tensor, replicas: dist.ProcessGroup, everyone: dist.ProcessGroup | None) -> ReplicaSpec:
-        """Return the spec of this rank's rows of a replica's parameter.
+        """Return the spec of this rank's rows of a replica's parameter, before it is sharded over ``replicas``.
 
-        Args:
-            parameter: The parameter before it is sharded over replicas.
-            replicas: Process group of the data-parallel ranks.
-            everyone: Process group of the data-parallel and tensor-parallel ranks, row-major; None without these.
+        ``everyone`` are the data-parallel and tensor-parallel ranks, row-major; None without the latter.
         """
         inner = shard_spec(parameter)
         rank, size, shape = replicas.rank(), replicas.size(), tuple(parameter.shape)

@@ -48,9 +48,8 @@ class FreedParameter(torch.Tensor):
 class ShardedParameter:
     """One parameter that FSDP2 shards, in the forms that the model holds at different times.
 
+
     Args:
-        holder: Module that holds the parameter for FSDP2.
-        key: Name of the parameter in ``holder``.
         sharded: The rows that FSDP2 keeps between steps.
         local: Plain tensor with facts on the memory of ``sharded``; in the model between steps, and stepped by the optimizer.
         full_attributes: Tensor attributes of the full parameter, of which ``local`` has rows.
@@ -123,10 +122,10 @@ class _ParameterHolder(nn.Module):
 class Unit:
     """Parameters that are gathered together and whose gradients are reduced together.
 
+
     Args:
         path: Path of the unit's module; empty for parameters of no unit or of several units.
         parameters: This rank's parameters, which the model still holds.
-        mesh: Mesh with an axis ``dp``.
         everyone: Process group of data-parallel and tensor-parallel ranks; None without tensor parallelism.
 
     Attributes:

@@ -62,13 +62,7 @@ def _has_no_forward(module: nn.Module) -> bool:
 
 
 def assign_parameters(root: nn.Module, unit_roots: Sequence[str], held: Collection[int]) -> dict[str, list[nn.Parameter]]:
-    """Return the parameters of each unit; under ``""`` those of no unit and those of several units.
-
-    Args:
-        root: The whole model.
-        unit_roots: Path of each unit.
-        held: Ids of the parameters of this rank.
-    """
+    """Return this rank's ``held`` parameters of each unit; under ``""`` those of no unit and those of several units."""
     users: dict[int, set[str]] = defaultdict(set)
     units = {
         paths.join(path, name): path

@@ -31,10 +31,9 @@ def make_runtime(
 ) -> Any:
     """Return torch's runtime of a schedule for this rank's stages; without ``loss_fn`` it runs forwards only.
 
+
     Args:
-        schedule: Name of the schedule, or path of a file.
         runtime: Class name of the runtime; empty for a file.
-        stages: This rank's stages.
         loss_fn: ``loss_fn(output, target)``; the runtime does not scale its losses.
 
     Raises:

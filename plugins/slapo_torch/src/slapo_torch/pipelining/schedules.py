@@ -55,12 +55,7 @@ def kind_of(schedule: str) -> ScheduleKind:
 
 
 def placement(schedule: str, stages: int, ranks: int, microbatches: int) -> tuple[int, ...]:
-    """Return the pipeline rank of each stage.
-
-    Args:
-        schedule: A ``pipeline_schedule``.
-        stages: Number of stages of the model.
-        ranks: Number of ranks along the axis ``pp``.
+    """Return the pipeline rank, along ``pp``, of each stage.
 
     Raises:
         BuildError: the schedule cannot run this number of stages or micro-batches on these ranks.
@@ -95,9 +90,8 @@ def placement(schedule: str, stages: int, ranks: int, microbatches: int) -> tupl
 def schedule_for_batch(name: str, program: Program, microbatches: int, rows: int | None) -> tuple[str, int]:
     """Return the pipeline schedule and the number of micro-batches of a batch; warn if they differ from the usual ones.
 
+
     Args:
-        name: A ``pipeline_schedule``.
-        microbatches: Usual number of micro-batches.
         rows: Number of rows of the batch; None if no tensor has rows.
 
     Raises:

@@ -28,8 +28,6 @@ class EngineStep:
     of all ranks, and reduction of the loss.
 
     Args:
-        args: Positional arguments of ``train_batch`` or ``eval_batch``.
-        training: True to train, False to evaluate.
         is_outdated: True if parameters were unfrozen since the last step; on any rank, after the comparison.
 
     Attributes:

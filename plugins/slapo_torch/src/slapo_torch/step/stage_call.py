@@ -42,13 +42,9 @@ class StageCall(nn.Module):
     def forward(
         self, *received: torch.Tensor, batch: Mapping[str, Any], labels: Any = None, call: StageCall | None = None
     ) -> Any:
-        """Run one micro-batch.
+        """Run one micro-batch, on the stage's ``inputs`` and the batch's arguments that it reads.
 
-        Args:
-            *received: The stage's ``inputs``.
-            batch: Arguments of the model that this stage reads.
-            labels: Labels for ``loss_fn``, in the last stage.
-            call: The stage call of this micro-batch, if it is another one.
+        ``call`` is the stage call of this micro-batch, if it is another one. The last stage reads ``labels``.
         """
         if call is not None and call is not self:
             return call(*received, batch=batch, labels=labels)

@@ -101,10 +101,9 @@ _GROWTH_INTERVAL = 2000
 class TrainingProgress:
     """States of the learning-rate schedule, the loss scale and the number of labels, for checkpoints.
 
+
     Args:
         rate: A learning-rate schedule of torch, its deferred steps, or None.
-        scale: The loss scale, or None.
-        labels: Estimated number of labels of a micro-batch.
         trains: False for an engine that only evaluates; it accepts a checkpoint with other states.
 
     Attributes:

@@ -25,7 +25,6 @@ def check_same_start(
     Compares replicas, what tensor-parallel ranks hold whole, and the stages of a tie.
 
     Args:
-        named: The parameters of this rank's stages, by name.
         replicas: Whether these are compared; some engines give all of them the first one's.
         replica_tensor: Returns the tensor of which each replica holds some rows, or a parameter that replicas hold whole.
 

@@ -17,11 +17,6 @@ def release_others(program: Program, mine: Iterable[nn.Module], cast: Callable[[
 
     They and the buffers get the type that the engine gives to those of this rank's stages, so that plans of the whole model,
     for batches of other shapes, are right.
-
-    Args:
-        program: In several stages.
-        mine: This rank's stages.
-        cast: To the type that the engine gives a tensor.
     """
     kept = {id(tensor) for module in mine for tensor in [*module.parameters(), *module.buffers()]}
     made: dict[int, Any] = {}

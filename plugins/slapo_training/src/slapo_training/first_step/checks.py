@@ -86,8 +86,8 @@ class FirstStep:
     ) -> None:
         """Run the checks if they are due. Collective over the mesh.
 
+
         Args:
-            parts: Arguments of the model for each micro-batch.
             around: Makes the engine's context of a forward.
             labels_differ: True if the engine refuses losses of unknown reduction, since numbers of labels differ.
             accumulates: True if a backward may accumulate gradients in parameters without an effect on the engine.

@@ -106,13 +106,7 @@ def injected_is_no_mean(cut: Partition) -> str:
 
 
 def rows_are_mixed(root: nn.Module, paths: Sequence[str], pair: Pair | None, cut: Partition, has_batch_norm: bool) -> str:
-    """Return the warning for modules that mix rows.
-
-    Args:
-        pair: The losses that differ, or None.
-        cut: Parts that a batch is split into.
-        has_batch_norm: True if some of the modules are BatchNorms.
-    """
+    """Return the warning for modules that mix rows, some of which may be BatchNorms."""
     named = dict(root.named_modules())
     shown = [_shown(path, named) for path in paths[:_MOST_NAMES]]
     more = [f"{len(paths) - _MOST_NAMES} more"] if len(paths) > _MOST_NAMES else []

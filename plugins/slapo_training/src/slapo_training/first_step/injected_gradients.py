@@ -77,11 +77,8 @@ def is_mean_over_rows(
 ) -> bool:
     """Return True if the gradients injected for all rows are the mean of those injected for their parts.
 
-    Args:
-        whole: Probe of the run of all rows.
-        parts: Probes of the runs of the parts.
-        weights: Fraction of the rows in each part.
-        tolerance: Largest relative difference that counts as equal.
+    ``weights`` are the fractions of the rows in each part, ``tolerance`` the largest relative difference that counts as
+    equal.
     """
     for key, one in whole.probes.items():
         others = [each.probes.get(key, torch.zeros_like(one)) for each in parts]

@@ -49,8 +49,8 @@ class Factor(NamedTuple):
 class LossComparison:
     """Comparison of the loss of some rows with those of their parts. Every method is collective over the mesh.
 
+
     Args:
-        state: State at the start of each run.
         plans: Plan of all rows, followed by plans of their parts.
         synced: BatchNorms with statistics of all rows of a batch.
         labels_differ: True if the engine refuses losses of unknown reduction, since numbers of labels differ.
@@ -88,8 +88,8 @@ class LossComparison:
     ) -> Compared:
         """Compare the loss of all rows with the mean of the losses of their parts.
 
+
         Args:
-            known: Earlier runs of these rows, or None.
             norms: BatchNorms that use running statistics in these runs.
             doubted: True if other rows have differed; the tolerance is then smaller, as parts with similar losses differ less.
         """

@@ -20,8 +20,8 @@ from ..model.state_rollback import StateSnapshot
 class Tolerance(NamedTuple):
     """Relative differences that rounding may cause.
 
+
     Args:
-        loss: Tolerance of a loss.
         repeated: Tolerance of a loss after another one has differed.
         values: Tolerance of a tensor's values, relative to its largest.
     """
@@ -80,10 +80,10 @@ def by_running_statistics(modules: Sequence[nn.Module]) -> Iterator[None]:
 class Event(NamedTuple):
     """Input or output tensors of a module.
 
+
     Args:
         inside: Path of the module whose forward called it.
         is_output: True for outputs, False for inputs.
-        tensors: The tensors in order.
     """
 
     path: str
@@ -139,9 +139,6 @@ def first_mixing(
     e.g. a router's balance loss, also mixes rows if the number is not the mean of the parts' numbers.
 
     Args:
-        whole: Events of the run of all rows.
-        parts: Events of the run of each part.
-        rows: Number of rows of the whole and of each part.
         tolerance: Largest relative difference that counts as equal.
         with_loss: Paths of modules that may return the loss beside rows; their numbers are not compared.
     """

@@ -20,10 +20,7 @@ from .row_counts import Marks, distance, row_counts
 class Rows(NamedTuple):
     """Some rows of a batch.
 
-    Args:
-        batch: Arguments of the model.
-        labels: Labels for the loss function; None if the model computes the loss.
-        places: Locates the rows.
+    ``batch`` are the arguments of the model; ``labels`` is None if the model computes the loss; ``places`` locates the rows.
     """
 
     batch: Batch
@@ -121,10 +118,7 @@ def expected_losses(
 ) -> list[float]:
     """Return the possible losses of all parts together, for a mean over rows or over labels.
 
-    Args:
-        parts: Rows of each part.
-        counted: Reduction of each loss; if all are known, the engine weights by them.
-        ignored: Label value that the loss leaves out.
+    ``counted`` are the reductions of the losses; if all are known, the engine weights by them.
     """
     known = [each.labels for each in counted if isinstance(each, LabelMean)]
     if len(known) == len(counted):

@@ -16,12 +16,9 @@ from .stage_runs import Planned, RunCache, RunFailedError, StageRuns, has_loss_o
 
 
 class RowsCheck:
-    """The check of one step's micro-batches. Collective over the mesh.
+    """The check of one step's micro-batches, all of this rank. Collective over the mesh.
 
-    Args:
-        parts: All micro-batches of this rank.
-        labels_differ: See ``LossComparison``.
-        reported: Names in earlier warnings; updated.
+    ``reported`` are names in earlier warnings; it is updated.
     """
 
     def __init__(

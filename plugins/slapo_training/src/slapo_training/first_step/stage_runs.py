@@ -45,10 +45,8 @@ class Planned(NamedTuple):
 class Run(NamedTuple):
     """Results of a run.
 
+
     Args:
-        loss: Loss on ranks with the last stage; None on others.
-        counted: Reduction of the loss if it is a known mean over labels, or None.
-        output: Output of the model on ranks with the last stage, detached.
         rng_fingerprint: Fingerprint of this rank's random state after the run.
         found: True if ``after_stage`` returned True on any rank.
         written: Floating-point buffers that the run modified, see ``written_buffers``.
@@ -65,12 +63,9 @@ class Run(NamedTuple):
 
 
 class RunCache(NamedTuple):
-    """Cached runs of a micro-batch and of its parts.
+    """Cached runs of a micro-batch and of its parts, None for a part that has not run.
 
-    Args:
-        whole: Run of all rows.
-        parts: Run of each part, deterministic if the model samples random numbers; None for a part that has not run.
-        draws: True if the model samples random numbers on any rank.
+    If the model ``draws`` random numbers on any rank, the runs of parts are deterministic.
     """
 
     whole: Run
@@ -81,9 +76,8 @@ class RunCache(NamedTuple):
 class StageRuns:
     """Runs stages in training mode, each on its rank. Every call is collective over the mesh.
 
+
     Args:
-        options: Options of the engine; with ``loss_over`` or ``loss_weights`` backwards start at the outputs.
-        around: Makes the engine's context of a run.
         accumulates: True if a run may accumulate gradients in parameters until its rollback.
         failed: Called with an error on its rank, before any reduction. It returns if the tensor-parallel ranks failed too;
             otherwise they would wait for this rank in a collective. With None, the first run raises its error at once.
@@ -120,12 +114,9 @@ class StageRuns:
     def __call__(
         self, planned: Planned, state: StateSnapshot, after_stage: AfterStage | None = None, fixed: bool = False
     ) -> Run:
-        """Run rows through all stages, with gradients if there is an ``after_stage``.
+        """Run rows through all stages, with gradients if there is an ``after_stage``, which is called after each.
 
-        Args:
-            state: State at the start of the run.
-            after_stage: Called after each stage.
-            fixed: True to run with ``DeterministicRandom``.
+        With ``fixed`` they run under ``DeterministicRandom``.
 
         Raises:
             RunFailedError: on all ranks, if the run failed on one.

@@ -15,11 +15,11 @@ def shard_attributes(
 ) -> dict[str, torch.Tensor]:
     """Shard the tensor attributes of a parameter's shard in place.
 
+
     Args:
         part: The shard, with the attributes of the whole parameter.
         shape: Shape of the whole parameter. A tensor matches if each of its sizes is the same or 1.
         dim: Sharded dimension; tensors of size 1 along it do not change.
-        cut: Returns the shard of a tensor.
 
     Returns:
         The whole tensors by name.

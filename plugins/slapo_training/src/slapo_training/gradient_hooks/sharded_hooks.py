@@ -20,13 +20,8 @@ from .whole_parameter import Place, whole_parameter
 class ShardedHook:
     """User's hook on a shard, called with the whole gradient of each backward. Collective over the ranks of the shards.
 
-    Copies of the parameter have no hooks, as torch does not copy them.
-
-    Args:
-        ref: Reference to the hook.
-        whole: The parameter on which the hook was registered.
-        part: The shard.
-        places: Modules and names under which the model holds the shard.
+    Copies of the parameter have no hooks, as torch does not copy them. ``places`` are the modules and names under which the
+    model holds the shard.
     """
 
     def __init__(self, ref: HookRef, whole: torch.Tensor, part: torch.Tensor, spec: ShardSpec, places: list[Place]) -> None:
@@ -74,13 +69,7 @@ class ShardedPostAccumulateHook(ShardedHook):
 
 
 def move_hooks(part: torch.Tensor, whole: torch.Tensor, spec: ShardSpec, places: list[Place]) -> None:
-    """Wrap the user's hooks of a whole parameter for its shard, in new tables of the shard.
-
-    Args:
-        part: The shard that replaces ``whole``, with its hooks.
-        whole: The whole parameter, whose hooks do not change.
-        places: Modules and names under which the model holds the shard.
-    """
+    """Wrap the user's hooks of a whole parameter, which do not change, for its shard, in new tables of the shard."""
     for name, kind in zip(TABLES, (ShardedHook, ShardedPostAccumulateHook), strict=True):
         table = table_of(whole, name)
         if table:

@@ -59,16 +59,12 @@ class GradientAccess:
 class _HookedParameter:
     """A parameter with hooks, on this rank or on other ranks that have it.
 
+
     Args:
-        name: Name in this rank's stages.
-        names: Names in the unmodified model.
         origin: Returns the parameter of the unmodified model.
-        hooks: Hooks of ``register_hook``.
-        post_hooks: Hooks of ``register_post_accumulate_grad_hook``.
         reads: True if a hook of some rank may need the whole weights.
         is_local: True if the hooks need only each rank's shard.
         differs: True if ranks have different numbers of hooks.
-        places: Modules and names under which the model holds the parameter.
     """
 
     name: str
@@ -97,7 +93,6 @@ class StepHooks:
     or after this, stay with torch, and so do hooks of the schedule.
 
     Args:
-        program: The program that is built.
         module: This rank's stages, before the engine shards them further.
         is_on: False to leave all hooks to torch.
     """

@@ -69,8 +69,8 @@ class CountedLoss:
     ) -> tuple[torch.Tensor, LossReduction]:
         """Return the loss, a tensor without dimensions, and its reduction over labels.
 
+
         Args:
-            model: Function that runs the model and returns its output.
             labels: Labels for the loss function; or a ``MicroBatchLoss``, whose reduction is None.
             index: Index of the stage that ``model`` runs.
             kind: Kind of the call, e.g. the names of its arguments, which may decide whether the loss has a gradient.

@@ -199,9 +199,9 @@ class FirstPass(MicroBatchLoss):
 class SecondPass(MicroBatchLoss):
     """Second pass of a micro-batch, whose backward starts from gradients of the whole batch's loss.
 
+
     Args:
         value: The loss; None on ranks without the last stage.
-        gradients: Gradients of the loss for this micro-batch's output.
         factor: Factor of the gradients, since the engine averages over the micro-batches of all replicas.
     """
 
@@ -220,13 +220,7 @@ class SecondPass(MicroBatchLoss):
 
 
 class SinglePass(MicroBatchLoss):
-    """Only pass of a replica's only micro-batch: gathers outputs, and computes the loss and its gradients.
-
-    Args:
-        loss: Loss of the whole batch.
-        labels: Labels of this rank's micro-batch.
-        rows: Number of rows of the micro-batch.
-    """
+    """Only pass of a replica's only micro-batch: gathers outputs, and computes the loss and its gradients."""
 
     def __init__(self, loss: ReplicaLoss, labels: Any, rows: int | None) -> None:
         self._loss, self._labels, self._rows = loss, labels, rows

@@ -105,12 +105,9 @@ class Piece(NamedTuple):
 def piece_of(
     local: torch.Tensor, spec: ShardSpec | None, shape: Sequence[int] | None = None, rows: tuple[int, int] | None = None
 ) -> Piece:
-    """Return the piece of a local tensor.
+    """Return the piece of a local tensor: of a parameter, a buffer, or per-element optimizer state.
 
-    Args:
-        local: A parameter, a buffer, or per-element optimizer state.
-        shape: Shape of this rank's shard, if ``local`` has only some rows of it.
-        rows: Range of these rows.
+    If ``local`` has only the range ``rows`` of this rank's shard, ``shape`` is that of the shard.
     """
     cut = spec if spec is not None and spec.num_shards > 1 else None
     full_shape = tuple(cut.full_shape if cut is not None else local.shape if shape is None else shape)

@@ -23,9 +23,9 @@ from .whole_tensor_optimizer import WholeTensorOptimizer
 class OptimizerConstruction:
     """Makes one rank's optimizer: ``begin``, ``step_whole``, ``finish`` and ``discard_unstepped``, in this order on all ranks.
 
+
     Args:
         given: A factory, or an optimizer.
-        module: This rank's stages.
         trainable: Parameters for the factory; empty without trainable parameters, or on a rank that has its optimizer.
         is_adopted: True if the given optimizer already has this rank's parameters.
 

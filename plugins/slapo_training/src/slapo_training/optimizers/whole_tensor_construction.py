@@ -44,13 +44,12 @@ Time of a step in place over the time of owners, on two gloo ranks: LAMB 1.52 at
 class ParameterLayout:
     """Layout of the trained parameters on a rank.
 
+
     Args:
         named: This rank's parameters by first original name, in the model's order.
-        piece: Returns the piece of the whole tensor that a parameter is.
         group: Returns the group of ranks that together hold the whole tensor; None if this rank holds it alone.
         dtype: Dtype of the values that the optimizer steps; None for the parameters' dtypes.
         is_flat: True if the engine shards flattened parameters over replicas.
-        blocks: Blocks of fused parameters that are stepped one by one, by name.
         refusal: The reason why the engine cannot step whole tensors, and a remedy; empty if it can.
     """
 
@@ -69,11 +68,7 @@ class ParameterLayout:
     ) -> ParameterLayout:
         """Return the layout of an engine that keeps tensor-parallel shards, or flattens them for its optimizer.
 
-        Args:
-            module: This rank's stages.
-            dtype: Dtype of the values that the optimizer steps.
-            is_flat: True if the engine shards flattened parameters over replicas.
-            refusal: The reason why the engine cannot step whole tensors, and a remedy.
+        The arguments are those of ``ParameterLayout``.
         """
         named = {name: each for name, each in parameters(module).items() if isinstance(each, nn.Parameter)}
 

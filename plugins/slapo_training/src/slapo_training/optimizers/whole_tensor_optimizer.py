@@ -27,7 +27,6 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         stand_ins: Stand-ins of each process group.
         sources: The rank's parameter of each stand-in, by the stand-in's id.
         extend: Makes stand-ins of parameters that are added later.
-        randomness: Makes the context of a step that uses random numbers.
 
     Attributes:
         inner: The inner optimizer.

@@ -30,10 +30,10 @@ OUTPUT_BYTES = 16 * 2**20
 class TrialOutput:
     """Output and end of a trial.
 
+
     Args:
         stdout: The end of its output.
         stderr: The end of its errors.
-        seconds: Duration in seconds.
         exit_code: Exit code of its first process; None if the tuner killed it.
         timed_out: Whether it was killed at the time limit.
     """
@@ -55,11 +55,7 @@ def run_trial(
 ) -> TrialOutput | None:
     """Run a command in a session of its own, and end every process that it started.
 
-    Args:
-        command: Program and arguments.
-        values: Values of the symbols, for the environment.
-        timeout: Seconds after which the trial is killed; None for no limit.
-        interruption: Ends the trial, too.
+    The symbols' values are for its environment; ``timeout`` is in seconds; ``interruption`` ends the trial, too.
 
     Returns:
         The output, or None after an interruption.

@@ -23,11 +23,10 @@ Names = dict[str, tuple[str, ...]]
 class ExportSource:
     """Source of the weights of an export.
 
+
     Args:
         model: The whole scheduled model; tensors of other ranks may be on the meta device.
         trees: All modules that hold its tensors, including stages.
-        own: The module that this rank runs.
-        engine: The engine, or None.
         group: Process group of its ranks if they have no mesh.
     """
 

@@ -24,11 +24,11 @@ _BUNDLE = 1 << 26
 class ExportPlan(NamedTuple):
     """Plan of an export.
 
+
     Args:
         wholes: The model's tensors, by the names of the conversions' sources.
         groups: Conversions of these tensors, in order.
         files: Tensors per file, in files of about the requested size.
-        unmodified: The Transformers' model, or None.
         dtype: Dtype of the first floating-point tensor.
     """
 

@@ -18,9 +18,8 @@ _SHOWN = 8
 class Origin(NamedTuple):
     """Origin of a tensor.
 
+
     Args:
-        key: Name of the piece.
-        names: Names of the tensor in the unmodified model.
         is_added: Whether it is a parameter that a step added without declaring its parts.
         is_known: Whether the unmodified model had it; False for buffers that a step added.
         spans: Parts of the piece that it consists of; None for the whole piece.

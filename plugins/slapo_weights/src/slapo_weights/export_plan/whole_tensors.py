@@ -17,14 +17,7 @@ from .tensor_origins import Origin
 
 
 class PieceDescription(NamedTuple):
-    """A piece without its values.
-
-    Args:
-        full_shape: Shape of the whole tensor.
-        ranges: Ranges that the rank holds, per dimension.
-        dtype: Dtype in which the rank runs it.
-        is_empty: Whether the rank holds no element of it.
-    """
+    """A piece without its values; ``dtype`` is that in which the rank runs it."""
 
     full_shape: tuple[int, ...]
     ranges: tuple[Ranges, ...]
@@ -52,14 +45,7 @@ class SentBox(NamedTuple):
 
 @dataclass(frozen=True)
 class WholeTensor:
-    """A tensor that the first rank assembles.
-
-    Args:
-        key: Name of its pieces.
-        shape: Shape without padded rows.
-        dtype: Dtype in which it is sent.
-        parts: Boxes that cover it.
-    """
+    """A tensor, without padded rows, that the first rank assembles of ``parts``. It is sent in ``dtype``."""
 
     key: str
     shape: tuple[int, ...]
@@ -89,12 +75,7 @@ def description_of(name: str, everyone: Sequence[Mapping[str, PieceDescription]]
 def whole_of(
     name: str, origin: Origin, everyone: Sequence[Mapping[str, PieceDescription]], shape: tuple[int, ...], dtype: torch.dtype
 ) -> WholeTensor:
-    """Choose the boxes that cover a tensor within a shape, each from the first rank that has it.
-
-    Args:
-        everyone: Descriptions of all ranks' pieces.
-        shape: Shape without padded rows.
-        dtype: Dtype in which it is sent.
+    """Choose the boxes that cover a tensor within a shape, without padded rows, each from the first rank that has it.
 
     Raises:
         BuildError: the pieces do not cover the tensor.

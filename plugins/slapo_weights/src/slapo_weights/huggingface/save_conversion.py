@@ -18,13 +18,7 @@ Convert = Callable[[Tensors], Mapping[str, torch.Tensor]]
 
 
 class ConversionGroup(NamedTuple):
-    """Tensors that are converted together.
-
-    Args:
-        sources: Names in the model.
-        targets: The tensors in the files.
-        renamed: Whether the only source becomes the only target unchanged.
-    """
+    """Tensors of the model that are converted together; ``renamed``: the only source becomes the only target unchanged."""
 
     sources: tuple[str, ...]
     targets: tuple[TensorEntry, ...]

@@ -29,14 +29,7 @@ _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class TensorHeader(NamedTuple):
-    """One tensor of a file.
-
-    Args:
-        path: The file.
-        start: Offset of its bytes in the file.
-        dtype: Dtype of its elements.
-        shape: Its shape; elements are in row-major order.
-    """
+    """One tensor of a file, in row-major order from the byte ``start`` on."""
 
     path: Path
     start: int

@@ -22,8 +22,8 @@ _COPIED = 1 << 20
 class Box:
     """A box of a tensor in a file, and its position in the view.
 
+
     Args:
-        name: Name of the tensor in the file.
         starts: Start of the box in that tensor, per dimension of it.
         at: Start of the box in the view, per dimension of the view.
         sizes: Shape of the box in the view.
@@ -91,13 +91,7 @@ class Box:
 
 @dataclass(frozen=True)
 class TensorView:
-    """A lazy tensor of boxes that do not overlap; elements outside all boxes are zero.
-
-    Args:
-        shape: Shape of the tensor.
-        dtype: Dtype in the file.
-        boxes: Its boxes.
-    """
+    """A lazy tensor of boxes that do not overlap; elements outside all boxes are zero."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -18,12 +18,9 @@ from ..whole_tensors.whole_tensor import WholeTensor, local_of, stand_in
 
 
 class DTensorStandIns(StandIns):
-    """DTensor parameters over the memory of the rank's shards. Every rank steps all of them; DTensor reduces their statistics.
+    """DTensor parameters over the memory of the rank's shards.
 
-    Args:
-        wholes: Whole tensors.
-        dims: Dimension along which ranks hold equal shards of each tensor, in rank order.
-        group: Process group of the ranks that hold the shards.
+    Ranks of the group hold equal shards of each tensor along ``dims``, in rank order.
     """
 
     is_in_place = True

@@ -73,10 +73,10 @@ class _Route(NamedTuple):
 class OwnerExchange:
     """Gathers whole tensors to their owners, and scatters them back. Collective over the group.
 
+
     Args:
         wholes: Whole tensors, the same on every rank of the group.
         owner_of: Owner rank of each tensor; None if every rank gets all tensors.
-        group: Process group of the ranks that hold boxes; None if this rank holds all.
 
     Attributes:
         owned: Indices of the tensors that this rank gets whole.
@@ -191,12 +191,10 @@ class OwnerExchange:
         targets: Sequence[Callable[[int], torch.Tensor | None]],
         labels: Container[int] | None = None,
     ) -> None:
-        """Gather whole tensors to their owners. Collective.
+        """Gather whole tensors, all or those of the labels, to their owners. Collective.
 
-        Args:
-            sources: This rank's tensors by place, for each kind of value; zeros are sent for None.
-            targets: Returns the whole tensor of an index to fill, for each kind of value; None to skip it.
-            labels: Labels of the tensors to exchange; None for all.
+        ``sources`` are this rank's tensors by place, for each kind of value; zeros are sent for None. For each kind of value,
+        ``targets`` returns the whole tensor of an index to fill; None to skip it.
         """
 
         def post(route: _Route) -> tuple[_Route, torch.Tensor, dist.Work | None]:
@@ -220,12 +218,9 @@ class OwnerExchange:
     def scatter(
         self, wholes: Callable[[int], torch.Tensor], targets: Sequence[torch.Tensor], labels: Container[int] | None = None
     ) -> None:
-        """Scatter the whole tensors to the boxes of all ranks. Collective.
+        """Scatter the whole tensors, all or those of the labels, to the boxes of all ranks. Collective.
 
-        Args:
-            wholes: Returns the whole tensor of an index that this rank owns.
-            targets: This rank's tensors by place.
-            labels: Labels of the tensors to exchange; None for all.
+        ``wholes`` returns the whole tensor of an index that this rank owns; ``targets`` are this rank's tensors by place.
         """
 
         def post(route: _Route) -> tuple[_Route, torch.Tensor, dist.Work | None]:

@@ -52,9 +52,9 @@ class StandIns(ABC):
     def bind(self, tensors: Tensors, holdings: Sequence[LocalBox], labels: Sequence[int] | None = None) -> None:
         """Set the tensors with this rank's values and gradients. Collective.
 
+
         Args:
             tensors: Returns the rank's tensors, each with its gradient.
-            holdings: Boxes of the whole tensors within these tensors.
             labels: Label of each stand-in; an engine may step the stand-ins of one label at a time.
         """
         self._tensors, self._labels = tensors, labels or [0] * len(self.wholes)
@@ -100,10 +100,7 @@ class StandIns(ABC):
 class OwnerStandIns(StandIns):
     """Whole parameters with memory on their owner rank during a step. Made collectively.
 
-    Args:
-        wholes: Whole tensors.
-        group: Process group of the ranks that hold shards; None if this rank holds all.
-        everywhere: True if every rank steps all tensors, instead of one owner each.
+    Without a group this rank holds all. With ``everywhere`` every rank steps all tensors, instead of one owner each.
     """
 
     def __init__(self, wholes: Sequence[WholeTensor], group: dist.ProcessGroup | None, everywhere: bool) -> None:
