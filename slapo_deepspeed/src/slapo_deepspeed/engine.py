@@ -174,7 +174,6 @@ class DeepSpeedEngine(ExternalEngine):
 
     @property
     def device(self) -> torch.device:
-        """Device of this rank."""
         return torch.device(self.model.device)
 
     def _prepare_save(
@@ -207,7 +206,6 @@ class DeepSpeedEngine(ExternalEngine):
             pass
 
     def averaging_problem(self) -> str:
-        """Return the reason why this engine cannot average its weights, or ''."""
         return why_not(self.model, self.module) or super().averaging_problem()
 
     @contextmanager

@@ -18,7 +18,6 @@ from slapo_core import Boundary, BuildError
 class Layout:
     """Layout of one boundary's values in the carrier, the tensor that is sent.
 
-
     Args:
         stage: Index of the stage that returns the values, for errors.
         device: Device that this rank sends from.

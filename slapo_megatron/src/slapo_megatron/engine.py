@@ -117,7 +117,6 @@ class MegatronEngine(ExternalEngine):
 
     @property
     def device(self) -> torch.device:
-        """Device of this rank."""
         return torch.device("cpu" if self._device_type == "cpu" else torch.cuda.current_device())
 
     def _transformer_config(self, program: Program, chunks: int) -> Any:

@@ -43,7 +43,6 @@ def borders(program: Program, weights: torch.dtype, device: torch.device) -> Bor
 class RunningStage(StageForward):
     """Stage that Megatron calls once for each micro-batch, in order.
 
-
     Args:
         loss_of: Computes the loss in the last stage.
         before: Earlier stages of this rank. A parameter that they share is reported by the first of them only, because Megatron

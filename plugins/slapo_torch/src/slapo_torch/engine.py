@@ -165,7 +165,6 @@ class TorchEngine(AveragedEngine):
         return loss
 
     def eval_batch(self, /, *args: Any, **batch: Any) -> torch.Tensor:
-        """Return the mean loss in evaluation mode, without gradients; see ``Engine.eval_batch``."""
         return self._run_step(EngineStep(args, batch, training=False))[1]
 
     def _prepare_save(
@@ -178,11 +177,9 @@ class TorchEngine(AveragedEngine):
             return load_checkpoint(path, self._checkpoint_state())
 
     def pieces(self) -> dict[str, Piece]:
-        """Return this rank's pieces of the parameters and persistent buffers, each under its first original name."""
         return model_state.pieces(self.module)
 
     def masters(self) -> Iterator[MasterValue]:
-        """Iterate over trained parameters and buffers of this rank; see ``AveragedEngine.masters``."""
         return model_state.master_values(self.module)
 
     def _checkpoint_state(self) -> CheckpointState:

@@ -149,11 +149,9 @@ class RunningStage(VaryingStage):
         return self._record_message_start("RECV_B", bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the operations that send the activations of a micro-batch."""
         return self._record_message_start("SEND_F", fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the operations that send the gradients of a micro-batch."""
         return self._record_message_start("SEND_B", bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
 
     def _record_message_start(self, kind: str, microbatch: int, messages: list[dist.P2POp]) -> list[dist.P2POp]:
@@ -218,7 +216,6 @@ class RunningStage(VaryingStage):
 
 class StagePlan:
     """This rank's stages, prepared for micro-batches of given shapes in one mode.
-
 
     Args:
         replicas: DDP of the stage, with one stage per rank; or None.

@@ -149,7 +149,6 @@ class BatchEngine(AveragedEngine):
 
     @torch.no_grad()
     def eval_batch(self, /, *args: Any, **batch: Any) -> torch.Tensor:
-        """The mean loss in evaluation mode, without gradients; see ``Engine.eval_batch``."""
         self._check_weights()
         cut = self._cut(args, batch, training=False)
 
@@ -297,7 +296,6 @@ class BatchEngine(AveragedEngine):
 
     def _kinds_of(self, losses: list[LossReduction], weights: LabelWeights, number: int) -> list[int]:
         """Return the kinds of labels that the loss may count, see ``LabelWeights``; the same on all ranks. Collective.
-
 
         Raises:
             BuildError: on all ranks: the losses count labels differently.

@@ -93,7 +93,6 @@ class ExternalEngine(BatchEngine):
         self.grad_norm = None if norm is None or holds_copies(self.program) else float(norm)
 
     def averaging_problem(self) -> str:
-        """Return what of this engine cannot be averaged."""
         return "" if self._trains else "an engine without an optimizer"
 
     def close(self) -> None:
@@ -109,7 +108,6 @@ class ExternalEngine(BatchEngine):
             self._release_process()
 
     def abandon(self) -> None:
-        """Let go of an engine whose process group is gone."""
         if not self._is_closed:
             self._is_closed = True
             self._hooks.give_back()

@@ -28,7 +28,6 @@ ErrorStop = Literal["none", "symbol", "all"]
 class Settings:
     """Settings of a tuner.
 
-
     Args:
         program: Program and arguments that start the script, before its own.
         arguments: Arguments of the script, with the names of symbols in the places of their values.

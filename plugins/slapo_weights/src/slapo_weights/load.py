@@ -145,7 +145,6 @@ def fill(root: nn.Module, parts: Iterable[nn.Module], weights: Weights, device: 
 class LoadPlan:
     """Views of the files for each tensor of the model.
 
-
     Args:
         found: Their tensors, by the model's names.
         unmodified: The model before any step; None if it is not a Transformers' model.

@@ -22,7 +22,6 @@ WEIGHT = ""
 class _Wanted(NamedTuple):
     """Elements to find in a file.
 
-
     Args:
         key: Name of an optimizer state, or ``WEIGHT``.
         start: Offset of the elements in this rank's shard.

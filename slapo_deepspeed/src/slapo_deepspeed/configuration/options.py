@@ -34,7 +34,6 @@ class DeepSpeedOptions(EngineOptions):
     config: Mapping[str, Any] | str | PathLike[str] | None = None
 
     def validate(self) -> None:
-        """Raise ``BuildError`` for a value that cannot work."""
         super().validate()
         if self.precision not in DTYPES:
             raise BuildError(f"precision is {self.precision!r}; give one of {', '.join(DTYPES)}")
@@ -99,7 +98,6 @@ class DeepSpeedOptions(EngineOptions):
 
     @property
     def trains(self) -> bool:
-        """True if there is an optimizer, ours or DeepSpeed's."""
         return super().trains or "optimizer" in self.given
 
     @property
@@ -185,7 +183,6 @@ class DeepSpeedOptions(EngineOptions):
         return config
 
     def rank_invariants(self) -> list[str]:
-        """Return the options that have to be the same on all ranks."""
         return [f"DeepSpeed's config {json.dumps(self.settled(), sort_keys=True, default=repr)}", *super().rank_invariants()]
 
     def _one(self, name: str, ours: Number, default: Number, key: str, kind: type[Number]) -> Number:

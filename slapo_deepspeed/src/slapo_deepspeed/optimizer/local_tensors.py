@@ -18,7 +18,6 @@ from ..process_state import _deepspeed_private as private
 class Share(NamedTuple):
     """Elements of a parameter or buffer that this rank holds.
 
-
     Args:
         value: View of the elements: in fp32 if the optimizer keeps them so, and flat if they are a range of a flat tensor.
         start: Offset of the elements in the shard of this pipeline and tensor-parallel rank.

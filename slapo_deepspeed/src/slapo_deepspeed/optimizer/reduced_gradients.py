@@ -40,7 +40,6 @@ class ReducedGradients(GradientAccess):
         return found if found is None or self._scale == 1.0 else found / self._scale
 
     def put(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
-        """Replace the reduced gradient."""
         from deepspeed.utils import safe_set_full_grad
 
         if gradient is None:

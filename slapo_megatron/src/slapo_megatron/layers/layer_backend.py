@@ -32,7 +32,6 @@ _OF_EVERY_MODULE = {*vars(nn.Module()), "forward"}
 def engine_layer(module: nn.Module, kind: str, spec: ShardSpec, *, sums_gradient: bool) -> nn.Module | str:
     """Return Megatron's layer for a sharded one, or the reason why there is none.
 
-
     Args:
         kind: ``"columns"``, ``"rows"``, ``"vocabulary"``, or ``"loss"`` for the module that computes the token losses.
         spec: The shard of its weight; for a loss, the shard of the head's weight.

@@ -39,10 +39,8 @@ class ReducedGradients(GradientAccess):
                 dist.all_gather_into_tensor(gradients, rows[self._replicas.rank()].clone(), group=self._replicas)
 
     def get(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the reduced gradient."""
         return main_grad(parameter) if parameter.requires_grad else None
 
     def put(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
-        """Replace the reduced gradient."""
         assert gradient is not None
         main_grad(parameter).copy_(gradient)

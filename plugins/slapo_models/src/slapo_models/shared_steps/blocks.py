@@ -60,7 +60,6 @@ def checkpointed_blocks(schedule: Schedule, config: Configuration, blocks: Seque
 def stage_end_blocks(schedule: Schedule, config: Configuration, *lists: Sequence[Schedule | None]) -> list[Schedule]:
     """Return the blocks after which ``pipeline_cuts`` ends a stage.
 
-
     Args:
         config: ``pipeline_cuts`` are numbers of blocks where there is one list, and a list of them for each of several.
         *lists: The blocks by number; None where no stage can end.

@@ -22,7 +22,6 @@ from ..tracing.trace_cache import CachedTrace
 class Units:
     """A model as a sequence of units: the nodes from the end of one module to the end of the next.
 
-
     Args:
         whole: Paths of the modules that are one node each; the modules around them are inlined.
         ends: Paths of the modules that end a unit, at any depth; default: all of ``whole`` that run.

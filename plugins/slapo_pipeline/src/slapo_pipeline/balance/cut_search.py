@@ -34,7 +34,6 @@ def given_cuts(
 ) -> tuple[StageTable, CachedTrace]:
     """Return the stages that end after given modules, and the trace they were found in.
 
-
     Args:
         ends: Paths of the modules, in any order.
         microbatches: Micro-batches per batch; default: the number of stages.

@@ -47,7 +47,6 @@ class SharedAmounts:
 class CutChoice(NamedTuple):
     """A choice of cuts. The least tuple is the best: least largest cost, then fewest bytes that cross, then most even costs.
 
-
     Args:
         largest: Cost of the most expensive stage.
         crossing: Bytes that cross all cuts.
@@ -62,7 +61,6 @@ class CutChoice(NamedTuple):
 
 def best_cuts(cost: Cost, crossing: Sequence[int], stages: int, without: Collection[int] = ()) -> CutChoice | None:
     """Return the best ``stages - 1`` cuts, or None if there are too few places.
-
 
     Args:
         crossing: Bytes that cross cut 1, cut 2 and so on, one entry fewer than units.

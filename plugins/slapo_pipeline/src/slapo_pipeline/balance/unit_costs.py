@@ -142,7 +142,6 @@ class _FlopsMeter(_Meter):
     """Meter of FLOPs."""
 
     def watch(self) -> AbstractContextManager[Any]:
-        """Return a FLOP counter."""
         self.counter = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(_ATTENTION_OPERATORS, _attention_flops))
         return self.counter
 
@@ -158,7 +157,6 @@ class _SavedBytesMeter(_Meter):
     """Meter of bytes saved for the backward, without parameters and buffers."""
 
     def watch(self) -> AbstractContextManager[Any]:
-        """Return a context manager that sees the tensors autograd saves."""
         self.kept: list[Any] = []  # keeps the objects alive, so that their ids stay unique
         self.state = {self._key(tensor) for tensor in [*self.units.root.parameters(), *self.units.root.buffers()]}
         return saved_tensors_hooks(self._save, lambda tensor: tensor)

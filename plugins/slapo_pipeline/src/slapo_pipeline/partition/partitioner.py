@@ -90,7 +90,6 @@ class _CachedProgram(NamedTuple):
 class Partitioner:
     """Divider of one model at fixed cuts, for inputs of any shape.
 
-
     Args:
         kept: Trace of the model from the search for cuts.
     """

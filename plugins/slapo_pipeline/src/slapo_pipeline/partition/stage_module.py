@@ -22,7 +22,6 @@ from .module_tree import prune_tree
 class StageGuard:
     """Inputs, mode and attributes that a stage was traced for.
 
-
     Args:
         received: Name, shape and dtype of the values that it receives, in order.
         device: Device of the tensors; the stage runs on the device of its inputs.

@@ -71,7 +71,6 @@ def _stage(program: Program, stage: Stage, ties: Sequence[TieGroup], values: Seq
 class TransmittingStage(nn.Module):
     """A stage that receives values of parameters after its own inputs, and sends values of parameters after its own results.
 
-
     Args:
         received: Numbers of the parameters that it receives, in order.
         used: Number of a received parameter to its names in the stage, which no longer holds it.

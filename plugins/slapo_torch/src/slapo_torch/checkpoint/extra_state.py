@@ -45,7 +45,6 @@ def merge(ranks: Sequence[tuple[Mapping[str, Any], set[str]]]) -> dict[str, Any]
 def state_for_rank(own: Mapping[str, Any], foreign: Collection[str], merged: Mapping[str, Any]) -> dict[str, Any]:
     """Return a rank's extra state on the same layout: its own, or the merged state of modules that other ranks ran.
 
-
     Args:
         foreign: Paths of modules that this rank runs now and other ranks ran before.
     """

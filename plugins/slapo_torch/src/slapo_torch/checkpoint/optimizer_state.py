@@ -113,7 +113,6 @@ def merge(
 ) -> dict[str, Any] | None:
     """Return the state that is stored once, of the optimizers of all pipeline ranks.
 
-
     Args:
         ranks: ``OptimizerState.own`` and ``OptimizerState.once`` of each pipeline rank.
         owners: The same of other ranks that own whole tensors.

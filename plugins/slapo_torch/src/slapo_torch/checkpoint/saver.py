@@ -50,7 +50,6 @@ class TorchSaver(Saver):
     _files: TensorFiles | None = None
 
     def close(self) -> None:
-        """Wait for the last write, and free what background writes need."""
         self._files = None
         super().close()
 

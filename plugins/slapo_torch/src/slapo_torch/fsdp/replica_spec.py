@@ -52,7 +52,6 @@ class ReplicaSpec(ShardSpec):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Number of rows of each rank."""
         return tuple(stop - start for start, stop in map(self.rows, range(self.num_shards)))
 
     def replica_rows(self, rank: int | None = None) -> int:
@@ -69,7 +68,6 @@ class ReplicaSpec(ShardSpec):
         return start, min(start + step, rows)
 
     def ranges(self, rank: int | None = None) -> list[tuple[int, int]]:
-        """Return the ranges of the full tensor along ``dim`` that a rank holds."""
         if self.parts > 1:
             raise BuildError("rows of a tensor-parallel part are no ranges of the full tensor; use local() and assemble()")
         return [self.rows(rank)]
@@ -86,7 +84,6 @@ class ReplicaSpec(ShardSpec):
         return shard if len(kept) == stop - start else shard.index_select(0, kept.to(shard.device))
 
     def local(self, full: torch.Tensor, rank: int | None = None) -> torch.Tensor:
-        """Cut the shard of ``rank`` out of ``full``: a new contiguous tensor."""
         rank = self.rank if rank is None else rank
         if self.parts > 1:
             assert self.inner is not None

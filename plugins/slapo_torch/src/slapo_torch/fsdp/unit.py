@@ -48,7 +48,6 @@ class FreedParameter(torch.Tensor):
 class ShardedParameter:
     """One parameter that FSDP2 shards, in the forms that the model holds at different times.
 
-
     Args:
         sharded: The rows that FSDP2 keeps between steps.
         local: Plain tensor with facts on the memory of ``sharded``; in the model between steps, and stepped by the optimizer.
@@ -121,7 +120,6 @@ class _ParameterHolder(nn.Module):
 
 class Unit:
     """Parameters that are gathered together and whose gradients are reduced together.
-
 
     Args:
         path: Path of the unit's module; empty for parameters of no unit or of several units.

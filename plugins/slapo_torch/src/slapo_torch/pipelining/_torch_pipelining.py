@@ -31,7 +31,6 @@ def make_runtime(
 ) -> Any:
     """Return torch's runtime of a schedule for this rank's stages; without ``loss_fn`` it runs forwards only.
 
-
     Args:
         runtime: Class name of the runtime; empty for a file.
         loss_fn: ``loss_fn(output, target)``; the runtime does not scale its losses.

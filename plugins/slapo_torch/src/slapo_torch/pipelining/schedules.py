@@ -90,7 +90,6 @@ def placement(schedule: str, stages: int, ranks: int, microbatches: int) -> tupl
 def schedule_for_batch(name: str, program: Program, microbatches: int, rows: int | None) -> tuple[str, int]:
     """Return the pipeline schedule and the number of micro-batches of a batch; warn if they differ from the usual ones.
 
-
     Args:
         rows: Number of rows of the batch; None if no tensor has rows.
 

@@ -101,7 +101,6 @@ _GROWTH_INTERVAL = 2000
 class TrainingProgress:
     """States of the learning-rate schedule, the loss scale and the number of labels, for checkpoints.
 
-
     Args:
         rate: A learning-rate schedule of torch, its deferred steps, or None.
         trains: False for an engine that only evaluates; it accepts a checkpoint with other states.

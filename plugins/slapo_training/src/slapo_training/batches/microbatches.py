@@ -21,7 +21,6 @@ from .rows import BatchRows
 def split(batch: Mapping[str, Any], parts: int, several: str | None = None, rows: BatchRows | None = None) -> list[Batch]:
     """Split every tensor of a batch into parts with equally many rows; other values go to each part.
 
-
     Args:
         several: Name of the variadic argument ``*args``, whose value is a tuple.
         rows: Locates the rows; None for dimension 0 of each tensor.

@@ -80,7 +80,6 @@ def without_absent_images(part: dict[str, Any], token: int | None) -> dict[str, 
 class RowDims:
     """Locates the rows in the arguments of one batch, or of a part of one.
 
-
     Args:
         tokens: Token ids of an ``"image"`` and a ``"video"`` in ``input_ids``.
         known: Dimensions of the rows in earlier batches.

@@ -25,7 +25,6 @@ def compare_gradients(
     ``whole`` are the unsharded parameters, the same on every rank; a missing gradient counts as zero. With ``low_precision``
     the rounding errors are those of bf16, whatever the dtype of the parameters.
 
-
     Returns:
         Message for the first gradient that differs, or None; and the names of nonzero gradients. Both are the same on every
         rank of the group. Gradients that are not finite are not reported.

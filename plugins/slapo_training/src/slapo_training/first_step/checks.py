@@ -86,7 +86,6 @@ class FirstStep:
     ) -> None:
         """Run the checks if they are due. Collective over the mesh.
 
-
         Args:
             around: Makes the engine's context of a forward.
             labels_differ: True if the engine refuses losses of unknown reduction, since numbers of labels differ.

@@ -49,7 +49,6 @@ class Factor(NamedTuple):
 class LossComparison:
     """Comparison of the loss of some rows with those of their parts. Every method is collective over the mesh.
 
-
     Args:
         plans: Plan of all rows, followed by plans of their parts.
         synced: BatchNorms with statistics of all rows of a batch.
@@ -87,7 +86,6 @@ class LossComparison:
         doubted: bool = False,
     ) -> Compared:
         """Compare the loss of all rows with the mean of the losses of their parts.
-
 
         Args:
             norms: BatchNorms that use running statistics in these runs.

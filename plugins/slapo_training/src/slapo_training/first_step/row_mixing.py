@@ -20,7 +20,6 @@ from ..model.state_rollback import StateSnapshot
 class Tolerance(NamedTuple):
     """Relative differences that rounding may cause.
 
-
     Args:
         repeated: Tolerance of a loss after another one has differed.
         values: Tolerance of a tensor's values, relative to its largest.
@@ -79,7 +78,6 @@ def by_running_statistics(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 class Event(NamedTuple):
     """Input or output tensors of a module.
-
 
     Args:
         inside: Path of the module whose forward called it.

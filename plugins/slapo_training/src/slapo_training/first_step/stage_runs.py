@@ -45,7 +45,6 @@ class Planned(NamedTuple):
 class Run(NamedTuple):
     """Results of a run.
 
-
     Args:
         rng_fingerprint: Fingerprint of this rank's random state after the run.
         found: True if ``after_stage`` returned True on any rank.
@@ -75,7 +74,6 @@ class RunCache(NamedTuple):
 
 class StageRuns:
     """Runs stages in training mode, each on its rank. Every call is collective over the mesh.
-
 
     Args:
         accumulates: True if a run may accumulate gradients in parameters until its rollback.

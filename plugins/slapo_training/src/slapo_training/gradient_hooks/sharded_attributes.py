@@ -15,7 +15,6 @@ def shard_attributes(
 ) -> dict[str, torch.Tensor]:
     """Shard the tensor attributes of a parameter's shard in place.
 
-
     Args:
         part: The shard, with the attributes of the whole parameter.
         shape: Shape of the whole parameter. A tensor matches if each of its sizes is the same or 1.

@@ -59,7 +59,6 @@ class GradientAccess:
 class _HookedParameter:
     """A parameter with hooks, on this rank or on other ranks that have it.
 
-
     Args:
         origin: Returns the parameter of the unmodified model.
         reads: True if a hook of some rank may need the whole weights.

@@ -69,7 +69,6 @@ class CountedLoss:
     ) -> tuple[torch.Tensor, LossReduction]:
         """Return the loss, a tensor without dimensions, and its reduction over labels.
 
-
         Args:
             labels: Labels for the loss function; or a ``MicroBatchLoss``, whose reduction is None.
             index: Index of the stage that ``model`` runs.

@@ -186,7 +186,6 @@ class FirstPass(MicroBatchLoss):
         self._device = device
 
     def run(self, stage: Callable[[], Any], index: int = 0) -> Any:
-        """Run a stage."""
         self.random[index] = rng_state()
         return stage()
 
@@ -198,7 +197,6 @@ class FirstPass(MicroBatchLoss):
 
 class SecondPass(MicroBatchLoss):
     """Second pass of a micro-batch, whose backward starts from gradients of the whole batch's loss.
-
 
     Args:
         value: The loss; None on ranks without the last stage.
@@ -227,7 +225,6 @@ class SinglePass(MicroBatchLoss):
         self._is_gathered = not loss._is_last
 
     def loss(self, output: Any) -> torch.Tensor:
-        """Return the whole batch's loss; its backward passes each output its gradient."""
         self._is_gathered = True
         value, gradients = self._loss._loss_and_gradients([output], [self._labels], self._rows, training=True)
         return with_gradients(value, tensors_of(output), gradients[0], self._loss._num_parts(1) / self._loss.scale)

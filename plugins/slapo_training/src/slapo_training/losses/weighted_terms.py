@@ -44,7 +44,6 @@ def check_counts(given: Any) -> None:
 class LossTerms:
     """Weights the terms of each micro-batch's loss by their counts.
 
-
     Args:
         loss_fn: Function that returns the terms; None to take them from the model's output.
         output_loss: Finds the loss in the model's output if there is one term.

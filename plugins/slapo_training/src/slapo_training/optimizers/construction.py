@@ -23,7 +23,6 @@ from .whole_tensor_optimizer import WholeTensorOptimizer
 class OptimizerConstruction:
     """Makes one rank's optimizer: ``begin``, ``step_whole``, ``finish`` and ``discard_unstepped``, in this order on all ranks.
 
-
     Args:
         given: A factory, or an optimizer.
         trainable: Parameters for the factory; empty without trainable parameters, or on a rank that has its optimizer.
@@ -93,7 +92,6 @@ def make_on_all_ranks(
     options: CommonOptions, layout: ParameterLayout, mine: nn.Module, fits: Callable[[torch.optim.Optimizer], None]
 ) -> tuple[torch.optim.Optimizer | None, Any]:
     """Return this rank's optimizer and its learning-rate schedule; None for each option that is not set. Collective.
-
 
     Raises:
         BuildError: on every rank, if one fails; a given optimizer is then unchanged on all ranks.

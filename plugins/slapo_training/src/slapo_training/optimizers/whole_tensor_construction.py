@@ -44,7 +44,6 @@ Time of a step in place over the time of owners, on two gloo ranks: LAMB 1.52 at
 class ParameterLayout:
     """Layout of the trained parameters on a rank.
 
-
     Args:
         named: This rank's parameters by first original name, in the model's order.
         group: Returns the group of ranks that together hold the whole tensor; None if this rank holds it alone.

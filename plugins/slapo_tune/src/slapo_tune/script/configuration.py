@@ -25,7 +25,6 @@ CHECKPOINT_RATIOS = (1.0, 0.92, 0.84, 0.67, 0.5, 0.34, 0.25, 0.0)
 class Configuration:
     """The functions of a configuration file.
 
-
     Args:
         get_bs_range: Takes the script's arguments; returns the smallest batch size, the largest, and the step between them.
         update_space: Takes the script's arguments and the space, in which it creates symbols.

@@ -30,7 +30,6 @@ OUTPUT_BYTES = 16 * 2**20
 class TrialOutput:
     """Output and end of a trial.
 
-
     Args:
         stdout: The end of its output.
         stderr: The end of its errors.

@@ -23,7 +23,6 @@ Names = dict[str, tuple[str, ...]]
 class ExportSource:
     """Source of the weights of an export.
 
-
     Args:
         model: The whole scheduled model; tensors of other ranks may be on the meta device.
         trees: All modules that hold its tensors, including stages.

@@ -24,7 +24,6 @@ _BUNDLE = 1 << 26
 class ExportPlan(NamedTuple):
     """Plan of an export.
 
-
     Args:
         wholes: The model's tensors, by the names of the conversions' sources.
         groups: Conversions of these tensors, in order.

@@ -18,7 +18,6 @@ _SHOWN = 8
 class Origin(NamedTuple):
     """Origin of a tensor.
 
-
     Args:
         is_added: Whether it is a parameter that a step added without declaring its parts.
         is_known: Whether the unmodified model had it; False for buffers that a step added.

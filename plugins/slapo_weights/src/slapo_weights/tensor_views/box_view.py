@@ -22,7 +22,6 @@ _COPIED = 1 << 20
 class Box:
     """A box of a tensor in a file, and its position in the view.
 
-
     Args:
         starts: Start of the box in that tensor, per dimension of it.
         at: Start of the box in the view, per dimension of the view.

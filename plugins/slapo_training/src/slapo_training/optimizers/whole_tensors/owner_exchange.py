@@ -73,7 +73,6 @@ class _Route(NamedTuple):
 class OwnerExchange:
     """Gathers whole tensors to their owners, and scatters them back. Collective over the group.
 
-
     Args:
         wholes: Whole tensors, the same on every rank of the group.
         owner_of: Owner rank of each tensor; None if every rank gets all tensors.

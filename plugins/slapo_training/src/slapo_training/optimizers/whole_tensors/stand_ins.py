@@ -52,7 +52,6 @@ class StandIns(ABC):
     def bind(self, tensors: Tensors, holdings: Sequence[LocalBox], labels: Sequence[int] | None = None) -> None:
         """Set the tensors with this rank's values and gradients. Collective.
 
-
         Args:
             tensors: Returns the rank's tensors, each with its gradient.
             labels: Label of each stand-in; an engine may step the stand-ins of one label at a time.

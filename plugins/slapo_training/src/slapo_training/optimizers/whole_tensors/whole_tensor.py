@@ -22,7 +22,6 @@ MADE_OF = "slapo_made_of"
 class WholeTensor(NamedTuple):
     """Tensor that the optimizer of the unmodified model would step.
 
-
     Args:
         source: This rank's parameter with elements of the tensor.
         dtype: Dtype of the values that the optimizer steps.
