@@ -25,7 +25,7 @@ from .gradients.ddp import DDPReplicas
 from .options import Options
 from .pipelining._torch_pipelining import has_split_backward, make_runtime
 from .pipelining.schedules import kind_of
-from .pipelining.split_backward import TensorHookRecorder, can_split
+from .pipelining.split_backward import can_split, tensor_hooks_noted
 from .pipelining.varying_stage import VaryingStage
 from .step.gradient_accumulation import StepResult
 from .step.microbatch_weights import MicroBatchWeight
@@ -80,11 +80,8 @@ class RunningStage(VaryingStage):
         self._select(fwd_chunk_id)
         self._record_arrival("RECV_F", fwd_chunk_id)
         feed, run = self.feed[fwd_chunk_id], super().forward_one_chunk
-        hooks = TensorHookRecorder()
-        with hooks if self.splits else nullcontext():
+        with tensor_hooks_noted(lambda: self._hooked.add(fwd_chunk_id)) if self.splits else nullcontext():
             output = self._run_and_note_error("F", fwd_chunk_id, lambda: run(fwd_chunk_id, (), feed, False))
-        if hooks.found:
-            self._hooked.add(fwd_chunk_id)
         if self.result.failure is not None:
             if self.is_last:
                 note_failure(feed["labels"], self.result.failure)

@@ -110,12 +110,8 @@ def events_of(modules: Sequence[nn.Module]) -> Iterator[list[Event]]:
             stack.pop()
             events.append(Event(paths[module], stack[-1] if stack else "", True, _tensors(output)))
 
-    handles = [register_module_forward_pre_hook(pre_forward), register_module_forward_hook(post_forward)]
-    try:
+    with register_module_forward_pre_hook(pre_forward), register_module_forward_hook(post_forward):
         yield events
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def models_within(roots: Sequence[nn.Module]) -> set[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -106,30 +107,26 @@ def make_on_all_ranks(
         if isinstance(making.rate, ReduceLROnPlateau):
             raise BuildError("lr_scheduler= gave a ReduceLROnPlateau, which is stepped without the loss here; give another")
 
-    before = _GroupSnapshot(options.optimizer) if isinstance(options.optimizer, torch.optim.Optimizer) else None
-    try:
+    given = options.optimizer
+    with _groups_restored_on_error(given) if isinstance(given, torch.optim.Optimizer) else nullcontext():
         run_on_all_ranks(making.begin, layout.program)
         making.step_whole()
         run_on_all_ranks(finish, layout.program)
         making.discard_unstepped()
-    except Exception:
-        if before is not None:
-            before.restore()
-        raise
     return making.optimizer, making.rate
 
 
-class _GroupSnapshot:
-    """Snapshot of the parameter groups of an optimizer and its nested optimizers."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._lists = [(each.param_groups, list(each.param_groups)) for each in optimizers_in(optimizer)]
-        self._groups = [(group, dict(group)) for group in groups_in(optimizer)]
-
-    def restore(self) -> None:
-        """Restore the groups."""
-        for groups, before in self._lists:
+@contextmanager
+def _groups_restored_on_error(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Restore the parameter groups of an optimizer and its nested optimizers after an error."""
+    lists = [(each.param_groups, list(each.param_groups)) for each in optimizers_in(optimizer)]
+    options = [(group, dict(group)) for group in groups_in(optimizer)]
+    try:
+        yield
+    except Exception:
+        for groups, before in lists:
             groups[:] = before
-        for group, options in self._groups:
+        for group, own in options:
             group.clear()
-            group.update(options)
+            group.update(own)
+        raise
