@@ -136,7 +136,6 @@ class DeepSpeedEngine(ExternalEngine):
         self._clipped_norm = private.clip_gradients(self.model, self.module.parameters())
 
     def _step(self, *given: Any) -> None:
-        """Run the user's gradient hooks, then DeepSpeed's step."""
         self._run_hooks()
         self._turns.begin()
         self._take_step(*given)
@@ -297,7 +296,6 @@ class DeepSpeedEngine(ExternalEngine):
         return loss.detach()
 
     def _part(self, index: int, batch: MicroBatches) -> torch.Tensor:
-        """Return the weighted loss of a micro-batch."""
         args, kwargs = call_arguments(self.program.module, batch.parts[index])
         loss, counted = self._loss(lambda: self.model(*args, **kwargs), batch.labels[index])
         self._counted.append(counted)

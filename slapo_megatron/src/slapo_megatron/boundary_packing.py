@@ -57,7 +57,6 @@ class Layout:
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(1, 1, -1)
 
     def unpack(self, carrier: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the values that ``pack`` packed."""
         flat = carrier.view(-1)
         rest = flat.numel() - sum(self._sizes)
         parts = torch.split(flat, [*self._sizes, rest] if rest else self._sizes) if self._sizes else ()

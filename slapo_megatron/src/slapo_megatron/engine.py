@@ -297,7 +297,6 @@ class MegatronEngine(ExternalEngine):
 
 
 def _named(chunks: nn.ModuleList) -> dict[str, nn.Parameter]:
-    """Return the parameters of this rank's stages by name."""
     return {name: parameter for chunk in chunks for name, parameter in chunk.named_parameters()}
 
 

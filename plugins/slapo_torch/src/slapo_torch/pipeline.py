@@ -136,12 +136,10 @@ class RunningStage(VaryingStage):
             self._run_and_note_error("W", bwd_chunk_id, attempt)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the operations that receive the activations of a micro-batch."""
         _renew(self.args_recv_info[fwd_chunk_id])
         return self._record_message_start("RECV_F", fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the operations that receive the gradients of a micro-batch."""
         _renew(self.grad_recv_info.get(bwd_chunk_id, ()))
         return self._record_message_start("RECV_B", bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
 
@@ -248,7 +246,6 @@ class StagePlan:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Modules of the stages of all ranks."""
         return [stage.module for program in self.programs for stage in program.stages]
 
     def run(self, parts: list[Batch], labels: list[Any], weight: MicroBatchWeight) -> StepResult:

@@ -114,5 +114,4 @@ def _binds(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[st
 
 
 def _is_list(parameter: inspect.Parameter) -> bool:
-    """Return True if a parameter is annotated as a sequence."""
     return parameter.annotation is not parameter.empty and _LISTS.search(str(parameter.annotation)) is not None

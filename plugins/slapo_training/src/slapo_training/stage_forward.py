@@ -71,5 +71,4 @@ class StageForward(nn.Module):
 
 
 def numbered(parts: Sequence[Batch], labels: Sequence[Any]) -> Iterator[tuple[int, Batch, Any]]:
-    """Iterate over number, arguments and labels of micro-batches."""
     return iter([*zip(range(len(parts)), parts, labels, strict=True)])

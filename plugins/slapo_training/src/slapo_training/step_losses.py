@@ -159,6 +159,5 @@ class _DeferredErrorLoss(MicroBatchLoss):
             return torch.zeros(())
 
     def check(self) -> None:
-        """Raise the deferred error, if any."""
         if self._error is not None:
             raise self._error

@@ -132,7 +132,6 @@ class Tuner:
         return None if more_time else record
 
     def _run(self, values: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Run a trial and return its record, or None after an interruption."""
         settings = self._settings
         arguments = [substitute(argument, values) for argument in settings.arguments]
         try:

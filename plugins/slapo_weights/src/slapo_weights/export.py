@@ -172,7 +172,6 @@ class _Exporter:
         self._folder.commit(sum(torch.Size(whole.shape).numel() for whole in self._plan.wholes.values()))
 
     def abort(self) -> None:
-        """Remove the staged files."""
         if self._folder is not None:
             self._folder.abort()
 

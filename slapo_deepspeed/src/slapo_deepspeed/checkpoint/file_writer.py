@@ -61,7 +61,6 @@ class Files:
             raise errors[0]
 
     def write(self) -> None:
-        """Write the copied files."""
         for write in self._left:
             write()
 

@@ -54,7 +54,6 @@ class Taken:
 
     @torch.no_grad()
     def put(self) -> None:
-        """Put the data into the engine. Collective."""
         with self._shares.writing():
             for share, numbers in zip(self._shares.held, self._weights, strict=True):
                 share.value.copy_(numbers.view(share.value.shape))

@@ -122,7 +122,6 @@ class Places:
 
 
 def name_of(place: int) -> str:
-    """Return the name of a rank's index file."""
     return f"places-{place}.pt"
 
 

@@ -57,7 +57,6 @@ class Saved:
                 self.parts[name][each["pieces"][name]].found.setdefault(key, []).append(_Found(*found))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the full shapes of all parameters and buffers."""
         return {name: next(iter(parts.values())).full_shape for name, parts in self.parts.items()}
 
     def keys(self, name: str) -> set[str]:

@@ -84,7 +84,6 @@ class Turns:
         optimizer.step = turn
 
     def begin(self) -> None:
-        """Begin a step."""
         self._current = None
 
 

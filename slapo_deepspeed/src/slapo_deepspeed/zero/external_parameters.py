@@ -48,7 +48,6 @@ class ExternalReads:
         self._awaited.discard(training)
 
     def close(self) -> None:
-        """Remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 

@@ -37,7 +37,6 @@ class UsedParameters:
                     self._handles.append(parameter.register_hook(self._noting(index)))  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 

@@ -37,7 +37,6 @@ class Held:
         self._copy = {key: sorted(places[key]).index(own) for key in self.tensors}
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Return the held tensors that are not parameters."""
         return {key: tensor for key, tensor in self.tensors.items() if not isinstance(tensor, nn.Parameter)}
 
     def sharded(self, tensors: dict[str, torch.Tensor], prefix: str = "") -> dict[str, Any]:

@@ -18,7 +18,6 @@ from ..process_state.process_groups import config_of
 
 
 def optimizer_config(options: MegatronOptions) -> Any:
-    """Return Megatron's ``OptimizerConfig``."""
     from megatron.core.optimizer import OptimizerConfig
 
     given = options.section("optimizer")
@@ -31,7 +30,6 @@ def optimizer_config(options: MegatronOptions) -> Any:
 
 
 def megatrons(config: Any, chunks: Sequence[Any], groups: Any) -> Any:
-    """Return Megatron's own optimizer for a configuration."""
     from megatron.core.optimizer import get_megatron_optimizer
 
     made = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False, pg_collection=groups)

@@ -65,7 +65,6 @@ class Units:
         return bisect_left(self.positions, position)
 
     def calls(self) -> list[tuple[int, str]]:
-        """Return unit and path of each call of a module, in order."""
         nodes = enumerate(self.nodes)
         return [(self.unit_of(position), str(node.target)) for position, node in nodes if node.op == "call_module"]
 

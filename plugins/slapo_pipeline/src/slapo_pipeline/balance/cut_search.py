@@ -139,12 +139,10 @@ class _Level:
 
     @property
     def num_places(self) -> int:
-        """Number of cuts to choose from."""
         return len(self.crossing) - len(self.refused) - len(self.wide)
 
     @cached_property
     def costs(self) -> Costs:
-        """Return the costs of the units."""
         return Costs(self.units, self.search.balance, self.search.stages, self.search.microbatches)
 
     def best(self) -> CutChoice:

@@ -66,7 +66,6 @@ class Costs:
 
 
 def _parameter_uses(units: Units) -> list[tuple[int, int, nn.Parameter]]:
-    """Return unit, key and parameter of every use, in order."""
     places = {node: index for index, node in enumerate(units.nodes)}
     tables = {path: module._parameters for path, module in units.root.named_modules(remove_duplicate=False)}
     found: list[tuple[int, int, nn.Parameter]] = []

@@ -57,5 +57,4 @@ def boundary_bytes(program: Program) -> Traffic:
 
 
 def value_bytes(value: Boundary) -> int:
-    """Return the bytes of one value."""
     return math.prod(value.shape) * value.dtype.itemsize

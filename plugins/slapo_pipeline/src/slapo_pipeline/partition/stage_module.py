@@ -120,5 +120,4 @@ def with_strides(received: torch.Tensor, stride: tuple[int, ...]) -> torch.Tenso
 
 
 def batch_argument_names(nodes: Sequence[fx.Node]) -> tuple[str, ...]:
-    """Return the names of the model's arguments among these nodes."""
     return tuple(str(node.target) for node in nodes if node.op == "placeholder")

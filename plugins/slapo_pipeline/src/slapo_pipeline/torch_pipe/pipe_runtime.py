@@ -102,7 +102,6 @@ class BatchForwardingStage(nn.Module):
         self._forwarded_out = () if self._is_last else _forwarded_arguments(program, index + 1, example)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one micro-batch."""
         if self._is_first:
             received: tuple[torch.Tensor, ...] = ()
             batch = self._checked(named_inputs(self.__dict__["_model"], args, kwargs))
@@ -116,11 +115,9 @@ class BatchForwardingStage(nn.Module):
         return tuple(map(sendable, (*result, *self._packed(batch))))
 
     def received_like(self) -> tuple[torch.Tensor, ...]:
-        """Return meta tensors like the values that the stage receives."""
         return (*map(meta_like, self._inputs), *self._forwarded_like(self._forwarded_in))
 
     def sent_like(self) -> tuple[torch.Tensor, ...]:
-        """Return meta tensors like the values that the stage sends or returns."""
         if self._is_last:
             return tuple(map(meta_like, self._results(model_result(self.module))))
         return (*map(meta_like, self._outputs), *self._forwarded_like(self._forwarded_out))

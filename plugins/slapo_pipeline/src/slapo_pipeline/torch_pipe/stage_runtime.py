@@ -99,7 +99,6 @@ class StageRunner(nn.Module):
         self._last, self._output = last, output
 
     def forward(self, *received: torch.Tensor, **batch: Any) -> Any:
-        """Run one micro-batch."""
         result = self.module(*received, **batch)
         if not self._last:
             return tuple(map(sendable, result))

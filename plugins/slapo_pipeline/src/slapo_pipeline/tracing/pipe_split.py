@@ -38,7 +38,6 @@ def mark() -> torch.Tensor:
 
 
 def is_mark(node: fx.Node) -> bool:
-    """Return whether a node is a recorded mark."""
     return node.target is mark
 
 

@@ -65,11 +65,9 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """Process id of the server."""
         return self._process.pid
 
     def is_alive(self) -> bool:
-        """Return True while the server runs."""
         return self._process.poll() is None
 
     def close(self) -> None:
@@ -113,12 +111,10 @@ class ForkedProcess:
         return code
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process if it runs."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Send SIGKILL to the process if it runs."""
         self.send_signal(signal.SIGKILL)
 
 

@@ -63,7 +63,6 @@ def check_same(model: nn.Module, saved: Mapping[str, Any]) -> None:
 
 
 def restore(model: nn.Module, saved: Mapping[str, Any], loading: StateLoading) -> None:
-    """Restore the extra state of each module."""
     for path, module in _modules_with_extra_state(model).items():
         now = module.get_extra_state
         loading.load(f"{path!r}", module.set_extra_state, saved[path], lambda now=now: copy.deepcopy(now()))  # type: ignore[misc]

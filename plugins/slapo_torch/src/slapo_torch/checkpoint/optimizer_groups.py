@@ -106,7 +106,6 @@ def _common_options(names: Sequence[str], by_name: Mapping[str, dict[str, Any]])
 
 
 def _group_indices(groups: Groups) -> dict[str, int]:
-    """Return the index of each parameter's group, by name."""
     return {name: number for number, group in enumerate(groups) for name in group["params"]}
 
 

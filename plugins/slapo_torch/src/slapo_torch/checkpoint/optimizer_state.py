@@ -169,5 +169,4 @@ def _is_scalar(value: Any) -> bool:
 
 
 def class_of(optimizer: torch.optim.Optimizer) -> str:
-    """Return the qualified class name of an optimizer."""
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"

@@ -109,7 +109,6 @@ class FSDPReplicas:
 
     @property
     def members(self) -> list[ShardedParameter]:
-        """All sharded parameters."""
         return [each for unit in self._units for each in unit.members]
 
     # ---- the model's tables

@@ -28,7 +28,6 @@ class FreedParameter(torch.Tensor):
 
     @staticmethod
     def like(parameter: torch.Tensor) -> FreedParameter:
-        """Return a stand-in for a parameter."""
         made: FreedParameter = torch.Tensor._make_wrapper_subclass(
             FreedParameter,
             parameter.shape,
@@ -84,7 +83,6 @@ class ShardedParameter:
                 setattr(self.whole, table, hooks)
 
     def record_use(self) -> None:
-        """Record whether the parameter has a gradient now."""
         self.is_used = self.is_used or (self.whole is not None and self.whole.grad is not None)
 
     def begin(self) -> None:
@@ -165,7 +163,6 @@ class Unit:
 
     @property
     def is_trained(self) -> bool:
-        """True if some parameter is trainable."""
         return any(each.local.requires_grad for each in self.members)
 
     def install(self, form: str) -> None:

@@ -53,7 +53,6 @@ class UnitRuntime:
             self._hooks.append(module.register_forward_hook(behind, with_kwargs=True))
 
     def close(self) -> None:
-        """Remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 

@@ -38,7 +38,6 @@ class VaryingStage(PipelineStage):
             self._metas = [stage_meta(*layout) for layout in layouts]
 
     def _select(self, microbatch: int) -> None:
-        """Make the layout of one micro-batch the current one."""
         if self._metas:
             self._stage_meta = self._metas[microbatch]
             self._setup_forward_send_info()
@@ -62,12 +61,10 @@ class VaryingStage(PipelineStage):
         return prepared
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the operations that send the activations of a micro-batch."""
         self._select(fwd_chunk_id)
         return super().get_fwd_send_ops(fwd_chunk_id)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the operations that send the gradients of a micro-batch."""
         self._select(bwd_chunk_id)
         return super().get_bwd_send_ops(bwd_chunk_id)
 

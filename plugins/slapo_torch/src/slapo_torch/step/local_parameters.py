@@ -134,7 +134,6 @@ class LocalParameters:
 
 
 def device_of(program: Program) -> torch.device:
-    """Return the device that a program runs on, on this rank."""
     first = next(program.module.parameters(), None)
     kind = first.device.type if first is not None else "cpu"
     if program.mesh is not None:

@@ -29,7 +29,6 @@ class LabelCount:
         return self.value
 
     def restore(self, state: float) -> None:
-        """Go on from ``state``."""
         self.value = state
 
 

@@ -37,7 +37,6 @@ class DeferredLRSteps:
         self._losses: list[float] = []
 
     def add(self, loss: float) -> None:
-        """Record a step."""
         self._losses.append(loss)
 
     def catch_up(self, schedule: Any) -> None:
@@ -49,11 +48,9 @@ class DeferredLRSteps:
         self._losses.clear()
 
     def state(self) -> list[float]:
-        """Return the state for a checkpoint."""
         return list(self._losses)
 
     def restore(self, state: list[float]) -> None:
-        """Restore a saved state."""
         self._losses = list(state)
 
 
@@ -86,11 +83,9 @@ class LossScale:
         return bool(found.item())
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
         return {"value": self.value, "good": self._good}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state."""
         self.value, self._good = state["value"], state["good"]
 
 

@@ -135,6 +135,5 @@ def copy_to_cpu(tensor: torch.Tensor, key: Hashable, buffers: Buffers) -> torch.
 
 
 def drop_other_buffers(keys: Collection[Hashable], buffers: Buffers) -> None:
-    """Free the buffers of other keys than these."""
     for key in set(buffers).difference(keys):
         del buffers[key]

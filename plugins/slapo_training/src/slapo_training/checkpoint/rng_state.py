@@ -58,7 +58,6 @@ def _numpy_random() -> Any:
 
 
 def digest_of(saved: Mapping[str, Any]) -> int:
-    """Return a number computed from the result of ``collect``."""
     return int.from_bytes(hashlib.sha256(bytes(saved["devices"]["cpu"].tolist())).digest()[:7], "little")
 
 

@@ -38,12 +38,10 @@ class AverageList:
         self.is_applied = False
 
     def update(self) -> None:
-        """Update the averages after a step."""
         for each in self.items:
             each.update()
 
     def include(self) -> None:
-        """Include parameters that have become trainable."""
         for each in self.items:
             each.include()
 

@@ -91,7 +91,6 @@ class AveragedEngine(Engine):
         """Raise ``BuildError`` if the engine's weights cannot be saved."""
 
     def _calling(self) -> AbstractContextManager[object]:
-        """Return a context for saves and loads."""
         return nullcontext()
 
     @abstractmethod

@@ -132,7 +132,6 @@ class WeightAverage:
         return state
 
     def facts(self) -> dict[str, Any]:
-        """Return the facts for a checkpoint's manifest."""
         return {"decay": self.decay, "num_updates": self.num_updates, "use_buffers": self._use_buffers}
 
     def saved(self, number: int) -> Iterator[tuple[str, MasterValue, torch.Tensor]]:

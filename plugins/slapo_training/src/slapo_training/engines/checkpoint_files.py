@@ -165,7 +165,6 @@ def check_shapes(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
 
 
 def layout_of(program: Program) -> dict[str, int]:
-    """Return the number of ranks along each axis."""
     return {axis: program.axis_size(axis) for axis in ("pp", "dp", "tp")}
 
 

@@ -50,7 +50,6 @@ def warn_or_refuse(text: str, program: Program, is_strict: bool) -> None:
 
 
 def is_first_rank(program: Program) -> bool:
-    """Return True if this rank is the first along every axis."""
     return not any(program.axis_rank(axis) for axis in ("pp", "dp", "tp"))
 
 

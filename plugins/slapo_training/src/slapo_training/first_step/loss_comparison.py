@@ -76,7 +76,6 @@ class LossComparison:
 
     @property
     def rows(self) -> int:
-        """Number of all rows."""
         return self._plans[0].rows.number
 
     def compare(

@@ -165,7 +165,6 @@ def _numbers_are_means(whole: Event, parts: Sequence[Event | None], rows: Sequen
 
 
 def _by_call(events: Sequence[Event]) -> dict[tuple[str, bool, int], Event]:
-    """Return events by path, kind, and number of the call."""
     found: dict[tuple[str, bool, int], Event] = {}
     calls: Counter[tuple[str, bool]] = Counter()
     for event in events:

@@ -47,7 +47,6 @@ class Rows(NamedTuple):
 
 
 def join_rows(parts: Sequence[Rows]) -> Rows:
-    """Join the rows of several parts."""
     return parts[0].of(parts[0].places.join([part.given() for part in parts]))
 
 

@@ -138,12 +138,10 @@ class StageRuns:
         return Run(one.loss, one.counted, output, state.rng_fingerprint(), found, written, one.rounding)
 
     def own_modules(self, planned: Planned) -> list[nn.Module]:
-        """Return the modules of this rank's stages."""
         own = self._program.axis_rank("pp")
         return [stage.module for stage in planned.program.stages if self._program.rank_of(stage.index) == own]
 
     def any_rank(self, flag: bool) -> bool:
-        """Return True if a flag is set on any rank."""
         found = torch.tensor([int(flag)], device=self.device)
         return bool(all_reduce(found, self._program.mesh, dist.ReduceOp.MAX).item())
 
@@ -199,7 +197,6 @@ class _StageRun:
         self.found = False
 
     def stage(self, stage: Stage, values: Tensors) -> Tensors:
-        """Run one stage and return its outputs."""
         training = torch.is_grad_enabled()
         values = tuple(
             value.detach().requires_grad_(boundary.requires_grad and training)
@@ -241,7 +238,6 @@ class StageCall(nn.Module):
         self.module, self._call = module, call
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensors:
-        """Run the stage."""
         return self._call(self.module, args, kwargs)
 
 

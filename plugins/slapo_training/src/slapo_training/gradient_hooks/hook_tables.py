@@ -28,7 +28,6 @@ class HookRef(NamedTuple):
 
 
 def table_of(parameter: torch.Tensor, name: str) -> Table:
-    """Return one of a parameter's tables, or an empty one."""
     return getattr(parameter, name, None) or {}
 
 

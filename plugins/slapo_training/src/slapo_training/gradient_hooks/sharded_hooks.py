@@ -33,7 +33,6 @@ class ShardedHook:
         return whole_parameter(part, self._spec, self.origin, places, in_place=False)
 
     def __call__(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Run as a hook of ``register_hook``."""
         hook, part = self.ref.hook, self._part()
         if hook is None or gradient is None:
             return None
@@ -50,7 +49,6 @@ class ShardedPostAccumulateHook(ShardedHook):
     """User's post-accumulate hook on a shard."""
 
     def __call__(self, part: torch.Tensor | None) -> None:
-        """Run as a hook of ``register_post_accumulate_grad_hook``."""
         hook = self.ref.hook
         if hook is None or part is None or part.grad is None:
             return

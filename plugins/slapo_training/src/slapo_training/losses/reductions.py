@@ -64,7 +64,6 @@ def terms_of(reduction: LossReduction) -> tuple[LabelMean, ...]:
 
 
 def is_label_mean(mean: LossReduction) -> bool:
-    """Return True if a loss is a plain mean over labels."""
     return isinstance(mean, LabelMean)
 
 
@@ -80,7 +79,6 @@ class ReductionTracker(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the function."""
         kwargs = kwargs or {}
         if in_function_transform():  # values under vmap cannot be read
             return func(*args, **kwargs)

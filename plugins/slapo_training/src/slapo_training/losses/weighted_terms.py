@@ -109,7 +109,6 @@ class LossTerms:
         return training in self._checked
 
     def record(self, name: str, count: float, labels: int) -> None:
-        """Record the count of a term and the number of labels of its mean."""
         self._recorded.append((name, count, labels))
 
     def end(self, training: bool) -> None:

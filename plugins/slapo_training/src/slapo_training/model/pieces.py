@@ -23,11 +23,9 @@ class Chunk(NamedTuple):
     sizes: tuple[int, ...]
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the box as a view of the local tensor."""
         return box_of(local, self.local, self.sizes)
 
     def of_whole(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the box as a view of the whole tensor."""
         return box_of(whole, self.offset, self.sizes)
 
 

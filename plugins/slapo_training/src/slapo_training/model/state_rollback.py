@@ -34,7 +34,6 @@ class _Buffers:
         self.values = [(each, each.detach().clone()) for each in buffers.values()]
 
     def restore(self) -> None:
-        """Restore the buffers."""
         with torch.no_grad():
             for table, entries in self._tables:
                 table.clear()

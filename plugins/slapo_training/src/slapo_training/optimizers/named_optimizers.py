@@ -57,7 +57,6 @@ class NamedOptimizer(NamedTuple):
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned."""
         if {"state", "param_groups"} <= self.optimizer.state_dict().keys():
             self.optimizer.load_state_dict(state)
         else:

@@ -42,7 +42,6 @@ def facts_of(optimizer: Any, rate: Any) -> dict[str, Any]:
 
 
 def file_of(place: int) -> str:
-    """Return the name of the file of a rank."""
     return f"whole-{place}.pt"
 
 
@@ -62,7 +61,6 @@ def packed(optimizer: Any, parameters: Tensors) -> bytes | None:
 
 
 def read(folder: Path, places: int) -> list[dict[str, Any]]:
-    """Read the files of all ranks."""
     return [torch.load(folder / file_of(place), map_location="cpu", weights_only=True) for place in range(places)]
 
 

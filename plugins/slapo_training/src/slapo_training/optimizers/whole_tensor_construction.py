@@ -103,7 +103,6 @@ class ParameterLayout:
         return replace(self, blocks=blocks_of(given, shapes))
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """Return the trainable parameters by name."""
         return {name: parameter for name, parameter in self.named.items() if parameter.requires_grad}
 
     @property
@@ -242,7 +241,6 @@ class WholeTensorConstruction:
                 each.release()
 
     def discard_unstepped(self, optimizer: WholeTensorOptimizer) -> None:
-        """Discard whole tensors that the optimizer does not step. Collective."""
         known = {id(parameter) for parameter in referenced_parameters(optimizer.inner)}
         for each in self._stand_ins:
             if each.drop_unused(known) and each.wholes:

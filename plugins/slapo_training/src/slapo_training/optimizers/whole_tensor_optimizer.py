@@ -145,7 +145,6 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         return super().state_dict() if self._is_hidden else self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of ``state_dict``."""
         if self._is_hidden:
             numbers = [id(group) for group in self._options.outer]
             kept = [numbers.index(id(group)) for group in self.param_groups]
@@ -158,7 +157,6 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         self._options.take_inner()
 
     def take_options(self) -> None:
-        """Copy the options of ``inner``'s groups to the groups."""
         self._options.take_inner()
 
     def _local_groups(self) -> list[dict[str, Any]]:

@@ -233,7 +233,6 @@ class CommonOptions:
 
 
 def is_lr_scheduler(value: Any) -> bool:
-    """Return True if a value is a learning-rate schedule."""
     return isinstance(value, (LRScheduler, ReduceLROnPlateau))
 
 

@@ -31,7 +31,6 @@ class Origin(NamedTuple):
     spans: tuple[Span, ...] | None = None
 
     def chunks(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
-        """Convert boxes of the piece to boxes of the tensor."""
         return chunks_of(chunks, self.spans)
 
     def shape(self, full_shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -26,11 +26,9 @@ class PieceDescription(NamedTuple):
 
     @classmethod
     def of(cls, piece: Piece, dtype: torch.dtype) -> PieceDescription:
-        """Describe a piece that runs in this dtype."""
         return cls(tuple(piece.full_shape), piece.ranges, dtype, piece.tensor.numel() == 0)
 
     def chunks(self) -> Iterator[Chunk]:
-        """Yield the boxes of the piece."""
         sizes = [sum(stop - start for start, stop in ranges) for ranges in self.ranges]
         shape = [0] if self.is_empty else sizes
         yield from Piece(torch.empty(shape, device="meta"), self.full_shape, self.ranges).chunks()
@@ -106,7 +104,6 @@ def whole_of(
 
 
 def _kept(chunks: Iterable[Chunk], shape: tuple[int, ...]) -> Iterator[Chunk]:
-    """Clip the boxes to the shape."""
     for chunk in chunks:
         sizes = [min(start + size, end) - start for start, size, end in zip(chunk.offset, chunk.sizes, shape, strict=True)]
         if all(size > 0 for size in sizes):

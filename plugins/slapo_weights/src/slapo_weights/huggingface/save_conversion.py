@@ -93,7 +93,6 @@ class _SourceTracker(TorchFunctionMode):
         }
 
     def sources(self, tensor: torch.Tensor) -> frozenset[str]:
-        """Return the names of the source tensors."""
         return self._known[id(tensor)][1] if id(tensor) in self._known else frozenset()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

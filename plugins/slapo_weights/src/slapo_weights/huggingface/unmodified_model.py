@@ -56,7 +56,6 @@ class UnmodifiedModel:
         return cls(root, kind) if issubclass(kind, module.PreTrainedModel) else None
 
     def shapes(self) -> Shapes:
-        """Return the shapes of all tensors in ``state_dict``."""
         return {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
 
     def vocabulary(self) -> set[str]:
@@ -82,7 +81,6 @@ class UnmodifiedModel:
         return kept
 
     def groups(self, tensors: Mapping[str, torch.Tensor]) -> list[ConversionGroup]:
-        """Return the conversion groups of its tensors, given on the meta device."""
         return conversion_groups(tensors, self.convert)
 
     def convert(self, tensors: Tensors) -> Tensors:

@@ -66,7 +66,6 @@ class ModelFolder:
         return [name.replace("model-", f"model-{number}-", 1) for name in names] if taken else names
 
     def file_of(self, name: str) -> SafetensorsFile:
-        """Return the file of a tensor."""
         return self._files[self._where[name]]
 
     def commit(self, parameters: int) -> None:
@@ -116,14 +115,12 @@ class ModelFolder:
             raise
 
     def abort(self) -> None:
-        """Remove the staged files."""
         for file in self._files.values():
             file.abort()
         shutil.rmtree(self.staging, ignore_errors=True)
 
 
 def check_folder(path: str | PathLike[str]) -> None:
-    """Raise ``BuildError`` if the path is a file."""
     if os.path.exists(path) and not os.path.isdir(path):
         raise BuildError(f"export_weights: {fspath(path)!r} is a file; give a folder")
 

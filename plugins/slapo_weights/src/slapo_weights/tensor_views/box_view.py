@@ -105,7 +105,6 @@ class TensorView:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the tensors in the files."""
         return tuple(dict.fromkeys(box.name for box in self.boxes))
 
     def narrow(self, dim: int, start: int, stop: int) -> TensorView:
@@ -118,7 +117,6 @@ class TensorView:
         return concatenated([self.narrow(dim, start, stop) for start, stop in ranges], dim)
 
     def transposed(self, first: int, second: int) -> TensorView:
-        """Return the view with two dimensions swapped."""
         order = list(range(len(self.shape)))
         order[first], order[second] = order[second], order[first]
         return self._ordered(order)
@@ -169,7 +167,6 @@ class TensorView:
         return view
 
     def _merged(self, dim: int) -> TensorView:
-        """Merge a dimension with the next."""
         inner = self.shape[dim + 1]
         if inner == 1:
             return self.squeezed(dim + 1)

@@ -30,17 +30,14 @@ class UnreadTensor:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the tensor."""
         return torch.Size(self.source.shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype in the file."""
         return self.source.dtype
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions."""
         return len(self.source.shape)
 
     def reshape(self, *shape: Any) -> UnreadTensor:
@@ -50,11 +47,9 @@ class UnreadTensor:
     view = reshape
 
     def transpose(self, dim0: int, dim1: int) -> UnreadTensor:
-        """Return the tensor with two dimensions swapped."""
         return _transpose(self, dim0, dim1)
 
     def size(self, dim: int) -> int:
-        """Return the size along a dimension."""
         return self.source.shape[dim]
 
     def contiguous(self) -> UnreadTensor:

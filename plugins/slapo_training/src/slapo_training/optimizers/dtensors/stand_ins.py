@@ -90,7 +90,6 @@ class DTensorStandIns(StandIns):
 
 
 def mesh_over(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
-    """Return a one-dimensional mesh over a process group."""
     # DTensor caches by ranks and axis names; a cached mesh of the same name may have a destroyed group
     return DeviceMesh.from_group(group, device.type, mesh_dim_names=(f"shards_{group.group_name}",))
 
