@@ -151,7 +151,9 @@ class DeepSpeedEngine(ExternalEngine):
 
     def _fit(self, optimizer: torch.optim.Optimizer) -> None:
         """Drop groups without a parameter on this rank, as DeepSpeed does, but before a schedule counts the groups."""
-        if self._wants_its_own(optimizer):
+        compiled = tuple(private.optimizer_class(kind, is_offloaded=True) for kind in ("adam", "lion"))
+        forced = self._config.get("zero_force_ds_cpu_optimizer", True)
+        if forced and is_offloaded(self._config) and not isinstance(optimizer, compiled):
             raise BuildError(
                 f"offload_optimizer steps DeepSpeed's own optimizers, and optimizer= gave {type(optimizer).__name__}; give the "
                 "optimizer in the config, or set zero_force_ds_cpu_optimizer to false there"
@@ -165,11 +167,6 @@ class DeepSpeedEngine(ExternalEngine):
                 "give a factory, lambda optimizer: ..."
             )
         optimizer.param_groups[:] = held
-
-    def _wants_its_own(self, optimizer: torch.optim.Optimizer) -> bool:
-        compiled = tuple(private.optimizer_class(kind, is_offloaded=True) for kind in ("adam", "lion"))
-        forced = self._config.get("zero_force_ds_cpu_optimizer", True)
-        return bool(forced) and is_offloaded(self._config) and not isinstance(optimizer, compiled)
 
     @property
     def device(self) -> torch.device:

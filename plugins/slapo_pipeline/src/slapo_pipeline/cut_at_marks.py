@@ -15,7 +15,7 @@ from .cut_pipeline_stage import refuse_inside_opaque
 from .tracing.batch_arguments import named_batch, unshared_tensors
 from .tracing.cuts import CUT_AT_MARKS
 from .tracing.flat_trace import trace_flat
-from .tracing.pipe_split import MarkRecorder
+from .tracing.pipe_split import marks_recorded
 from .tracing.root_hooks import is_indivisible, without_root_hooks
 
 
@@ -72,9 +72,9 @@ class CutAtMarksPrimitive(Primitive):
 
 def marks_of_model(root: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
     """Return per mark the path of the module whose forward has it, in the order in which the model reaches them."""
-    with MarkRecorder(root) as marks, without_root_hooks(root):
+    with marks_recorded(root) as marks, without_root_hooks(root):
         trace_flat(root, unshared_tensors(inputs), [])
-    return marks.found
+    return marks
 
 
 def _marks_below(schedule: Schedule) -> list[tuple[str, int]]:

@@ -38,6 +38,7 @@ from .checkpoint import model_state
 from .checkpoint.loader import load_checkpoint
 from .checkpoint.saver import CheckpointState, TorchSaver
 from .gradients.ddp import DDPReplicas, check_dense
+from .gradients.reduction import average_gradients
 from .options import Options
 from .pipelining.schedules import kind_of, schedule_for_batch
 from .step.engine_step import EngineStep, Runner
@@ -392,7 +393,8 @@ class TorchEngine(AveragedEngine):
         if self._replicas is not None and step.has_unused:
             self._replicas.clear_unused_gradients()
         if self._averages_after_backward:
-            self._parameters.average_over_replicas()
+            assert self._mesh is not None
+            average_gradients(self._parameters.trainable, self._mesh["dp"].get_group())
         if step.gradient_factor != 1.0:
             self._parameters.scale(step.gradient_factor)
         self._parameters.reduce_ties()

@@ -97,7 +97,9 @@ class _Exporter:
 
     def __init__(self, plan: ExportPlan, path: Path, ranks: Ranks, global_ranks: list[int], own: dict[str, Piece]) -> None:
         self._plan, self._path, self._ranks, self._global_ranks, self._own = plan, path, ranks, global_ranks, own
-        self._device = _send_device() if ranks.size > 1 else torch.device("cpu")
+        backend = str(dist.get_backend_config()) if ranks.size > 1 else "gloo"  # of the default group, which sends
+        is_cpu = "cpu:" in backend or backend == "gloo"
+        self._device = torch.device("cpu") if is_cpu else torch.device("cuda", torch.cuda.current_device())
         self._folder: ModelFolder | None = None
         self._send_buffers: list[torch.Tensor] = []
         self._made: Tensors = {}
@@ -179,9 +181,3 @@ class _Exporter:
         for group in bundle:
             for name in group.sources:
                 yield name, self._plan.wholes[name]
-
-
-def _send_device() -> torch.device:
-    """Return the device from which the default process group can send."""
-    backend = str(dist.get_backend_config())
-    return torch.device("cpu") if "cpu:" in backend or backend == "gloo" else torch.device("cuda", torch.cuda.current_device())

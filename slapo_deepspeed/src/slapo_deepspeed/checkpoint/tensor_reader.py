@@ -157,13 +157,6 @@ def _common(source: Piece, wanted: Piece) -> Iterator[tuple[Chunk, Chunk]]:
     """Yield the boxes that both pieces contain, as a chunk of each."""
     for one in source.chunks():
         for other in wanted.chunks():
-            lows = [max(each) for each in zip(one.offset, other.offset, strict=True)]
-            ends = zip(one.offset, one.sizes, other.offset, other.sizes, strict=True)
-            sizes = [min(a + size, b + own) - low for (a, size, b, own), low in zip(ends, lows, strict=True)]
-            if all(size > 0 for size in sizes):
-                yield _box(one, lows, sizes), _box(other, lows, sizes)
-
-
-def _box(chunk: Chunk, offset: list[int], sizes: list[int]) -> Chunk:
-    local = (at + low - start for at, low, start in zip(chunk.local, offset, chunk.offset, strict=True))
-    return Chunk(tuple(local), tuple(offset), tuple(sizes))
+            first, second = one.inside(other.offset, other.sizes), other.inside(one.offset, one.sizes)
+            if first is not None and second is not None:
+                yield first, second

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from operator import sub
 from typing import Any
 
 import torch
@@ -117,19 +118,8 @@ def _holdings(number: int, whole: WholeTensor, place: int, own: FlatRange) -> It
     at = own.at
     for begin, sizes in boxes(shape, own.first, own.last):
         for chunk in chunks:
-            if (part := _inside(chunk, begin, sizes)) is not None:
-                yield LocalBox(number, place, part, (at, sizes))
+            # the box is one of the local tensor
+            if (part := Chunk(chunk.offset, chunk.local, chunk.sizes).inside(begin, sizes)) is not None:
+                local = tuple(map(sub, part.offset, begin))
+                yield LocalBox(number, place, Chunk(local, part.local, part.sizes), (at, sizes))
         at += torch.Size(sizes).numel()
-
-
-def _inside(chunk: Chunk, begin: Sequence[int], sizes: Sequence[int]) -> Chunk | None:
-    """Return the intersection of a chunk with a box, in the box's coordinates; None if it is empty."""
-    local, offset, found = [], [], []
-    for start, where, size, low, length in zip(chunk.local, chunk.offset, chunk.sizes, begin, sizes, strict=True):
-        first, last = max(start, low), min(start + size, low + length)
-        if first >= last:
-            return None
-        local.append(first - low)
-        offset.append(where + first - start)
-        found.append(last - first)
-    return Chunk(tuple(local), tuple(offset), tuple(found))

@@ -12,7 +12,7 @@ from slapo_training.distributed import clip_grad_norm_, compare_gradients
 from slapo_training.engines import check_same_start
 
 from ..fsdp.replica_spec import replica_tensor, without_replica_sharding
-from ..gradients.reduction import average_gradients, group_by_ranks, sum_gradients
+from ..gradients.reduction import group_by_ranks, sum_gradients
 
 
 class LocalParameters:
@@ -68,11 +68,6 @@ class LocalParameters:
         if self._shared:
             assert self._program.mesh is not None
             sum_gradients(self._shared, self._program.mesh["pp"].get_group())
-
-    def average_over_replicas(self) -> None:
-        """Average gradients over the replicas. Collective."""
-        assert self._program.mesh is not None
-        average_gradients(self.trainable, self._program.mesh["dp"].get_group())
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients by ``factor``; gradients are dense."""

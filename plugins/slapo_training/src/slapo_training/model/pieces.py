@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, product
+from operator import add, sub
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,14 @@ class Chunk(NamedTuple):
 
     def of_whole(self, whole: torch.Tensor) -> torch.Tensor:
         return box_of(whole, self.offset, self.sizes)
+
+    def inside(self, offset: Sequence[int], sizes: Sequence[int]) -> Chunk | None:
+        """Return the part in a box of the whole tensor; None if there is none."""
+        starts = tuple(map(max, self.offset, offset))
+        ends = map(min, map(add, self.offset, self.sizes), map(add, offset, sizes))
+        kept = tuple(map(sub, ends, starts))
+        local = tuple(at + low - start for at, low, start in zip(self.local, starts, self.offset, strict=True))
+        return Chunk(local, starts, kept) if all(size > 0 for size in kept) else None
 
 
 class Span(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import NamedTuple
@@ -79,7 +79,11 @@ def whole_of(
         BuildError: the pieces do not cover the tensor.
     """
     held = [(place, own[origin.key].chunks()) for place, own in enumerate(everyone) if origin.key in own]
-    pieces = [(place, [*_kept(origin.chunks(chunks), shape)]) for place, chunks in held]
+    zeros = (0,) * len(shape)
+    pieces = [
+        (place, [part for chunk in origin.chunks(chunks) if (part := chunk.inside(zeros, shape)) is not None])
+        for place, chunks in held
+    ]
     edges = [{0, size} for size in shape]
     for _, chunks in pieces:
         for chunk in chunks:
@@ -101,13 +105,6 @@ def whole_of(
             "schedule, or call consolidate_model, to give them values"
         )
     return WholeTensor(origin.key, shape, dtype, tuple(parts))
-
-
-def _kept(chunks: Iterable[Chunk], shape: tuple[int, ...]) -> Iterator[Chunk]:
-    for chunk in chunks:
-        sizes = [min(start + size, end) - start for start, size, end in zip(chunk.offset, chunk.sizes, shape, strict=True)]
-        if all(size > 0 for size in sizes):
-            yield chunk._replace(sizes=tuple(sizes))
 
 
 def _inside(cell: tuple[tuple[int, int], ...], chunk: Chunk) -> bool:

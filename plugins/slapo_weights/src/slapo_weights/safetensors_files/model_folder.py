@@ -81,7 +81,9 @@ class ModelFolder:
         last = SINGLE if len(self._names) == 1 else INDEX
         shards = [name for name in self._names if name != SINGLE]
         others = sorted(each.name for each in self.staging.iterdir() if each.name not in (*self._names, INDEX))
-        with self._without_weights([name for name in others if self._changes(name)]):
+        old = [name for name in others if (self.path / name).exists()]
+        changed = [name for name in old if not filecmp.cmp(self.path / name, self.staging / name, shallow=False)]
+        with self._without_weights(changed):
             for name in [*shards, *others, last]:
                 os.replace(self.staging / name, self.path / name)
         if last == INDEX:
@@ -93,10 +95,6 @@ class ModelFolder:
             if _SHARD.fullmatch(each.name) and each.name not in shards:
                 each.unlink(missing_ok=True)
         shutil.rmtree(self.staging)
-
-    def _changes(self, name: str) -> bool:
-        """Return whether an existing file gets other content."""
-        return (self.path / name).exists() and not filecmp.cmp(self.path / name, self.staging / name, shallow=False)
 
     @contextmanager
     def _without_weights(self, configs: list[str]) -> Iterator[None]:
