@@ -50,7 +50,6 @@ class DeepSpeedEngine(ExternalEngine):
         module: This rank's stage, or the model; with stage 3 of ZeRO its parameters are empty between steps.
         optimizer: DeepSpeed's optimizer, around a given one; None without an optimizer.
         lr_scheduler: The schedule of the learning rate, or None.
-        options: The options of ``build``.
     """
 
     def __init__(self, program: Program, options: DeepSpeedOptions) -> None:

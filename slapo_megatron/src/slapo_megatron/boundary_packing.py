@@ -21,9 +21,6 @@ class Layout:
     Args:
         stage: Index of the stage that returns the values, for errors.
         device: Device that this rank sends from.
-
-    Attributes:
-        size: Number of elements of the carrier.
     """
 
     def __init__(self, planned: Sequence[Boundary], dtype: torch.dtype, stage: int, device: torch.device) -> None:

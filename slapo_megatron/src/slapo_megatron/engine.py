@@ -47,11 +47,7 @@ class MegatronEngine(ExternalEngine):
         module: This rank's stage, or the model; with several stages a list of them.
         optimizer: Megatron's optimizer, around a given one; None without an optimizer.
         lr_scheduler: The schedule of the learning rate, or None.
-        options: The options of ``build``.
         has_stepped: True if the optimizer has stepped, here or before the loaded checkpoint.
-        config: Megatron's ``TransformerConfig``.
-        groups: Megatron's ``ProcessGroupCollection``.
-        files: Writer of the checkpoint files.
     """
 
     def __init__(self, program: Program, options: MegatronOptions) -> None:

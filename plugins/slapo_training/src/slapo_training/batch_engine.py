@@ -63,7 +63,6 @@ class BatchEngine(AveragedEngine):
     Every method is collective over the mesh. An error within a step, which its other ranks may wait for, ends the engine.
 
     Attributes:
-        program: The program that runs.
         steps: Batches that were trained, those before the checkpoint that was loaded included.
         grad_norm: Norm of all gradients of the last step before clipping; without ``clip`` None where the engine computes none.
     """

@@ -25,8 +25,6 @@ class StageForward(nn.Module):
         loss_of: Computes the loss in the last stage.
 
     Attributes:
-        stage: The module that runs the current micro-batch.
-        is_last: Whether it gives the loss.
         counted: Reductions of the losses of this step.
     """
 

@@ -17,7 +17,6 @@ class Held:
     """Tensors that this rank's stages hold, by the first of each tensor's original names.
 
     Attributes:
-        tensors: Parameters and persistent buffers.
         shapes: Full shapes of the tensors of the whole model, the same on every rank.
     """
 

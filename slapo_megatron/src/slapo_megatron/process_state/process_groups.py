@@ -21,7 +21,6 @@ class ParallelState:
     The mesh has all ranks, row-major over pp, dp, tp. A rank has ``chunks`` stages.
 
     Attributes:
-        groups: Megatron's ``ProcessGroupCollection``.
         is_ours: True if an engine made the groups, not the user.
 
     Raises:

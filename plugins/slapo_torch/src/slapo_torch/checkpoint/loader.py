@@ -63,11 +63,7 @@ def load_checkpoint(path: str | os.PathLike[str], state: CheckpointState) -> Pos
 
 
 class _CheckpointLoad:
-    """One load of a checkpoint on this rank. Methods are called in their order here.
-
-    Attributes:
-        common: State that is stored once.
-    """
+    """One load of a checkpoint on this rank. Methods are called in their order here."""
 
     def __init__(self, state: CheckpointState, ranks: Ranks, checkpoint: Checkpoint) -> None:
         self._state, self._ranks, self._data = state, ranks, checkpoint.data

@@ -125,7 +125,6 @@ class Unit:
         everyone: Process group of data-parallel and tensor-parallel ranks; None without tensor parallelism.
 
     Attributes:
-        members: Parameters of the unit, in order.
         owners: Modules and names under which the model holds each parameter.
     """
 

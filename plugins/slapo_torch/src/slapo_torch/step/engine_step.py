@@ -31,18 +31,13 @@ class EngineStep:
         is_outdated: True if parameters were unfrozen since the last step; on any rank, after the comparison.
 
     Attributes:
-        schedule: Pipeline schedule and number of micro-batches.
-        parts: Micro-batches.
         labels: Labels of each micro-batch; None without ``loss_fn``.
         facts: Numbers that are compared between all ranks.
         content: Fingerprint of the batch's values; 0 if no ranks share a batch.
-        runner: Runs the micro-batches.
         labels_differ: True if numbers of labels differ between micro-batches or ranks.
         marks_differ: True if marks of rows differ, see ``FirstStep.marks``.
-        weight: Weight of each micro-batch's loss.
         has_unused: True if some rank has trainable parameters that no micro-batch used.
         has_unchecked: True if some rank has first gradients that tensor-parallel ranks have to compare.
-        gradient_factor: Remaining factor of the gradients.
     """
 
     args: tuple[Any, ...]

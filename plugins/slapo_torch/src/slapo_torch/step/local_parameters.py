@@ -21,9 +21,6 @@ class LocalParameters:
     Args:
         program: The program, with a rank for each stage.
         module: This rank's stages.
-
-    Attributes:
-        trainable: This rank's trainable parameters, each once.
     """
 
     def __init__(self, program: Program, module: nn.Module) -> None:

@@ -61,9 +61,6 @@ class LossScale:
 
     Args:
         mesh: Mesh of the ranks that share the factor.
-
-    Attributes:
-        value: The factor, equal on all ranks.
     """
 
     def __init__(self, value: float, mesh: DeviceMesh | None) -> None:

@@ -91,7 +91,6 @@ class EngineDialect(Dialect):
         distribution: The engine's, as it is installed.
         tested: The version of it that this dialect was tested with.
         limits: What the engine cannot do, in the order in which it is asked.
-        options_class: Options of the engine.
     """
 
     takes_check = True

@@ -47,9 +47,6 @@ class LossTerms:
     Args:
         loss_fn: Function that returns the terms; None to take them from the model's output.
         output_loss: Finds the loss in the model's output if there is one term.
-
-    Attributes:
-        names: Names of the terms.
     """
 
     def __init__(

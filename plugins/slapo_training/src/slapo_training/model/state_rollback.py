@@ -22,11 +22,7 @@ _TORCHS_OWN = set(vars(nn.Module()))
 
 
 class _Buffers:
-    """Snapshot of the buffers of modules, without those of submodules.
-
-    Attributes:
-        values: Buffers with copies of their values.
-    """
+    """Snapshot of the buffers of modules, without those of submodules."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._tables = [(module._buffers, dict(module._buffers)) for module in modules]

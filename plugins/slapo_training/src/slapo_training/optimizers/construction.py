@@ -30,7 +30,6 @@ class OptimizerConstruction:
         is_adopted: True if the given optimizer already has this rank's parameters.
 
     Attributes:
-        optimizer: The optimizer; None without trainable parameters.
         rate: Learning-rate schedule of the optimizer, or None.
     """
 

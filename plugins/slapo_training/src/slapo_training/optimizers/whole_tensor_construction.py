@@ -121,9 +121,6 @@ def probe_optimizer(optimizer: Optimizer, layout: ParameterLayout) -> UpdateDepe
 class WholeTensorConstruction:
     """Makes an optimizer of whole tensors from an optimizer of the rank's parameters. Collective.
 
-    Attributes:
-        is_needed: True if some rank's optimizer needs whole tensors.
-
     Raises:
         BuildError: on every rank: the optimizer cannot be right on this layout.
     """

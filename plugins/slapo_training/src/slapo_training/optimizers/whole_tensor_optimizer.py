@@ -29,7 +29,6 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         extend: Makes stand-ins of parameters that are added later.
 
     Attributes:
-        inner: The inner optimizer.
         stand_ins: Stand-ins of each process group, including those of parameters that were added later.
         flats: Flat tensors by which an engine replaced the parameters; their indices are the labels of stand-ins.
     """

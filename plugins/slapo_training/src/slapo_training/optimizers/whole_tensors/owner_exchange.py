@@ -76,9 +76,6 @@ class OwnerExchange:
     Args:
         wholes: Whole tensors, the same on every rank of the group.
         owner_of: Owner rank of each tensor; None if every rank gets all tensors.
-
-    Attributes:
-        owned: Indices of the tensors that this rank gets whole.
     """
 
     def __init__(self, wholes: Sequence[WholeTensor], owner_of: Sequence[int] | None, group: dist.ProcessGroup | None) -> None:

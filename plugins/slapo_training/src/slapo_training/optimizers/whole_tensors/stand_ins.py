@@ -21,7 +21,6 @@ class StandIns(ABC):
 
     Attributes:
         wholes: Whole tensors, the same on every rank of the group, in the order of the model.
-        parameters: Stand-in of each whole tensor.
         is_on_all_ranks: True if every rank steps whole tensors.
         is_in_place: True if ranks step shards in place.
     """
