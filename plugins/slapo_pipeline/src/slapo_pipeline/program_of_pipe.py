@@ -28,7 +28,7 @@ from slapo_tracing.nodes import difference, fingerprint
 
 from .partition.module_tree import assign_modules, prune_tree
 from .partition.partitioner import pipeline_ranks
-from .partition.tie_groups import tie_groups
+from .partition.tied_parameters import tie_groups
 from .pipe import Pipe
 from .torch_pipe.transmitted_parameters import TransmittingStage
 from .tracing._torch_private import Name, StageCalls, flatten, stage_calls, unflatten

@@ -6,8 +6,6 @@ scale of backwards. Model, random state and gradients do not change. It may impo
 rooms of ``slapo_training`` beside it; it knows no engine.
 """
 
-from __future__ import annotations
-
 from .checks import FirstStep
 from .injected_gradients import scaled_gradient
 
