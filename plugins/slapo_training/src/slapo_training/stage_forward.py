@@ -49,13 +49,10 @@ class StageForward(nn.Module):
         self._modules["stage"], self._names = self._planned[microbatch].module, self._planned[microbatch].batch_inputs
 
     def _run(self, index: int, part: Batch, labels: Any, received: Sequence[torch.Tensor]) -> Any:
-        """Run one micro-batch.
+        """Run one micro-batch; return its weighted loss in the last stage, in others the values that the next one receives.
 
         Args:
             received: The values that the stage before gave.
-
-        Returns:
-            Its weighted loss in the last stage; in others the values that the next stage receives.
         """
         self._select(index)
         batch = {name: part[name] for name in self._names if name in part}

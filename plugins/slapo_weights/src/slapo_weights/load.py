@@ -61,11 +61,7 @@ class WeightLoader:
         return [f"weights of digest {what} with cast={cast}, missing={missing!r}, unexpected={unexpected!r}"]
 
     def __call__(self, program: Program, parts: list[nn.Module], device: str) -> Callable[..., None]:
-        """Load the weights into the program's tensors; see ``fill``.
-
-        Returns:
-            A function that restores the tensors if it is called with an error.
-        """
+        """Load the weights, see ``fill``; return a function that restores the tensors if it is called with an error."""
         tables = _tables((program.module, *(stage.module for stage in program.stages)))
         entries = ((table, name, tensor) for table in tables for name, tensor in table.items() if tensor is not None)
         before = [(table, name, tensor) for table, name, tensor in entries if tensor.is_meta or _is_real_buffer(tensor)]

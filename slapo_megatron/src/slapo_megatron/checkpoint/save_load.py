@@ -72,10 +72,7 @@ def prepared(
 
 
 def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[], AbstractContextManager[None]]) -> Position:
-    """Load a checkpoint; ``reading`` is the context around the changes to the engine. Collective.
-
-    Returns:
-        The saved position of training.
+    """Load a checkpoint, with changes to the engine inside of ``reading``; return the saved position of training. Collective.
 
     Raises:
         BuildError: on every rank: there is no checkpoint, or it does not fit this engine, which is then unchanged.

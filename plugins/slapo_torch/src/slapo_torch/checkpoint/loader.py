@@ -25,12 +25,9 @@ if TYPE_CHECKING:
 
 
 def load_checkpoint(path: str | os.PathLike[str], state: CheckpointState) -> Position:
-    """Load this rank's part of a checkpoint. Collective.
+    """Load this rank's part of a checkpoint; return the position of training. Collective.
 
     Nothing changes before all ranks have checked that the checkpoint fits.
-
-    Returns:
-        Position of training.
 
     Raises:
         BuildError: on every rank: no complete checkpoint, a damaged one, other parameters or another optimizer.

@@ -38,10 +38,9 @@ class TorchFirstStep(FirstStep):
         replicas: DDPReplicas | None,
         peers: TensorParallelPeers | None,
     ) -> MicroBatchWeight:
-        """Run the checks if they are due. Collective. FSDP's parameters are gathered.
+        """Run the checks if they are due, with FSDP's parameters gathered. Collective.
 
-        Returns:
-            The weight of micro-batches, corrected if the model injects gradients.
+        Returns the weight of micro-batches, corrected if the model injects gradients.
 
         Raises:
             BuildError: on all ranks, see ``FirstStep.check``.

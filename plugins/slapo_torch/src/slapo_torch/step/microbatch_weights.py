@@ -68,13 +68,10 @@ class MicroBatchWeight(NamedTuple):
     def batch_mean(
         self, total: float | torch.Tensor, labels: float | None, dp: int
     ) -> tuple[float | torch.Tensor, float, float]:
-        """Return the loss of a batch, the remaining factor of its gradients, and the next ``unit``.
+        """Return the loss of a batch, of the type of ``total``, the remaining factor of its gradients, and the next ``unit``.
 
         Args:
             labels: Number of labels of all micro-batches; None if the losses are no means over labels.
-
-        Returns:
-            The loss (of the type of ``total``), the remaining factor of the gradients, and the next step's ``unit``.
 
         Raises:
             BuildError: the model injects gradients, and the batch has other labels than the loss.

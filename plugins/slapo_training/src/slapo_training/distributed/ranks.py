@@ -18,10 +18,7 @@ T = TypeVar("T")
 
 
 def run_on_all_ranks(action: Callable[[], T], program: Program) -> T:
-    """Run an action that sends no message; return only if no rank failed. Collective.
-
-    Returns:
-        The result of the action.
+    """Run an action that sends no message; return its result only if no rank failed. Collective.
 
     Raises:
         Exception: the action's error on this rank.
@@ -80,10 +77,7 @@ class Ranks:
         return gather_objects(value, self.mesh, self.group)
 
     def run_on_all(self, action: Callable[[], Any]) -> list[Any]:
-        """Run an action that sends no message; return only if no rank failed. Collective.
-
-        Returns:
-            Results of all ranks by index.
+        """Run an action that sends no message; return the results of all ranks by index only if no rank failed. Collective.
 
         Raises:
             Exception: the action's error on this rank, converted by ``wrap_error``.

@@ -52,12 +52,11 @@ class TrialOutput:
 def run_trial(
     command: Sequence[str], values: Mapping[str, Any], timeout: float | None, interruption: Interruption
 ) -> TrialOutput | None:
-    """Run a command in a session of its own, and end every process that it started.
+    """Run a command in a session of its own, end every process that it started, and return the output.
+
+    After an interruption that is None.
 
     The symbols' values are for its environment; ``timeout`` is in seconds; ``interruption`` ends the trial, too.
-
-    Returns:
-        The output, or None after an interruption.
     """
     mark = uuid.uuid4().hex
     environment = trial_environment(values, mark)
