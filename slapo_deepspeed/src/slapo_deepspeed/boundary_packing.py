@@ -17,7 +17,7 @@ from slapo_core import Boundary, BuildError
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
-class _Received(torch.autograd.Function):
+class _FillGradients(torch.autograd.Function):
     """Autograd node that gives every received tensor a gradient if one of them gets one: DeepSpeed sends all of them back."""
 
     @staticmethod
@@ -58,7 +58,7 @@ def unpack(received: Sequence[torch.Tensor], planned: Sequence[Boundary], low: t
     """
     training = torch.is_grad_enabled()
     carriers = [index for index, boundary in enumerate(planned) if boundary.requires_grad and training]
-    own = dict(zip(carriers, _Received.apply(*(received[index] for index in carriers)), strict=True)) if carriers else {}  # type: ignore[no-untyped-call]
+    own = dict(zip(carriers, _FillGradients.apply(*(received[index] for index in carriers)), strict=True)) if carriers else {}  # type: ignore[no-untyped-call]
     return tuple(
         _as_planned(own[index], boundary.dtype) if index in own else _from_bits(tensor, boundary.dtype, low)
         for index, (tensor, boundary) in enumerate(zip(received, planned, strict=True))

@@ -30,11 +30,11 @@ from .configuration.config_optimizer import factory_of, is_offloaded
 from .configuration.config_validation import check_config
 from .configuration.options import DeepSpeedOptions
 from .optimizer import master_weights, whole_tensor_optimizer
-from .optimizer.local_tensors import Shares, why_not
+from .optimizer.local_tensors import Shares, unsupported_reason
 from .optimizer.reduced_gradients import ReducedGradients
-from .pipeline import RunningStage, in_pipeline, staying, steps
+from .pipeline import RunningStage, in_pipeline, keep_mode, steps
 from .process_state import _deepspeed_private as private
-from .process_state.engine_import import TorchLinear, imported, number_alike, start
+from .process_state.engine_import import TorchLinear, align_numbering, import_deepspeed, start
 from .process_state.process_groups import MeshGroups
 from .zero.external_parameters import ExternalReads
 from .zero.gradient_order import UsedParameters
@@ -56,10 +56,10 @@ class DeepSpeedEngine(ExternalEngine):
         super().__init__(program, options)
         self.options = options
         self._device_type = program.mesh.device_type if program.mesh is not None else "cpu"
-        self._deepspeed = imported(self._device_type)
+        self._deepspeed = import_deepspeed(self._device_type)
         self._world, self._linear = start(self._deepspeed), TorchLinear()
-        with self._built():
-            self._config = options.settled(self._device_type)
+        with self._build_context():
+            self._config = options.full_config(self._device_type)
             check_config(self._config, options.given, program.axis_size("dp"))
             self._make(program, options)
 
@@ -71,7 +71,7 @@ class DeepSpeedEngine(ExternalEngine):
         self._stage = RunningStage(program, self._loss, options.dtype) if len(program.stages) > 1 else None
         self._plan: Program | None = None
         trainable = [parameter for parameter in named.values() if parameter.requires_grad]
-        optimizer, rate = self._made(program, options)
+        optimizer, rate = self._make_optimizer(program, options)
         pipelined = None if self._stage is None else in_pipeline(program, self._stage, self._modes)
         if pipelined is not None:
             release_others(program, [self.module], lambda x: x.to(options.dtype) if x.is_floating_point() else x)
@@ -79,14 +79,14 @@ class DeepSpeedEngine(ExternalEngine):
         mpu = MeshGroups(program) if program.mesh is not None and pipelined is None else None
         own = trainable if optimizer is None and options.trains else None
         if options.zero_stage == 3:
-            number_alike(program)
+            align_numbering(program)
         in_turns = optimizer is None or not options.zero_stage or whole_tensor_optimizer.steps_in_turns(optimizer)
         self._initialize(
             pipelined or self.module, optimizer, own, rate, mpu
         )  # other ranks may wait inside for a rank that fails
         self._reads = ExternalReads(self.model, self.module) if options.zero_stage == 3 else None
         whole_tensor_optimizer.bind(self.model, program, in_turns)
-        self._turns = whole_tensor_optimizer.Turns(self.model)
+        self._turns = whole_tensor_optimizer.MergedStep(self.model)
         if self._stage is not None:
             # DeepSpeed would reuse the memory of a received tensor for activations and gradients of other types
             private.replace_receive_buffers(
@@ -101,7 +101,7 @@ class DeepSpeedEngine(ExternalEngine):
         self._hooks.bind(self.module, ReducedGradients(self.model, self._deepspeed, options.zero_stage))
         self._take_step = private.take_over(self.model, self._step, self._clip)
 
-    def _made(self, program: Program, options: DeepSpeedOptions) -> tuple[Any, Any]:
+    def _make_optimizer(self, program: Program, options: DeepSpeedOptions) -> tuple[Any, Any]:
         """Return the given optimizer and schedule, or the config's optimizer if it must step whole tensors, or two Nones."""
         layout = whole_tensor_optimizer.layout(program, self.module, options.zero_stage)
         if options.optimizer is not None or "optimizer" not in self._config:
@@ -174,11 +174,11 @@ class DeepSpeedEngine(ExternalEngine):
     def _prepare_save(
         self, path: str | PathLike[str], position: Position, ranks: Ranks, copies: Buffers | None
     ) -> Callable[[Ranks], None]:
-        return save_load.prepared(self, path, position, ranks, copies)
+        return save_load.prepare_save(self, path, position, ranks, copies)
 
     def _load(self, path: str | PathLike[str]) -> Position:
-        found = save_load.checked(self, path)
-        with self._reading():
+        found = save_load.prepare_load(self, path)
+        with self._load_context():
             save_load.load(self, found)
         self.averages.put(found.averages)
         return found.beside.position
@@ -197,11 +197,11 @@ class DeepSpeedEngine(ExternalEngine):
 
     def use_masters(self) -> None:
         """Copy the values of the tensors that DeepSpeed's optimizer steps to the model. Collective."""
-        with Shares(self.model, self.module, self.program).writing():
+        with Shares(self.model, self.module, self.program).write_context():
             pass
 
     def averaging_problem(self) -> str:
-        return why_not(self.model, self.module) or super().averaging_problem()
+        return unsupported_reason(self.model, self.module) or super().averaging_problem()
 
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:
@@ -220,7 +220,7 @@ class DeepSpeedEngine(ExternalEngine):
         world = SingleProcessGroup()  # DeepSpeed asks for its rank while it is destroyed
         try:
             self._detach()
-            self._linear.leave()
+            self._linear.release()
         finally:
             world.close()
 
@@ -232,7 +232,7 @@ class DeepSpeedEngine(ExternalEngine):
         self._used.close()
 
     def _release_process(self) -> None:
-        self._linear.leave()
+        self._linear.release()
         self._world.close(self._deepspeed.comm.destroy_process_group)  # DeepSpeed has to forget its groups too
 
     # ---- one step
@@ -241,12 +241,12 @@ class DeepSpeedEngine(ExternalEngine):
         self._counted.clear()
         if self._stage is not None:
             self._begin(self._stage, batch, training)
-            with staying(self.model.module, training):
+            with keep_mode(self.model.module, training):
                 loss = torch.as_tensor(self.model.eval_batch(steps(len(batch.parts)))).detach().float().reshape(())
             return loss, self._stage.counted
         self.model.train(training)
         self._modes.restore_frozen()
-        with self._reads.watched(training) if self._reads is not None else nullcontext():
+        with self._reads.check_once(training) if self._reads is not None else nullcontext():
             return self._mean([self._part(index, batch) for index in range(len(batch.parts))]), self._counted
 
     def _begin(self, stage: RunningStage, batch: MicroBatches, training: bool) -> None:
@@ -264,13 +264,13 @@ class DeepSpeedEngine(ExternalEngine):
         self._counted.clear()
         if self._stage is not None:
             self._begin(self._stage, batch, training=True)
-            with self._unused.watched(), self._gradients.compared():
+            with self._unused.watch_backwards(), self._gradients.compare_backwards():
                 loss = torch.as_tensor(self.model.train_batch(steps(len(batch.parts)))).detach().float()
             self._used.check()
         else:
             self.model.train()
             self._modes.restore_frozen()
-            with self._unused.watched(), self._reads.watched(True) if self._reads is not None else nullcontext():
+            with self._unused.watch_backwards(), self._reads.check_once(True) if self._reads is not None else nullcontext():
                 losses = [self._train_part(index, batch) for index in range(len(batch.parts))]
             loss = self._mean(losses)
         norm = self.model.get_global_grad_norm() if self._clipped_norm is None else self._clipped_norm
@@ -283,7 +283,7 @@ class DeepSpeedEngine(ExternalEngine):
     def _train_part(self, index: int, batch: MicroBatches) -> torch.Tensor:
         loss = self._part(index, batch)
         check_has_gradient(loss)
-        with self._gradients.compared() if index == 0 else nullcontext():
+        with self._gradients.compare_backwards() if index == 0 else nullcontext():
             self.model.backward(loss)
         self._used.end_micro_batch()
         if index == len(batch.parts) - 1:
@@ -295,7 +295,7 @@ class DeepSpeedEngine(ExternalEngine):
         args, kwargs = call_arguments(self.program.module, batch.parts[index])
         loss, counted = self._loss(lambda: self.model(*args, **kwargs), batch.labels[index])
         self._counted.append(counted)
-        return loss if batch.weights is None else batch.weights.weighted(index, loss, counted)
+        return loss if batch.weights is None else batch.weights.weight_loss(index, loss, counted)
 
     def _mean(self, losses: list[torch.Tensor]) -> torch.Tensor:
         """Return the mean over this rank's micro-batches and all replicas."""

@@ -16,7 +16,7 @@ from slapo_training.engines import tied_groups
 from slapo_training.label_weights import LabelWeights
 from slapo_training.losses import CountedLoss
 from slapo_training.model import TrainingMode
-from slapo_training.stage_forward import StageForward, numbered
+from slapo_training.stage_forward import StageForward, enumerate_micro_batches
 
 from .boundary_packing import pack, unpack
 from .process_state import _deepspeed_private as private
@@ -40,7 +40,7 @@ class RunningStage(StageForward):
         """Begin a step; without ``weights`` all micro-batches weigh alike in the loss."""
         stages = programs[0].stages
         self._inputs, self._outputs = stages[self._index].inputs, () if self.is_last else stages[self._index + 1].inputs
-        self._parts = numbered(parts, labels)
+        self._parts = enumerate_micro_batches(parts, labels)
         self._begin(programs, weights)
 
     def forward(self, received: Any) -> Any:
@@ -72,7 +72,7 @@ def in_pipeline(program: Program, stage: RunningStage, modes: TrainingMode) -> A
 
 
 @contextmanager
-def staying(stages: Any, training: bool) -> Iterator[None]:
+def keep_mode(stages: Any, training: bool) -> Iterator[None]:
     """Keep the stages in the given mode inside: DeepSpeed switches to evaluation mode for every forward-only run."""
     stages.stays_in_training = training
     stages.train(training)

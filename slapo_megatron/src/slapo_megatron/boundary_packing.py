@@ -60,7 +60,7 @@ class Layout:
         values: dict[int, torch.Tensor] = {}
         for index, part in zip((*self._with_gradient, *self._without), parts, strict=False):
             boundary = self._planned[index]
-            values[index] = _valued(part, boundary) if boundary.requires_grad else _from_bits(part.detach(), boundary)
+            values[index] = _from_real(part, boundary) if boundary.requires_grad else _from_bits(part.detach(), boundary)
         return tuple(values[index] for index in range(len(self._planned)))
 
 
@@ -70,7 +70,7 @@ def carrier_dtype(boundaries: Sequence[Boundary], weights: torch.dtype) -> torch
     return reduce(torch.promote_types, found) if found else weights
 
 
-class _Reached(torch.autograd.Function):
+class _ZeroGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
         ctx.shape, ctx.made = received.shape, received.new_zeros(())
@@ -81,12 +81,12 @@ class _Reached(torch.autograd.Function):
         return gradient, ctx.made.expand(ctx.shape)
 
 
-def reached(output: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+def with_zero_gradient(output: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
     """Return a stage's output, with a backward that gives ``received`` a gradient of zeros even if nothing uses it.
 
     The previous stage waits for a gradient.
     """
-    return _Reached.apply(output, received)  # type: ignore[no-untyped-call,no-any-return]
+    return _ZeroGradient.apply(output, received)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _check(value: torch.Tensor, boundary: Boundary, stage: int, training: bool) -> None:
@@ -102,7 +102,7 @@ def _real_type(dtype: torch.dtype) -> torch.dtype:
     return dtype.to_real() if dtype.is_complex else dtype
 
 
-def _valued(part: torch.Tensor, boundary: Boundary) -> torch.Tensor:
+def _from_real(part: torch.Tensor, boundary: Boundary) -> torch.Tensor:
     if boundary.dtype.is_complex:
         return torch.view_as_complex(part.view(*boundary.shape, 2).to(_real_type(boundary.dtype)))
     return part.view(boundary.shape).to(boundary.dtype)

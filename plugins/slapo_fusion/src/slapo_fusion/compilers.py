@@ -45,7 +45,7 @@ def inductor(region: fx.GraphModule) -> Callable[..., Any]:
     Dropout draws the masks of the unmodified model from the same random state. On a CPU a layer norm is torch's own kernel, and
     a GELU computes its derivative in the forward.
     """
-    return _compiled(with_cpu_operators(region))
+    return _compile_region(with_cpu_operators(region))
 
 
 def inductor_fast_dropout(region: fx.GraphModule) -> Callable[..., Any]:
@@ -53,10 +53,10 @@ def inductor_fast_dropout(region: fx.GraphModule) -> Callable[..., Any]:
 
     The masks have the same distribution, come from the same generator, and repeat for the same seed.
     """
-    return _compiled(with_cpu_operators(region, fast_dropout))
+    return _compile_region(with_cpu_operators(region, fast_dropout))
 
 
-def _compiled(region: fx.GraphModule) -> Callable[..., Any]:
+def _compile_region(region: fx.GraphModule) -> Callable[..., Any]:
     compiled: Callable[..., Any] = torch.compile(region, options=SAME_DRAWS | options_for(region))
     return compiled
 

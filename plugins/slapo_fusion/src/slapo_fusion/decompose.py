@@ -105,7 +105,7 @@ class Conv2dWithSeparateBias(nn.Conv2d):
         return found + self.bias.view(-1, 1, 1)
 
 
-class _Transposed:
+class _SeparateBiasMixin:
     """Transformers' Conv1D, whose weight is ``(in, out)``, with a separate bias addition."""
 
     _slapo_layer_class: type[nn.Module]
@@ -127,11 +127,13 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 def _class_for(module: nn.Module) -> type[nn.Module] | None:
     cls = type(module)
     if _is_transposed(cls) and cls not in _CLASSES:
-        _CLASSES[cls] = type("Conv1DWithSeparateBias", (_Transposed, cls), {"__module__": __name__, "_slapo_layer_class": cls})
+        _CLASSES[cls] = type(
+            "Conv1DWithSeparateBias", (_SeparateBiasMixin, cls), {"__module__": __name__, "_slapo_layer_class": cls}
+        )
     return _CLASSES.get(cls)
 
 
-class _InParts:
+class _OutputPartsMixin:
     """Mixin of a projection that computes contiguous parts of its outputs separately.
 
     Attributes:
@@ -169,7 +171,7 @@ def _is_transposed(cls: type[nn.Module]) -> bool:
 def _class_in_parts(cls: type[nn.Module]) -> type[nn.Module]:
     if cls not in _IN_PARTS:
         own = {"__module__": __name__, "outputs_first": not _is_transposed(cls)}
-        _IN_PARTS[cls] = type(f"{cls.__name__}InParts", (_InParts, cls), own)
+        _IN_PARTS[cls] = type(f"{cls.__name__}InParts", (_OutputPartsMixin, cls), own)
     return _IN_PARTS[cls]
 
 

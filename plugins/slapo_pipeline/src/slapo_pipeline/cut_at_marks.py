@@ -15,7 +15,7 @@ from .cut_pipeline_stage import refuse_inside_opaque
 from .tracing.batch_arguments import named_batch, unshared_tensors
 from .tracing.cuts import CUT_AT_MARKS
 from .tracing.flat_trace import trace_flat
-from .tracing.pipe_split import marks_recorded
+from .tracing.pipe_split import record_marks
 from .tracing.root_hooks import is_indivisible, without_root_hooks
 
 
@@ -72,7 +72,7 @@ class CutAtMarksPrimitive(Primitive):
 
 def marks_of_model(root: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
     """Return per mark the path of the module whose forward has it, in the order in which the model reaches them."""
-    with marks_recorded(root) as marks, without_root_hooks(root):
+    with record_marks(root) as marks, without_root_hooks(root):
         trace_flat(root, unshared_tensors(inputs), [])
     return marks
 

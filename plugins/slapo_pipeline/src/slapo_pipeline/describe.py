@@ -44,7 +44,7 @@ def describe(partitioned: Program | Schedule, code: bool = False) -> str:
         last = stage is program.stages[-1]
         sent = ", ".join(found.results[stage.index]) if last else _values(program.stages[stage.index + 1].inputs)
         rows = {
-            "runs": ", ".join(_runs(stage.paths)) or nothing,
+            "runs": ", ".join(_join_consecutive(stage.paths)) or nothing,
             "holds": _parameters([stage.module]),
             "receives": _values(stage.inputs),
             "from the batch": ", ".join(stage.batch_inputs),
@@ -86,7 +86,7 @@ def stage_code(program: Program, stage: int) -> str:
     return "\n".join(lines)
 
 
-def _runs(paths: Iterable[str]) -> list[str]:
+def _join_consecutive(paths: Iterable[str]) -> list[str]:
     """Return the paths with consecutive members of a list joined: ``h.0``, ``h.1``, ``h.2`` become ``h.0-2``."""
     runs: list[tuple[str, list[str]]] = []
     for path in paths:

@@ -71,7 +71,7 @@ class ShardPrimitive(Primitive):
         uneven: bool = False,
     ) -> ShardStep:
         """Plan the step."""
-        with _untraced(schedule):
+        with _untraced_module(schedule):
             return ShardPlanner(schedule, name, axis, blocks, copied=copied, gathered=gathered, uneven=uneven).plan()
 
     @staticmethod
@@ -87,14 +87,14 @@ class ShardPrimitive(Primitive):
         checked: ShardStep,
     ) -> None:
         """Apply the planned step."""
-        with _untraced(schedule) as was_traced:
+        with _untraced_module(schedule) as was_traced:
             if was_traced:  # the step was planned for modules of another ``as_untraced`` block
                 checked = ShardPlanner(schedule, name, axis, blocks, copied=copied, gathered=gathered, uneven=uneven).plan()
             apply_step(schedule, checked)
 
 
 @contextmanager
-def _untraced(schedule: Schedule) -> Iterator[bool]:
+def _untraced_module(schedule: Schedule) -> Iterator[bool]:
     """Put back the untraced module and its parent in the block, and yield whether one of them was traced."""
     is_traced = any(at is not None and isinstance(at.mod, fx.GraphModule) for at in (schedule, schedule.parent))
     with as_untraced(schedule) if is_traced else nullcontext():

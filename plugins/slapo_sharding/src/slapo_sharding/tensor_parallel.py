@@ -30,7 +30,7 @@ from .planning.published_plan import (
     undeclared_parameters,
 )
 from .rules.parametrizations import parametrization_of
-from .rules.rulebook import described, rules_of
+from .rules.rulebook import describe_class, rules_of
 from .rules.sharding_rule import Cut
 from .splitting import attention_heads
 from .splitting.module_paths import without_block_numbers
@@ -85,7 +85,7 @@ class TensorParallelPrimitive(Primitive):
             _check_backend(schedule, sequence_parallel, backend)
         with as_untraced(schedule):
             _check_untouched(schedule, plan)
-            steps = _planned(schedule, plan, sequence_parallel)
+            steps = _steps_of_plan(schedule, plan, sequence_parallel)
             if parallel_loss:
                 losses.plan_with_sharded_logits(schedule, _vocabulary(schedule) if steps is None else steps)
             return steps
@@ -120,7 +120,7 @@ def _split(
     derived = steps is None
     if steps is None:
         steps = apply_derived_plan(schedule, sequence_parallel, _vocabulary(schedule))
-    elif plan is not None and (shown := _as_derived(schedule, steps)):
+    elif plan is not None and (shown := _apply_as_derived(schedule, steps)):
         steps = {path: style for path, style in steps.items() if path not in shown}
         derived = True
     if parallel_loss:
@@ -136,7 +136,7 @@ def _split(
         _guard_optional_outputs(schedule, sequence_parallel)
 
 
-def _as_derived(schedule: Schedule, steps: Mapping[str, str]) -> set[str]:
+def _apply_as_derived(schedule: Schedule, steps: Mapping[str, str]) -> set[str]:
     """Apply the layers of a given plan like a derived one, if the model's forward verifies it.
 
     Steps of styles for layers that gather, scatter or reduce by themselves are left to the caller.
@@ -196,7 +196,7 @@ def _guard_optional_outputs(schedule: Schedule, sequence_parallel: bool) -> None
         schedule.mod.register_forward_hook(OptionalOutputGuard(schedule.path, extras), with_kwargs=True)
 
 
-def _planned(schedule: Schedule, plan: Mapping[str, str] | None, sequence_parallel: bool) -> dict[str, str] | None:
+def _steps_of_plan(schedule: Schedule, plan: Mapping[str, str] | None, sequence_parallel: bool) -> dict[str, str] | None:
     """Return the steps of a plan that is given or published; None if one can be derived instead."""
     if sequence_parallel:
         _check_derivable(schedule, plan)
@@ -280,7 +280,7 @@ def _steps(schedule: Schedule, plan: Mapping[str, str] | None) -> dict[str, str]
         found = _match(schedule, key)
         owners = _match(schedule, key, parameter=True) if not found else []
         if not found and not owners and plan is not None:
-            hint = f"{_guess(key, _names_like(key, schedule.mod))}give a path or glob below {schedule.path or 'the model'!r}"
+            hint = f"{_guess(key, _module_paths(key, schedule.mod))}give a path or glob below {schedule.path or 'the model'!r}"
             raise error(f"the plan's {key!r} matches no module; {hint}")
         steps.update(dict.fromkeys(found, style))
         stacked.update(dict.fromkeys(owners, key))
@@ -296,10 +296,10 @@ def _steps(schedule: Schedule, plan: Mapping[str, str] | None) -> dict[str, str]
         )
     if plan is None:
         steps.update(dict.fromkeys(head_norms(schedule.mod, steps), "replicated_with_grad_allreduce"))
-        if wrapper := next(_without_rule(schedule, steps), None):
+        if wrapper := next(_layers_without_rule(schedule, steps), None):
             module = schedule.mod.get_submodule(wrapper)
             hint = "give example_inputs to create_schedule, from which a plan is derived, or plan="
-            why = f"a {described(module)}, which no sharding rule covers"
+            why = f"a {describe_class(module)}, which no sharding rule covers"
             if computed := parametrization_of(module):
                 why = f"whose {computed}, and a part of it does not follow from parts"
             raise error(f"the published plan splits {wrapper!r}, {why}; {hint}")
@@ -313,15 +313,15 @@ def _steps(schedule: Schedule, plan: Mapping[str, str] | None) -> dict[str, str]
     return steps
 
 
-def _without_rule(schedule: Schedule, steps: Mapping[str, str]) -> Iterator[str]:
+def _layers_without_rule(schedule: Schedule, steps: Mapping[str, str]) -> Iterator[str]:
     """Yield the layers of a plan that no sharding rule splits as planned, such as adapters around projections."""
     rules = rules_of(schedule)
     ways = {True: ("sharded", "partial"), False: ("replicated", "sharded")}
     planned = ((path, style.endswith("rowwise")) for path, style in steps.items() if style in BESIDE_SHARDED)
-    return (path for path, rows in planned if not any(rules.ways(schedule.mod.get_submodule(path), *ways[rows])))
+    return (path for path, rows in planned if not any(rules.cuts_between(schedule.mod.get_submodule(path), *ways[rows])))
 
 
-def _names_like(key: str, model: nn.Module) -> set[str]:
+def _module_paths(key: str, model: nn.Module) -> set[str]:
     """Return the paths of all modules, as globs if the key is a glob."""
     return {without_block_numbers(path) if "*" in key else path for path, _ in model.named_modules()}
 
@@ -348,7 +348,7 @@ def _colwise(schedule: Schedule, *, gathered: bool = False, blocks: int | None =
     if blocks is None and not _known_blocks(schedule):
         blocks = 1  # published plans name only layers whose plain split does not mix blocks
     cut = _cut(schedule, "replicated", "sharded")
-    name = cut.main(schedule.mod)
+    name = cut.main_parameter(schedule.mod)
     schedule.shard(name, axis=cut.dims[name], blocks=blocks, gathered=gathered, uneven=cut.uneven)
     if gathered:
         schedule.sync("fwd_post", "all_gather", axis=cut.dim)
@@ -357,7 +357,7 @@ def _colwise(schedule: Schedule, *, gathered: bool = False, blocks: int | None =
 
 def _rowwise(schedule: Schedule, *, split: bool = False, blocks: int | None = None) -> bool:
     cut = _cut(schedule, "sharded", "partial")
-    name = cut.main(schedule.mod)
+    name = cut.main_parameter(schedule.mod)
     if split:
         schedule.sync("fwd_pre", "scatter", axis=cut.dim)
     schedule.shard(name, axis=cut.dims[name], blocks=blocks, uneven=cut.uneven)
@@ -400,9 +400,9 @@ STYLES: dict[str, Callable[[Schedule], bool]] = {
 
 
 def _cut(schedule: Schedule, input: str, output: str) -> Cut:
-    for cut in rules_of(schedule).ways(schedule.mod, input, output):
+    for cut in rules_of(schedule).cuts_between(schedule.mod, input, output):
         return cut
-    message = f"no sharding rule splits a {described(schedule.mod)} this way; take it out of the plan"
+    message = f"no sharding rule splits a {describe_class(schedule.mod)} this way; take it out of the plan"
     if computed := parametrization_of(schedule.mod):
         message = f"its {computed}, and a part of it does not follow from parts; take the layer out of the plan"
     raise ScheduleError(message, path=schedule.path, primitive="tensor_parallel")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core import BuildError, Program, all_reduce, compare_across_ranks, mesh_groups, raise_on_all_ranks
+from slapo_core import BuildError, Program, compare_across_ranks, mesh_groups, raise_on_all_ranks
 from slapo_training.batch_agreement import BatchFingerprints
 from slapo_training.batch_arguments import arguments_of
 from slapo_training.batches import (
@@ -24,7 +24,7 @@ from slapo_training.batches import (
     variadic_argument,
 )
 from slapo_training.checkpoint import Buffers
-from slapo_training.distributed import Ranks
+from slapo_training.distributed import Ranks, all_reduce
 from slapo_training.ema import AveragedEngine, MasterValue
 from slapo_training.engines import Position
 from slapo_training.gradient_hooks import GradientAccess, StepHooks
@@ -171,7 +171,7 @@ class TorchEngine(AveragedEngine):
     def _prepare_save(
         self, path: str | PathLike[str], position: Position, ranks: Ranks, copies: Buffers | None
     ) -> Callable[[Ranks], None]:
-        return self._saver.prepared(path, self._checkpoint_state(), position, ranks, copies)
+        return self._saver.prepare_save(path, self._checkpoint_state(), position, ranks, copies)
 
     def _load(self, path: str | PathLike[str]) -> Position:
         with torch.inference_mode(False):  # tensors made in inference mode cannot be trained
@@ -293,7 +293,7 @@ class TorchEngine(AveragedEngine):
             # the same programs, unless the model has changed
             programs = [self.program.replan(step.training, part) for part in step.parts]
         plan: StagePlan | None = self._plans.get(key)
-        if plan is None or not plan.serves(programs):
+        if plan is None or not plan.is_plan_of(programs):
             plan = self._plans[key] = StagePlan(
                 programs, self.options, step.schedule, self._own_stages, backward, self._replicas
             )
@@ -344,7 +344,7 @@ class TorchEngine(AveragedEngine):
         """Return the mean loss over micro-batches and replicas, or raise any rank's error on every rank. Collective."""
         own = torch.stack(result.losses).sum().double() if result.losses else torch.zeros((), dtype=torch.float64)
         self._ignored = next((each.ignore_index for each in result.counted if isinstance(each, LabelMean)), self._ignored)
-        used = self._shards.used() if self._shards is not None else ()
+        used = self._shards.used_ids() if self._shards is not None else ()
         unchecked = training and self._parameters.num_unchecked(used)
         if training and result.failure is None:
             result.failure = self._parameters.sparse_gradient(clips=bool(self.options.clip))

@@ -25,7 +25,7 @@ from .gradients.ddp import DDPReplicas
 from .options import Options
 from .pipelining._torch_pipelining import has_split_backward, make_runtime
 from .pipelining.schedules import kind_of
-from .pipelining.split_backward import can_split, tensor_hooks_noted
+from .pipelining.split_backward import can_split, note_tensor_hooks
 from .pipelining.varying_stage import VaryingStage
 from .step.gradient_accumulation import StepResult
 from .step.microbatch_weights import MicroBatchWeight
@@ -80,7 +80,7 @@ class RunningStage(VaryingStage):
         self._select(fwd_chunk_id)
         self._record_arrival("RECV_F", fwd_chunk_id)
         feed, run = self.feed[fwd_chunk_id], super().forward_one_chunk
-        with tensor_hooks_noted(lambda: self._hooked.add(fwd_chunk_id)) if self.splits else nullcontext():
+        with note_tensor_hooks(lambda: self._hooked.add(fwd_chunk_id)) if self.splits else nullcontext():
             output = self._run_and_note_error("F", fwd_chunk_id, lambda: run(fwd_chunk_id, (), feed, False))
         if self.result.failure is not None:
             if self.is_last:
@@ -105,7 +105,7 @@ class RunningStage(VaryingStage):
         run = super().backward_one_chunk
 
         def attempt() -> None:
-            full = full_backward or not self._splits(bwd_chunk_id, loss)
+            full = full_backward or not self._can_split(bwd_chunk_id, loss)
             if full and not full_backward:
                 self._whole.add(bwd_chunk_id)
             run(bwd_chunk_id, loss, full, last_backward)
@@ -183,7 +183,7 @@ class RunningStage(VaryingStage):
     def _num_inputs(self, microbatch: int) -> int:
         return len(self._layouts[microbatch][0])
 
-    def _splits(self, microbatch: int, loss: Any) -> bool:
+    def _can_split(self, microbatch: int, loss: Any) -> bool:
         """Return True if a micro-batch's backward can be split; the first stage runs all of it in the second part."""
         if self.is_first:
             return True
@@ -240,7 +240,7 @@ class StagePlan:
             stage.splits = has_split_backward(self._schedule)
         self._targets = torch.arange(microbatches)
 
-    def serves(self, programs: Sequence[Program]) -> bool:
+    def is_plan_of(self, programs: Sequence[Program]) -> bool:
         """Return True if the plan was made of these same programs."""
         return all(own is other for own, other in zip(self.programs, programs, strict=True))
 

@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from slapo_core import BuildError, Program, all_reduce, raise_on_all_ranks
+from slapo_core import BuildError, Program, raise_on_all_ranks
 
 from .batches.microbatches import Batch, fingerprint
+from .distributed.ranks import all_reduce
 from .label_weights import LabelWeights
 
 __all__ = ["BatchFingerprints", "check_boundaries", "check_contents", "check_shapes", "replica_extremes"]
@@ -131,7 +132,7 @@ def check_shapes(high: int, low: int) -> None:
         )
 
 
-def weigh(program: Program, device: torch.device, counts: list[tuple[int, ...]], kinds: list[int]) -> LabelWeights:
+def compute_weights(program: Program, device: torch.device, counts: list[tuple[int, ...]], kinds: list[int]) -> LabelWeights:
     """Return the weights of micro-batches from new label counts and kinds as in ``Cut``. Collective."""
     row = torch.tensor(_label_fingerprints(counts, kinds), dtype=torch.int64, device=device)
     high, is_ambiguous, low = all_reduce(row, program.mesh, dist.ReduceOp.MAX).tolist()

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from slapo_core import BuildError, Program, all_reduce, gather_objects
+from slapo_core import BuildError, Program, gather_objects
 
-from .batch_agreement import Cut, cut_together, weigh
+from .batch_agreement import Cut, compute_weights, cut_together
 from .batch_arguments import arguments_of
 from .batches.microbatches import (
     Batch,
@@ -28,10 +28,10 @@ from .batches.microbatches import (
     split,
     variadic_argument,
 )
-from .distributed.ranks import run_on_all_ranks
+from .distributed.ranks import all_reduce, run_on_all_ranks
 from .ema import AveragedEngine
 from .first_step import FirstStep
-from .first_step.injected_gradients import divided_gradients
+from .first_step.injected_gradients import divide_gradients
 from .hidden_labels import HiddenLabels
 from .label_weights import LabelWeights
 from .losses.microbatch_loss import note_failure
@@ -82,7 +82,7 @@ class BatchEngine(AveragedEngine):
         self._first = FirstStep(program, options)
 
     @property
-    def trained(self) -> dict[str, nn.Parameter]:
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters that this rank trains, by name; none once the engine is closed."""
         found = {} if self._is_closed or not self._trains else self._trained
         return {name: parameter for name, (parameter, is_trained) in found.items() if is_trained}
@@ -131,7 +131,7 @@ class BatchEngine(AveragedEngine):
         cut = cut._replace(labels=self._losses_of().train(cut.parts, cut.labels, self.module, forward))
         self._is_broken = True
         try:
-            with divided_gradients((parameter for parameter, _ in self._trained.values()), scale):
+            with divide_gradients((parameter for parameter, _ in self._trained.values()), scale):
                 loss, reductions = self._train(cut)
             self._compare(reductions, cut, training=True)
         except Exception as err:
@@ -171,7 +171,7 @@ class BatchEngine(AveragedEngine):
         self._evaluate(batch._replace(labels=labels), training)
 
     @contextmanager
-    def _reading(self) -> Iterator[None]:
+    def _load_context(self) -> Iterator[None]:
         """While a checkpoint is put into the engine: if that breaks off, it does nothing before another one is loaded."""
         self._is_half_read = True
         yield
@@ -199,7 +199,7 @@ class BatchEngine(AveragedEngine):
         labels = [None if self._common.loss_fn is None else part.pop("labels", None) for part in parts]
         parts = [self._in_precision(part) for part in parts]
         if self._losses_of().are_whole:
-            return MicroBatches(parts, labels, LabelWeights.alike(len(parts)))
+            return MicroBatches(parts, labels, LabelWeights.equal(len(parts)))
         batch = MicroBatches(parts, labels, weights)
         is_new = not self._hidden.is_checked and len(parts) * self.program.axis_size("dp") > 1
         reductions = self._trial_reductions(batch, training) if weights.is_open or is_new else None
@@ -207,7 +207,7 @@ class BatchEngine(AveragedEngine):
             keys, weights = self._learn_labels(reductions, given_parts, keys, weights)
             batch = batch._replace(weights=weights)
         if self._kinds is not None:
-            weights.known = self._known(keys)
+            weights.known = self._known_indices(keys)
             weights.kind = weights.known[0]
         if reductions is not None:
             self._compare(reductions, batch, training)
@@ -227,7 +227,7 @@ class BatchEngine(AveragedEngine):
         alike = [rows.without_variable_sizes(part) for part in parts]
         keys, counts = label_counts(alike, self._ignored, self._is_told)
         shape, marks = fingerprint([training, signature(alike[0])]), self._first.marks(parts, training)
-        return keys, Cut(parts, counts, self._known(keys), shape, content_fingerprint(batch), marks)
+        return keys, Cut(parts, counts, self._known_indices(keys), shape, content_fingerprint(batch), marks)
 
     def _learn_labels(
         self, reductions: list[LossReduction], parts: list[Batch], keys: list[LabelKey], weights: LabelWeights
@@ -235,12 +235,12 @@ class BatchEngine(AveragedEngine):
         """Find by a batch's losses which labels count. Return what may be its labels, and the weights, anew. Collective."""
         if self._learns_ignored(reductions):
             keys, counts = label_counts(parts, self._ignored, self._is_told)
-            weights = weigh(self.program, self.device, counts, self._known(keys))
+            weights = compute_weights(self.program, self.device, counts, self._known_indices(keys))
         if weights.is_open:
             self._kinds = {keys[kind] for kind in self._kinds_of(reductions, weights, len(keys))}
         return keys, weights
 
-    def _known(self, keys: Sequence[LabelKey]) -> list[int]:
+    def _known_indices(self, keys: Sequence[LabelKey]) -> list[int]:
         """Return the indices of those that the loss may be a mean over, by what losses have shown."""
         found = [index for index, key in enumerate(keys) if self._kinds is not None and key in self._kinds]
         return found or [*range(len(keys))]

@@ -49,7 +49,7 @@ class ExternalEngine(BatchEngine):
         stale_engines.abandon_stale()
 
     @contextmanager
-    def _built(self) -> Iterator[None]:
+    def _build_context(self) -> Iterator[None]:
         """Build the engine inside; on an error give back what it holds of the process."""
         try:
             yield

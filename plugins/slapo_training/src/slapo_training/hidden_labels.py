@@ -31,7 +31,7 @@ class HiddenLabels:
         """
         if training in self.shown:
             return
-        own = [(terms, weights.shows(index, terms)) for index, terms in enumerate(map(terms_of, reductions))]
+        own = [(terms, weights.has_counts(index, terms)) for index, terms in enumerate(map(terms_of, reductions))]
         found = [each for of_rank in gather_objects(own, self._program.mesh) for each in of_rank]
         hidden = {terms for terms, is_shown in found if not is_shown}
         if not hidden and (self.is_checked or any(terms for terms, _ in found)):

@@ -15,7 +15,7 @@ from .label_weights import LabelWeights
 from .losses.microbatch_loss import CountedLoss, check_has_gradient, run_stage
 from .losses.reductions import LossReduction
 
-__all__ = ["StageForward", "numbered"]
+__all__ = ["StageForward", "enumerate_micro_batches"]
 
 
 class StageForward(nn.Module):
@@ -62,8 +62,8 @@ class StageForward(nn.Module):
         loss, counted = self._loss_of(lambda: self.stage(*args, **kwargs), labels, self._index)
         check_has_gradient(loss)
         self.counted.append(counted)
-        return loss if self._weights is None else self._weights.weighted(index, loss, counted)
+        return loss if self._weights is None else self._weights.weight_loss(index, loss, counted)
 
 
-def numbered(parts: Sequence[Batch], labels: Sequence[Any]) -> Iterator[tuple[int, Batch, Any]]:
+def enumerate_micro_batches(parts: Sequence[Batch], labels: Sequence[Any]) -> Iterator[tuple[int, Batch, Any]]:
     return iter([*zip(range(len(parts)), parts, labels, strict=True)])

@@ -91,7 +91,7 @@ class Tuner:
     def run(self) -> Results:
         """Run the trials that the database does not have, and return all results."""
         for number, values in enumerate(self._traversal, 1):
-            with self._interruption.deferred():  # no result of a trial is lost
+            with self._interruption.defer_signals():  # no result of a trial is lost
                 record = self._take(number, values)
             if record is None or self._interruption.number is not None:
                 break
@@ -105,7 +105,7 @@ class Tuner:
     def _take(self, number: int, values: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the record of a configuration, from the database or of a trial now; None after an interruption."""
         name = Space.cfg_dict_to_str(values)
-        origin, record = "from the database, ", self._known(name)
+        origin, record = "from the database, ", self._find_record(name)
         if record is None:
             origin, record = "", self._run(values)
             if record is None:
@@ -121,7 +121,7 @@ class Tuner:
         """Return the database's key: the command with the symbols' names in it, and their values."""
         return f"{shlex.join([self._settings.script, *self._settings.arguments])} {name}"
 
-    def _known(self, name: str) -> dict[str, Any] | None:
+    def _find_record(self, name: str) -> dict[str, Any] | None:
         """Return the record of a finished trial, or None; reads the file again, as another tuner may have added to it."""
         self._database.load()
         record = self._database.db.get(self._key(name))

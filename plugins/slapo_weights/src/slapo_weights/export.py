@@ -136,8 +136,8 @@ class _Exporter:
         """Do everything that may fail, before ranks send and receive: a failure in between would hang the others."""
         if self._ranks.index == 0:
             self._on_disk(lambda: self._store(before))
-            self._made = {name: torch.empty(whole.shape, dtype=whole.dtype) for name, whole in self._wholes(bundle)}
-        parts = [(whole, sent) for _, whole in self._wholes(bundle) for sent in whole.parts]
+            self._made = {name: torch.empty(whole.shape, dtype=whole.dtype) for name, whole in self._whole_tensors(bundle)}
+        parts = [(whole, sent) for _, whole in self._whole_tensors(bundle) for sent in whole.parts]
         device = torch.device("cpu") if self._ranks.index == 0 else self._device
         self._send_buffers = [
             sent.chunk.of(self._own[whole.key].tensor).to(device=device, dtype=whole.dtype).contiguous()
@@ -148,7 +148,7 @@ class _Exporter:
     def _exchange(self, bundle: list[ConversionGroup]) -> None:
         """Send this rank's buffers to the first rank, which assembles the tensors."""
         buffers = iter(self._send_buffers)
-        for name, whole in self._wholes(bundle):
+        for name, whole in self._whole_tensors(bundle):
             for sent in whole.parts:
                 if sent.place == self._ranks.index == 0:
                     sent.chunk.of_whole(self._made[name]).copy_(next(buffers))
@@ -177,7 +177,7 @@ class _Exporter:
         if self._folder is not None:
             self._folder.abort()
 
-    def _wholes(self, bundle: list[ConversionGroup]) -> Iterator[tuple[str, WholeTensor]]:
+    def _whole_tensors(self, bundle: list[ConversionGroup]) -> Iterator[tuple[str, WholeTensor]]:
         for group in bundle:
             for name in group.sources:
                 yield name, self._plan.wholes[name]

@@ -14,7 +14,7 @@ from slapo_core import BuildError
 from slapo_training.checkpoint import Buffers, copy_to_cpu, drop_other_buffers
 
 from ..process_state._deepspeed_private import replaced_save, saves_in_background
-from .tensor_index import Places, tensors_in
+from .tensor_index import TensorIndex, tensors_in
 
 
 class Files:
@@ -24,7 +24,7 @@ class Files:
     present values; with None each file is written at once.
     """
 
-    def __init__(self, folder: Path, noting: Places, copies: Buffers | None) -> None:
+    def __init__(self, folder: Path, noting: TensorIndex, copies: Buffers | None) -> None:
         self._folder, self._noting, self._copies = folder, noting, copies
         self._left: list[Callable[[], None]] = []
 
@@ -42,10 +42,10 @@ class Files:
                 "DeepSpeed's decoupled checkpoint engine writes on behind a save; leave it out of DeepSpeed's config"
             )
 
-        def noted(write: Any, state_dict: Any, path: str, *args: Any, **kwargs: Any) -> Any:
+        def write_and_record(write: Any, state_dict: Any, path: str, *args: Any, **kwargs: Any) -> Any:
             name = Path(path).relative_to(self._folder).as_posix()
             try:
-                self._noting.see(state_dict, name)
+                self._noting.record_tensors(state_dict, name)
                 if self._copies is None:
                     return write(state_dict, path, *args, **kwargs)
                 state = _copy(state_dict, name, self._copies, keys)
@@ -53,7 +53,7 @@ class Files:
             except Exception as err:
                 errors.append(err)
 
-        with replaced_save(model, noted):
+        with replaced_save(model, write_and_record):
             model.save_checkpoint(str(self._folder))
         if self._copies is not None:
             drop_other_buffers(keys, self._copies)

@@ -12,14 +12,14 @@ from slapo_core import BuildError, Program
 from slapo_training.checkpoint import check_plain
 from slapo_training.engines import bytes_of
 
-from ..optimizer.local_tensors import Shares, why_not
+from ..optimizer.local_tensors import Shares, unsupported_reason
 from ..process_state._deepspeed_private import loss_scaler
 
 WEIGHT = ""
 """State name that stands for the weight itself, or for a buffer."""
 
 
-class _Wanted(NamedTuple):
+class _TensorRequest(NamedTuple):
     """Elements to find in a file.
 
     Args:
@@ -35,7 +35,7 @@ class _Wanted(NamedTuple):
     aliases: tuple[str, ...]
 
 
-class Places:
+class TensorIndex:
     """Recorder of where DeepSpeed writes this rank's elements. Tensors are identified by their memory.
 
     A tensor that DeepSpeed copies before it writes is identified by name and equal values. Elements that DeepSpeed does not
@@ -48,8 +48,8 @@ class Places:
 
     def __init__(self, model: Any, module: nn.Module, program: Program) -> None:
         self._found: list[tuple[Any, ...]] = []
-        self._wanted: list[_Wanted] = []
-        self._about: dict[str, Any] = {"why_not": why_not(model, module), "common": None, "scale": None}
+        self._wanted: list[_TensorRequest] = []
+        self._about: dict[str, Any] = {"why_not": unsupported_reason(model, module), "common": None, "scale": None}
         if not self._about["why_not"]:
             shares = Shares(model, module, program)
             self._collect(shares, module)
@@ -65,21 +65,21 @@ class Places:
             aliases.setdefault(id(tensor), []).extend((local, f"stage.{local}"))
         known = {name: tuple(aliases.get(key, ())) for key, name in shares.names.items()}
         for share in shares.own:
-            self._wanted.append(_Wanted(share.name, WEIGHT, share.start, share.value, known[share.name]))
+            self._wanted.append(_TensorRequest(share.name, WEIGHT, share.start, share.value, known[share.name]))
             if shares.optimizer is None or share.stepped is None:
                 continue
             for key, value in shares.optimizer.state.get(share.stepped, {}).items():
                 if isinstance(value, torch.Tensor) and value.shape == share.stepped.shape:
-                    self._wanted.append(_Wanted(share.name, key, share.start, share.of(value), ()))
+                    self._wanted.append(_TensorRequest(share.name, key, share.start, share.of(value), ()))
                 elif isinstance(value, torch.Tensor) and value.dim() == 0:
                     numbers.setdefault(share.name, {})[key] = (value.item(), value.dtype)
                 elif not isinstance(value, torch.Tensor | list | tuple | dict):
                     numbers.setdefault(share.name, {})[key] = (value, None)
                 else:
                     odd.setdefault(share.name, []).append(key)
-        self._about.update(shares.about(), numbers=numbers, odd=odd)
+        self._about.update(shares.layout(), numbers=numbers, odd=odd)
 
-    def see(self, state: Any, file: str) -> None:
+    def record_tensors(self, state: Any, file: str) -> None:
         """Record the tensors in the content of a file, before DeepSpeed writes it."""
         if isinstance(state, dict) and "lr_scheduler" in state and "global_steps" in state:
             self._about["common"] = file
@@ -117,7 +117,7 @@ class Places:
         found[name_of(place)] = bytes_of(self._about)
         return found
 
-    def _note(self, each: _Wanted, file: str, at: Any, offset: int) -> None:
+    def _note(self, each: _TensorRequest, file: str, at: Any, offset: int) -> None:
         self._found.append((each.name, each.key, each.start, each.value.numel(), file, at, offset))
 
 

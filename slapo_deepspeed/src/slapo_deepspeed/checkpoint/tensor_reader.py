@@ -17,7 +17,7 @@ from .tensor_index import WEIGHT, name_of
 SAME_LAYOUT = "load it on the layout and with the stage of ZeRO that it was saved with"
 
 
-class _Found(NamedTuple):
+class _FileRange(NamedTuple):
     """Elements in a file: at ``start`` in a part, and at ``offset`` in the tensor under the keys ``at``."""
 
     start: int
@@ -32,10 +32,10 @@ class _Part(NamedTuple):
 
     full_shape: tuple[int, ...]
     ranges: tuple[Ranges, ...]
-    found: dict[str, list[_Found]]
+    found: dict[str, list[_FileRange]]
 
 
-class Saved:
+class CheckpointReader:
     """Checkpoint of some number of ranks whose tensors are read by original names.
 
     Raises:
@@ -54,7 +54,7 @@ class Saved:
             for name, (shape, ranges) in each["pieces"].items():
                 self.parts.setdefault(name, {}).setdefault((shape, ranges), _Part(shape, ranges, {}))
             for name, key, *found in each["found"]:
-                self.parts[name][each["pieces"][name]].found.setdefault(key, []).append(_Found(*found))
+                self.parts[name][each["pieces"][name]].found.setdefault(key, []).append(_FileRange(*found))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: next(iter(parts.values())).full_shape for name, parts in self.parts.items()}
@@ -80,12 +80,12 @@ class Saved:
         for part in self.parts[name].values():
             if key not in part.found or bool(has.all()):
                 continue
-            source, before = _overlapping(part, wanted)
+            source, before = _overlapping_rows(part, wanted)
             if source is None:
                 continue
             local, known = self._local(part.found[key], source.tensor.shape, before)
             made = torch.empty(wanted.tensor.shape, dtype=local.dtype) if made is None else made
-            for one, other in _common(source, wanted):
+            for one, other in _common_boxes(source, wanted):
                 other.of(made).copy_(one.of(local))
                 other.of(has).logical_or_(one.of(known))
         if made is None or not has.all():
@@ -93,7 +93,7 @@ class Saved:
             raise BuildError(f"the checkpoint has {int(has.sum())} of {has.numel()} numbers of {what}; load another one")
         return made.view(-1).narrow(0, start, size)
 
-    def _local(self, found: list[_Found], shape: torch.Size, before: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _local(self, found: list[_FileRange], shape: torch.Size, before: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return some rows of a part as saved by all replicas, and a mask of the elements that were found.
 
         ``before`` is the number of the part's elements before the rows.
@@ -112,7 +112,7 @@ class Saved:
                 known[own].fill_(True)
         return line.view(shape), known.view(shape)
 
-    def _tensor(self, found: _Found) -> Any:
+    def _tensor(self, found: _FileRange) -> Any:
         value = self.file(found.file)
         for key in found.at:
             value = value[key]
@@ -134,7 +134,7 @@ class Saved:
                 found.setdefault(key, set()).add(value)
         return found
 
-    def odd(self, name: str) -> str:
+    def unsupported_state(self, name: str) -> str:
         """Return a state that is neither a scalar nor has a number for each element, or ''."""
         return next((key for each in self.places for key in each["odd"].get(name, ())), "")
 
@@ -143,17 +143,17 @@ def _sizes(ranges: tuple[Ranges, ...]) -> list[int]:
     return [sum(stop - start for start, stop in each) for each in ranges]
 
 
-def _overlapping(part: _Part, wanted: Piece) -> tuple[Piece | None, int]:
+def _overlapping_rows(part: _Part, wanted: Piece) -> tuple[Piece | None, int]:
     """Return the rows of a part that overlap ``wanted``, or None, and the number of the part's elements before them."""
     source = Piece(torch.empty(_sizes(part.ranges), device="meta"), part.full_shape, part.ranges)
-    boxes = [one for one, _ in _common(source, wanted)]
+    boxes = [one for one, _ in _common_boxes(source, wanted)]
     if not boxes or not part.ranges:
         return (source if boxes else None), 0
     first, last = min(box.local[0] for box in boxes), max(box.local[0] + box.sizes[0] for box in boxes)
     return source.rows(first, last), first * source.tensor[0].numel()
 
 
-def _common(source: Piece, wanted: Piece) -> Iterator[tuple[Chunk, Chunk]]:
+def _common_boxes(source: Piece, wanted: Piece) -> Iterator[tuple[Chunk, Chunk]]:
     """Yield the boxes that both pieces contain, as a chunk of each."""
     for one in source.chunks():
         for other in wanted.chunks():

@@ -55,7 +55,7 @@ class DeepSpeedOptions(EngineOptions):
             raise BuildError(f"gradient_clipping in DeepSpeed's config is {self.largest_norm}; it has to be 0 or more")
         if self.parts < 1:
             raise BuildError(f"gradient_accumulation_steps in DeepSpeed's config is {self.parts}; it has to be 1 or more")
-        self.settled()
+        self.full_config()
 
     def _check_rate(self) -> None:
         rate = self.lr_scheduler
@@ -65,7 +65,7 @@ class DeepSpeedOptions(EngineOptions):
                 "optimizer="
             )
         super()._check_rate()
-        if rate is not None and not is_lr_scheduler(rate) and (missing := _missing(rate)):
+        if rate is not None and not is_lr_scheduler(rate) and (missing := _required_arguments(rate)):
             raise BuildError(
                 f"lr_scheduler= is called with the optimizer alone, and {getattr(rate, '__name__', 'it')} needs {missing}; "
                 "give a factory, lambda optimizer: ..."
@@ -136,7 +136,7 @@ class DeepSpeedOptions(EngineOptions):
         Raises:
             BuildError: ``microbatches`` and the configuration differ.
         """
-        return self._one("microbatches", self.microbatches, 1, "gradient_accumulation_steps", int)
+        return self._merge_option("microbatches", self.microbatches, 1, "gradient_accumulation_steps", int)
 
     @property
     def largest_norm(self) -> float:
@@ -145,7 +145,7 @@ class DeepSpeedOptions(EngineOptions):
         Raises:
             BuildError: ``clip`` and the configuration differ.
         """
-        return self._one("clip", float(self.clip), 0.0, "gradient_clipping", float)
+        return self._merge_option("clip", float(self.clip), 0.0, "gradient_clipping", float)
 
     def configured_rows(self, dp: int) -> tuple[str, int] | None:
         """Return the configuration's key that sets the rows of a micro-batch, and the number of rows; None if there is none."""
@@ -155,7 +155,7 @@ class DeepSpeedOptions(EngineOptions):
             return "train_batch_size", int(rows) // (self.parts * dp)
         return None
 
-    def settled(self, device_type: str = "") -> dict[str, Any]:
+    def full_config(self, device_type: str = "") -> dict[str, Any]:
         """Return DeepSpeed's configuration with all required values; a micro-batch has one row if no batch size is given.
 
         On a ``"cpu"``, Adam and AdamW are torch's.
@@ -183,9 +183,12 @@ class DeepSpeedOptions(EngineOptions):
         return config
 
     def rank_invariants(self) -> list[str]:
-        return [f"DeepSpeed's config {json.dumps(self.settled(), sort_keys=True, default=repr)}", *super().rank_invariants()]
+        return [
+            f"DeepSpeed's config {json.dumps(self.full_config(), sort_keys=True, default=repr)}",
+            *super().rank_invariants(),
+        ]
 
-    def _one(self, name: str, ours: Number, default: Number, key: str, kind: type[Number]) -> Number:
+    def _merge_option(self, name: str, ours: Number, default: Number, key: str, kind: type[Number]) -> Number:
         if key not in self.given:
             return ours
         configured = self.given[key]
@@ -220,7 +223,7 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _missing(factory: Any) -> str:
+def _required_arguments(factory: Any) -> str:
     """Return the names of the arguments that a factory requires after the first."""
     try:
         _, *others = inspect.signature(factory).parameters.values()

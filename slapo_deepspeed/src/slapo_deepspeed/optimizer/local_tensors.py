@@ -58,12 +58,12 @@ class Shares:
         self.names = {id(tensor): name for name, tensor in named.items()}
         self._ranges = private.flat_ranges(self._outer, program.axis_rank("dp"), named.values()) or {}
         self.pieces = {name: _place(tensor) for name, tensor in named.items()}
-        found = [(share, is_own) for name, tensor in named.items() for share, is_own in self._of(name, tensor)]
+        found = [(share, is_own) for name, tensor in named.items() for share, is_own in self._shares_of(name, tensor)]
         is_first = program.axis_rank("dp") == 0
         self.held = [share for share, _ in found if share.value.numel()]
         self.own = [share for share, is_own in found if share.value.numel() and (is_own or is_first)]
 
-    def _of(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[Share, bool]]:
+    def _shares_of(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[Share, bool]]:
         """Yield this rank's share of a tensor, and True if other replicas hold other elements."""
         if (found := self._ranges.get(id(tensor))) is None:
             is_stepped = self.optimizer is not None and isinstance(tensor, nn.Parameter) and tensor.requires_grad
@@ -83,7 +83,7 @@ class Shares:
             for own, group in zip(listed, self.optimizer.param_groups, strict=True)
         ]
 
-    def about(self) -> dict[str, Any]:
+    def layout(self) -> dict[str, Any]:
         """Return the layout for the checkpoint: positions in the whole tensors and in the tensors that the optimizer steps."""
         return {
             "pieces": {name: (piece.full_shape, piece.ranges) for name, piece in self.pieces.items()},
@@ -91,14 +91,14 @@ class Shares:
             "groups": self.groups(),
         }
 
-    def are_like(self, saved: Mapping[str, Any]) -> bool:
-        """Return True if a saved ``about`` has this layout; without an optimizer only positions of weights are compared."""
-        own = self.about()
+    def has_layout(self, saved: Mapping[str, Any]) -> bool:
+        """Return True if a saved ``layout`` has this layout; without an optimizer only positions of weights are compared."""
+        own = self.layout()
         names = [[each["names"] for each in one["groups"]] for one in (own, saved)]
         has_order = self.optimizer is None or (own["held"] == saved["held"] and names[0] == names[1])
         return has_order and own["pieces"] == saved["pieces"]
 
-    def writing(self) -> AbstractContextManager[None]:
+    def write_context(self) -> AbstractContextManager[None]:
         """Return a context to write into the held elements; on exit the model gets the new values. Collective."""
         return private.weight_writing(self._outer)
 
@@ -117,7 +117,7 @@ class Shares:
             optimizer.load_state_dict({**packed, "state": state, "param_groups": made})
 
 
-def why_not(model: Any, module: nn.Module) -> str:
+def unsupported_reason(model: Any, module: nn.Module) -> str:
     """Return the feature that restricts an engine's checkpoints to its own layout, or ''."""
     zero = private.zero_config(model)
     for name, offload in (("optimizer", zero.offload_optimizer), ("parameter", zero.offload_param)):

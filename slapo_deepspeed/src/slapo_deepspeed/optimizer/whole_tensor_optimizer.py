@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core import BuildError, Program, all_reduce, shard_spec
+from slapo_core import BuildError, Program, shard_spec
+from slapo_training.distributed import all_reduce
 from slapo_training.model import Chunk, boxes, piece_of
 from slapo_training.optimizers import ParameterLayout, WholeTensorOptimizer
 from slapo_training.optimizers.introspection import OneStep
@@ -62,7 +63,7 @@ def bind(model: Any, program: Program, in_turns: bool) -> None:
     optimizer.flats = flats
 
 
-class Turns:
+class MergedStep:
     """Wrapper of an optimizer's ``step`` by which all calls in one step of DeepSpeed count as one.
 
     With ZeRO, DeepSpeed calls ``step`` once for each flat tensor.
@@ -75,14 +76,14 @@ class Turns:
             return
         self._inner, step = WholeTensorOptimizer.unwrap(optimizer), optimizer.step
 
-        def turn(*given: Any, **named: Any) -> Any:
+        def merged_step(*given: Any, **named: Any) -> Any:
             if self._current is None:
                 self._current = OneStep(self._inner)
             else:
                 self._current.restore_counters()
             return step(*given, **named)
 
-        optimizer.step = turn
+        optimizer.step = merged_step
 
     def begin(self) -> None:
         self._current = None

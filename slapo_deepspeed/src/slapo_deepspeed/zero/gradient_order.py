@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from slapo_core import BuildError, Program, all_reduce
+from slapo_core import BuildError, Program
+from slapo_training.distributed import all_reduce
 
 _NOTHING = -(2**40)
 
@@ -34,13 +35,13 @@ class UsedParameters:
         if zero_stage:
             for index, parameter in enumerate(parameters.values()):
                 if parameter.requires_grad:
-                    self._handles.append(parameter.register_hook(self._noting(index)))  # type: ignore[no-untyped-call]
+                    self._handles.append(parameter.register_hook(self._order_hook(index)))  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _noting(self, index: int) -> Callable[[torch.Tensor], None]:
+    def _order_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         word = index.to_bytes(4, "little")
 
         def note(gradient: torch.Tensor) -> None:

@@ -29,7 +29,7 @@ class ImplementationRegistry:
         registry = default_registry()
         records = {id(record.plugin): record for record in registry.records}
         for hook in registry.hook.slapo_kernels.get_hookimpls() if hasattr(registry.hook, "slapo_kernels") else ():
-            for entry in _registered(hook.function, records[id(hook.plugin)]):
+            for entry in _entries_of_hook(hook.function, records[id(hook.plugin)]):
                 self._add(entry)
         self.forced = _environment(self)
 
@@ -57,12 +57,12 @@ class ImplementationRegistry:
         """
         check_kernel(kernel)
         if not isinstance(name, str):
-            raise ScheduleError(f"{name!r} is no name of an implementation; kernel {kernel!r} has {self._listed(kernel)}")
+            raise ScheduleError(f"{name!r} is no name of an implementation; kernel {kernel!r} has {self._join_names(kernel)}")
         if name not in self._entries[kernel]:
             if any(
                 name in those for those in self._entries.values()
             ):  # a name of another kernel: no spelling mistake to suggest a correction for
-                raise ScheduleError(f"kernel {kernel!r} has no implementation {name!r}, but {self._listed(kernel)}")
+                raise ScheduleError(f"kernel {kernel!r} has no implementation {name!r}, but {self._join_names(kernel)}")
             unknown = UnknownNameError.of("implementation", name, self._entries[kernel], whose=f"kernel {kernel!r}")
             raise ScheduleError(str(unknown))
         entry, *others = self._entries[kernel][name]
@@ -82,7 +82,7 @@ class ImplementationRegistry:
             self._loaded[key] = replace(entry, target=implementation.target).load()
         return self._loaded[key]
 
-    def _listed(self, kernel: str) -> str:
+    def _join_names(self, kernel: str) -> str:
         *others, last = sorted(self._entries[kernel])
         return f"{', '.join(others)} and {last}" if others else last
 
@@ -109,7 +109,7 @@ def implementation_registry() -> ImplementationRegistry:
     return ImplementationRegistry()
 
 
-def _registered(hook: Any, record: PluginRecord) -> list[Entry]:
+def _entries_of_hook(hook: Any, record: PluginRecord) -> list[Entry]:
     try:
         given = hook()
     except (Exception, SystemExit) as error:

@@ -83,15 +83,15 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int
         unsqueeze_dim: Dimension of the heads in ``q`` and ``k``.
     """
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return q * cos + _rotated(q) * sin, k * cos + _rotated(k) * sin
+    return q * cos + _rotate_half(q) * sin, k * cos + _rotate_half(k) * sin
 
 
-def _rotated(x: Tensor) -> Tensor:
+def _rotate_half(x: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
 
 
-def _wide(x: Tensor) -> Tensor:
+def _at_least_float32(x: Tensor) -> Tensor:
     """Return the tensor in at least float32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -118,16 +118,16 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0, cast
             product with the ``"weight"``, computed in float32 (Gemma).
     """
     check_cast(cast)
-    wide = _wide(x)
+    wide = _at_least_float32(x)
     normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if cast == "weight":
-        return (normal * (offset + _wide(weight))).to(x.dtype)
+        return (normal * (offset + _at_least_float32(weight))).to(x.dtype)
     return (offset + weight if offset else weight) * normal.to(x.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
     """``(x - mean) / sqrt(variance + eps) * weight + bias`` over the last dimension, in float32, rounded at the end."""
-    wide = _wide(x)
+    wide = _at_least_float32(x)
     centred = wide - wide.mean(-1, keepdim=True)
     normal = centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + eps)
     if weight is not None:
@@ -175,7 +175,7 @@ def linear_cross_entropy(
         reduction: ``"mean"``, ``"sum"`` or ``"none"``, which gives the shape of ``labels``.
     """
     check_labels(hidden, labels)
-    logits = _wide(F.linear(hidden, weight, bias)).flatten(0, -2)
+    logits = _at_least_float32(F.linear(hidden, weight, bias)).flatten(0, -2)
     loss = F.cross_entropy(logits, labels.flatten(), ignore_index=ignore_index, reduction=reduction)
     return loss.view(labels.shape) if reduction == "none" else loss
 

@@ -26,7 +26,7 @@ def attention(
     scale: float | None = None,
 ) -> Tensor:
     """Call the compiled FlexAttention; it skips blocks of keys that are hidden by causality."""
-    return attend(_compiled(), q, k, v, mask, is_causal, scale)
+    return attend(_compiled_attention(), q, k, v, mask, is_causal, scale)
 
 
 def refuses(
@@ -65,5 +65,5 @@ def _causal(queries: int, keys: int, device: str) -> BlockMask:
 
 
 @functools.cache
-def _compiled() -> Any:
+def _compiled_attention() -> Any:
     return torch.compile(flex_attention)

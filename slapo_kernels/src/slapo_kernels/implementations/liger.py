@@ -53,13 +53,13 @@ def refuses_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, **
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Liger's ``swiglu_forward`` and ``swiglu_backward``."""
-    out: Tensor = _gated("swiglu").apply(gate, up)
+    out: Tensor = _gate_function("swiglu").apply(gate, up)
     return out
 
 
 def geglu(gate: Tensor, up: Tensor, *, approximate: str = "none") -> Tensor:
     """Liger's ``geglu_forward`` and ``geglu_backward``, of the tanh approximation alone."""
-    out: Tensor = _gated("geglu").apply(gate, up)
+    out: Tensor = _gate_function("geglu").apply(gate, up)
     return out
 
 
@@ -78,13 +78,13 @@ def refuses_geglu(gate: Tensor, up: Tensor, *, approximate: str = "none") -> str
 
 
 @functools.cache
-def _gated(name: str) -> Any:
+def _gate_function(name: str) -> Any:
     """Return an autograd function of Liger's forward and backward; the backward gets copies, as it overwrites its inputs."""
     import liger_kernel.ops as ops
 
     forward_kernel, backward_kernel = getattr(ops, f"{name}_forward"), getattr(ops, f"{name}_backward")
 
-    class Gated(torch.autograd.Function):
+    class GateFunction(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
             gate, up = gate.contiguous(), up.contiguous()
@@ -98,7 +98,7 @@ def _gated(name: str) -> Any:
             of_gate, of_up = backward_kernel(gate, up, grad.contiguous())
             return of_gate, of_up
 
-    return Gated
+    return GateFunction
 
 
 def linear_cross_entropy(

@@ -39,7 +39,7 @@ class LazyHead:
     kernels: ClassVar[tuple[str, ...]] = ("linear_cross_entropy",)
 
     @property
-    def forced(self) -> bool:
+    def is_forced(self) -> bool:
         """False: under ``torch.compile`` the head's own forward runs in any case."""
         return False
 
@@ -170,7 +170,7 @@ class LazyLogits(torch.Tensor):
         first = args[0] if args else None
         in_place = name in _IN_PLACE or (name.endswith("_") and name[:2] != "__" and name != "requires_grad_")
         if (in_place or func == _SET_DATA) and isinstance(first, LazyLogits):
-            raise _changed(name)
+            raise _mutation_error(name)
         if isinstance(first, LazyLogits):
             if func in _GRADIENT_OBSERVERS and not (
                 first.observers.has_loss and is_fsdp_hook(args[-1])
@@ -181,7 +181,7 @@ class LazyLogits(torch.Tensor):
             if func == _DATA:
                 return first.detach()
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*pytree.tree_map_only(LazyLogits, _plain, args) if func in _DATA_READERS else args, **kwargs)
+            return func(*pytree.tree_map_only(LazyLogits, _plain_tensor, args) if func in _DATA_READERS else args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -191,7 +191,7 @@ class LazyLogits(torch.Tensor):
             value for value, of in zip(args, func._schema.arguments, strict=False) if of.alias_info and of.alias_info.is_write
         ]
         if any(isinstance(value, LazyLogits) for value in [*written, (kwargs or {}).get("out")]):
-            raise _changed(str(func))
+            raise _mutation_error(str(func))
         args, kwargs = pytree.tree_map_only(LazyLogits, LazyLogits.materialize, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -248,11 +248,11 @@ class _View(torch.autograd.Function):
         return found, None, None, None
 
 
-def _plain(logits: LazyLogits) -> torch.Tensor:
+def _plain_tensor(logits: LazyLogits) -> torch.Tensor:
     return logits.detach().requires_grad_(logits.requires_grad)
 
 
-def _changed(name: str) -> LazyLogitsError:
+def _mutation_error(name: str) -> LazyLogitsError:
     what = f"{name} changes logits in place that use_kernels('linear_cross_entropy') has left to be computed"
     return LazyLogitsError(f"{what}; change a clone()")
 

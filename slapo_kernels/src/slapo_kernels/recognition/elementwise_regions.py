@@ -141,7 +141,7 @@ def _candidates(count: int, shape: tuple[int, ...]) -> Iterator[tuple[KernelMatc
     elif count == 2:
         for kernel, options in _GATES:
             for order in ((0, 1), (1, 0)):
-                yield KernelMatch(kernel, options, order), _gated(kernel, options, order)
+                yield KernelMatch(kernel, options, order), _eager_gate(kernel, options, order)
 
 
 def _probe(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -161,7 +161,7 @@ def _activation(name: str) -> Callable[..., Any]:
     return lambda x: run("bias_act", x, None, choice="eager", activation=name)
 
 
-def _gated(kernel: str, options: Any, order: tuple[int, int]) -> Callable[..., Any]:
+def _eager_gate(kernel: str, options: Any, order: tuple[int, int]) -> Callable[..., Any]:
     return lambda *values: run(kernel, values[order[0]], values[order[1]], choice="eager", **dict(options))
 
 

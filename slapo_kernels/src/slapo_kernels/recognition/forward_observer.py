@@ -85,7 +85,7 @@ class ForwardObserver:
         except Exception:  # a stranger's forward may raise anything
             return None
         finally:
-            drawn, changed = self._others.changed(), before.changed()
+            drawn, changed = self._others.has_changed(), before.changed_paths()
             if drawn:
                 self._others.restore()
             if changed:

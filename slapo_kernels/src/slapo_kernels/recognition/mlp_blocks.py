@@ -171,7 +171,7 @@ class _GraphReader:
             elif node.op == "call_module" and node not in fusible and node not in self.merged:
                 self._emit(node, self._call(node))
         (result,) = self.nodes[-1].args
-        if not isinstance(result, fx.Node) or self._place(result) != len(self.names) + len(self.steps) - 1:
+        if not isinstance(result, fx.Node) or self._place_of(result) != len(self.names) + len(self.steps) - 1:
             raise _UnknownOperation
         if any(node.op in ("get_attr", "call_function", "call_method") and node not in fusible for node in self.nodes):
             raise _UnknownOperation
@@ -227,7 +227,7 @@ class _GraphReader:
         (residual,) = (node for node in region.inputs if node is not dropout)
         start = layer.args[0] if layer is not None else source
         part = str(layer.target) if layer is not None else None
-        return lambda: DropoutResidual(self._place(start), self._place(residual), name, part)
+        return lambda: DropoutResidual(self._place_of(start), self._place_of(residual), name, part)
 
     def _kernel(self, region: Region) -> Callable[[], FusedOp]:
         """Return the maker of an activation or gate operation.
@@ -244,11 +244,13 @@ class _GraphReader:
                 self._absorb(node)
         if found.kernel != "bias_act":
             gate, up = (region.inputs[place] for place in found.order)
-            return lambda: GatedActivation(found.kernel, self._place(gate), self._place(up), found.options, found.gate_first)
+            return lambda: GatedActivation(
+                found.kernel, self._place_of(gate), self._place_of(up), found.options, found.gate_first
+            )
         (source,) = region.inputs
         layer = self._layer(source, region, ())
         start, part = (source, None) if layer is None else (layer.args[0], str(layer.target))
-        return lambda: BiasActivation(self._place(start), dict(found.options)["activation"], part)
+        return lambda: BiasActivation(self._place_of(start), dict(found.options)["activation"], part)
 
     def _absorb(self, node: fx.Node) -> None:
         """Record a stateless child that a region calls."""
@@ -278,13 +280,13 @@ class _GraphReader:
         if node.kwargs or not node.args or not isinstance(node.meta.get("val"), torch.Tensor):
             raise _UnknownOperation
         self._part(node)
-        return LayerCall(str(node.target), tuple(self._place(arg) for arg in node.args))
+        return LayerCall(str(node.target), tuple(self._place_of(arg) for arg in node.args))
 
     def _emit(self, node: fx.Node, step: FusedOp) -> None:
         self.places[node] = len(self.names) + len(self.steps)
         self.steps.append(step)
 
-    def _place(self, node: Any) -> int:
+    def _place_of(self, node: Any) -> int:
         if node not in self.places:
             raise _UnknownOperation
         return self.places[node]

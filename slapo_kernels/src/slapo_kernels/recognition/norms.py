@@ -34,7 +34,9 @@ def recognise_norm(module: nn.Module) -> NormForward | None:
         first = StableCalls.observe(module, torch.float32, weight.shape, NORM)
         if first is None or not attributes_are_comparable(module, first.reads):
             return None
-        forms = [form for form in _forms(module, bias is not None) if _agrees(module, *form, torch.float32, first.dims)]
+        forms = [
+            form for form in _candidate_kernels(module, bias is not None) if _agrees(module, *form, torch.float32, first.dims)
+        ]
         others = {
             dtype: StableCalls.observe(module, dtype, weight.shape, NORM)
             for dtype in DTYPES
@@ -69,7 +71,7 @@ def _has_contiguous_output(module: nn.Module) -> bool:
     return result.is_contiguous()
 
 
-def _forms(module: nn.Module, bias: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+def _candidate_kernels(module: nn.Module, bias: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the kernels with the options that the module's attributes allow: each small float may be the epsilon."""
     for eps in dict.fromkeys(value for value in vars(module).values() if type(value) is float and 0 <= value < 1):
         if not bias:

@@ -44,7 +44,7 @@ class KernelForward(Protocol):
         """Names of the kernels that it calls."""
 
     @property
-    def forced(self) -> bool:
+    def is_forced(self) -> bool:
         """True if the user forced an implementation."""
 
     def admits(self, module: Any, args: tuple[Any, ...]) -> bool:
@@ -114,7 +114,7 @@ def _method(cls: Any, name: str) -> Any:
             return own(self, *args, **kwargs)
         given = args + tuple(kwargs[each] for each in kernel_forward.inputs[len(args) :] if each in kwargs) if kwargs else args
         known = len(given) == len(kernel_forward.inputs) == len(args) + len(kwargs)
-        if known and not is_traced_or_compiled(kernel_forward.forced) and kernel_forward.admits(self, given):
+        if known and not is_traced_or_compiled(kernel_forward.is_forced) and kernel_forward.admits(self, given):
             return kernel_forward(self, *given)
         return own(self, *args, **kwargs)
 
@@ -147,7 +147,7 @@ class NormForward:
         return (self.kernel,)
 
     @property
-    def forced(self) -> bool:
+    def is_forced(self) -> bool:
         """True if the user forced an implementation."""
         return self.choice is not None
 
@@ -172,7 +172,7 @@ class EmbeddingForward:
     kernels: ClassVar[tuple[str, ...]] = ("embedding",)
 
     @property
-    def forced(self) -> bool:
+    def is_forced(self) -> bool:
         """True if the user forced an implementation."""
         return self.choice is not None
 
@@ -210,7 +210,7 @@ class FusedForward:
         return tuple(dict.fromkeys(step.kernel for step in self.steps if step.kernel))
 
     @property
-    def forced(self) -> bool:
+    def is_forced(self) -> bool:
         """True if the user forced an implementation."""
         return bool(self.choices)
 
@@ -250,7 +250,7 @@ class ExpertGate:
         return (self.step.kernel,)
 
     @property
-    def forced(self) -> bool:
+    def is_forced(self) -> bool:
         """True if the user forced an implementation."""
         return self.choice is not None
 

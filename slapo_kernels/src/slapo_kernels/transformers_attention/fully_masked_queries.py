@@ -40,14 +40,14 @@ def keep_fully_masked_results(model: nn.Module, before: Iterable[tuple[Any, str 
         before: Its configs, with the attention name of each before the change.
     """
     ours: dict[str, str] = {"eager": _EAGER_WITH_ZEROS, "sdpa": _SDPA_WITH_MEANS}
-    told = [(config, now) for config, name in before if _differ(name, now := config._attn_implementation)]
+    told = [(config, now) for config, name in before if _give_different_results(name, now := config._attn_implementation)]
     if told and _can_be_renamed(model):
         _register()
         for config, now in told:
             config._attn_implementation_internal = ours[now]
 
 
-def _differ(before: str | None, now: str | None) -> bool:
+def _give_different_results(before: str | None, now: str | None) -> bool:
     gave, give = _FULLY_MASKED_RESULTS.get(str(before)), _FULLY_MASKED_RESULTS.get(str(now))
     return gave is not None and give is not None and gave != give
 
@@ -58,7 +58,7 @@ def _can_be_renamed(model: nn.Module) -> bool:
     methods = [(cls, inspect.unwrap(each)) for cls in classes for each in vars(cls).values() if inspect.isfunction(each)]
     for cls, method in methods:
         code, known = method.__code__, method.__globals__
-        if "_attn_implementation" in code.co_names and any("sdpa" in _words(each) for each in code.co_consts):
+        if "_attn_implementation" in code.co_names and any("sdpa" in _strings_in(each) for each in code.co_consts):
             return False
         if method.__name__ == "forward" and "ALL_ATTENTION_FUNCTIONS" in code.co_names:
             functions = [known[name] for name in code.co_names if name.endswith(_EAGER) and name in known]
@@ -68,7 +68,7 @@ def _can_be_renamed(model: nn.Module) -> bool:
     return True
 
 
-def _words(constant: object) -> Collection[object]:
+def _strings_in(constant: object) -> Collection[object]:
     return constant if isinstance(constant, (tuple, frozenset)) else (constant,)
 
 

@@ -36,7 +36,9 @@ class MegatronFiles:
         self._plan = SavePlan([])
         self._metadata = Metadata({})
 
-    def prepared(self, state: dict[str, Any], folder: Path, ranks: Ranks, copies: Buffers | None) -> Callable[[Ranks], None]:
+    def prepare_write(
+        self, state: dict[str, Any], folder: Path, ranks: Ranks, copies: Buffers | None
+    ) -> Callable[[Ranks], None]:
         """Return a function that writes a sharded state dict; it takes the ranks to synchronize with. Both are collective.
 
         Megatron changes ``state`` while planning. ``copies`` are buffers for this rank's tensors, to write their values of

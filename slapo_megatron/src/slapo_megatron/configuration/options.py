@@ -74,7 +74,7 @@ class MegatronOptions(EngineOptions):
             raise BuildError(f"distributed_optimizer is {self.distributed_optimizer!r}; give True or False")
         if type(self.timeout_minutes) is not int or self.timeout_minutes < 1:
             raise BuildError(f"timeout_minutes is {self.timeout_minutes!r}; give a whole number from 1 on")
-        for name in self._given():
+        for name in self._config_dict():
             if name not in SECTIONS:
                 raise BuildError(str(UnknownNameError.of("section", str(name), SECTIONS, whose="config of target 'megatron'")))
         for name in SECTIONS:
@@ -102,7 +102,7 @@ class MegatronOptions(EngineOptions):
 
     def section(self, name: str) -> dict[str, Any]:
         """Return the keyword arguments of one of Megatron's configurations."""
-        section = self._given().get(name, {})
+        section = self._config_dict().get(name, {})
         if not isinstance(section, Mapping):
             raise BuildError(f"config[{name!r}] is {section!r}; give keyword arguments as a dict")
         return dict(section)
@@ -115,7 +115,7 @@ class MegatronOptions(EngineOptions):
             *super().rank_invariants(),
         ]
 
-    def _given(self) -> Mapping[str, Any]:
+    def _config_dict(self) -> Mapping[str, Any]:
         if self.config is None:
             return {}
         if not isinstance(self.config, Mapping):

@@ -40,9 +40,9 @@ def engine_layer(module: nn.Module, kind: str, spec: ShardSpec, *, sums_gradient
     _tell_of_norms()
     if kind == "loss":
         return FusedLosses(module, spec) if spec.uneven_ranges is None else _UNEVEN
-    if (why := _unlike(module, kind, spec)) is not None:
+    if (why := _mismatch(module, kind, spec)) is not None:
         return why
-    layer = _made(module, kind, spec, sums_gradient)
+    layer = _make_layer(module, kind, spec, sums_gradient)
     own = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
     for name, value in own.items():
         if not name.startswith("_slapo"):
@@ -59,7 +59,7 @@ def _tell_of_norms() -> None:
         get_logger().info("norms stay the model's own, though Megatron-Core has fused ones here")
 
 
-def _unlike(module: nn.Module, kind: str, spec: ShardSpec) -> str | None:
+def _mismatch(module: nn.Module, kind: str, spec: ShardSpec) -> str | None:
     """Return the reason why no layer of Megatron's computes the same result, or None."""
     if type(module) is not (nn.Embedding if kind == "vocabulary" else nn.Linear):
         return f"Megatron-Core has no layer for a {type(module).__name__}"
@@ -72,7 +72,7 @@ def _unlike(module: nn.Module, kind: str, spec: ShardSpec) -> str | None:
     return None
 
 
-def _made(module: Any, kind: str, spec: ShardSpec, sums_gradient: bool) -> nn.Module:
+def _make_layer(module: Any, kind: str, spec: ShardSpec, sums_gradient: bool) -> nn.Module:
     """Make a layer without weights, on the meta device."""
     make, sizes = layer_classes()[kind], spec.full_shape
     given: dict[str, Any] = {"config": _config(spec.num_shards, module.weight.dtype), "tp_group": spec.group}

@@ -13,7 +13,7 @@ from slapo_core import Program, ShardSpec, is_sharded, parameter_facts
 from slapo_training.model import boxes, buffers, parameters
 
 
-class Held:
+class LocalTensors:
     """Tensors that this rank's stages hold, by the first of each tensor's original names.
 
     Attributes:
@@ -38,11 +38,11 @@ class Held:
     def buffers(self) -> dict[str, torch.Tensor]:
         return {key: tensor for key, tensor in self.tensors.items() if not isinstance(tensor, nn.Parameter)}
 
-    def sharded(self, tensors: dict[str, torch.Tensor], prefix: str = "") -> dict[str, Any]:
+    def sharded_tensors(self, tensors: dict[str, torch.Tensor], prefix: str = "") -> dict[str, Any]:
         """Return a sharded tensor at the position of the held tensor of the same key; empty tensors are left out."""
-        return {key: self._one(key, tensor, prefix) for key, tensor in tensors.items() if tensor.numel()}
+        return {key: self._factory(key, tensor, prefix) for key, tensor in tensors.items() if tensor.numel()}
 
-    def alike(self, numbers: dict[str, torch.Tensor], prefix: str) -> dict[str, Any]:
+    def replicated_tensors(self, numbers: dict[str, torch.Tensor], prefix: str) -> dict[str, Any]:
         """Return sharded tensors for values that are the same on all ranks holding a part of their key's tensor."""
         from megatron.core.dist_checkpointing import ShardedTensor
 
@@ -52,7 +52,7 @@ class Held:
             for key, number in numbers.items()
         }
 
-    def shared_out(self, ranges: dict[str, tuple[torch.Tensor, int]], prefix: str) -> dict[str, Any]:
+    def range_tensors(self, ranges: dict[str, tuple[torch.Tensor, int]], prefix: str) -> dict[str, Any]:
         """Return sharded tensors for ranges that this replica alone holds; other replicas hold the rest.
 
         A range is flat, not empty, and of the held tensor of its key, with the offset in it.
@@ -77,22 +77,22 @@ class Held:
         program = self._program
         return self._copy[key], program.axis_rank("tp") if self._spec(key) is None else 0, program.axis_rank("dp")
 
-    def _one(self, key: str, tensor: torch.Tensor, prefix: str) -> Any:
+    def _factory(self, key: str, tensor: torch.Tensor, prefix: str) -> Any:
         from megatron.core.dist_checkpointing import ShardedTensor
         from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
         shape, spec, copies = self.tensors[key].shape, self._spec(key), self._copies(key)
 
-        def taken_apart(key: str, tensor: torch.Tensor, replica: Any, flattened_range: Any) -> list[Any]:
+        def split(key: str, tensor: torch.Tensor, replica: Any, flattened_range: Any) -> list[Any]:
             data = tensor.detach()
             if spec is None:
                 return [ShardedTensor.from_rank_offsets(key, data.view(-1) if data.dim() == 0 else data, replica_id=copies)]
             return [*_parts(key, data, (0,) * data.dim(), spec.full_shape, spec, copies)]
 
-        def put_together(parts: list[torch.Tensor]) -> torch.Tensor:
+        def merge(parts: list[torch.Tensor]) -> torch.Tensor:
             return torch.cat(parts, spec.dim) if spec is not None else parts[0].view(shape)
 
-        return ShardedTensorFactory(prefix + key, tensor, taken_apart, put_together, copies)
+        return ShardedTensorFactory(prefix + key, tensor, split, merge, copies)
 
 
 def _parts(

@@ -29,7 +29,7 @@ def optimizer_config(options: MegatronOptions) -> Any:
     return config_of(OptimizerConfig, {**given, **precision})
 
 
-def megatrons(config: Any, chunks: Sequence[Any], groups: Any) -> Any:
+def megatron_optimizer(config: Any, chunks: Sequence[Any], groups: Any) -> Any:
     from megatron.core.optimizer import get_megatron_optimizer
 
     made = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False, pg_collection=groups)
@@ -60,7 +60,7 @@ def bind_masters(optimizer: torch.optim.Optimizer) -> None:
 
 
 @torch.no_grad()
-def prepared(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
+def initialize_state(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
     """Initialize an optimizer's state by a step without effect, so that a state can be loaded; weights are unchanged.
 
     An optimizer that has a state is left unchanged. Megatron passes ``config``.

@@ -93,7 +93,7 @@ def copy_main_params(outer: Any) -> None:
     outer._copy_main_params_to_model_params()
 
 
-def wrapped(
+def wrap_optimizer(
     optimizer: torch.optim.Optimizer, config: Any, chunks: Sequence[Any], groups: Any, init_state: Callable[..., None]
 ) -> Any:
     """Return an optimizer in the Megatron wrapper that its configuration asks for.

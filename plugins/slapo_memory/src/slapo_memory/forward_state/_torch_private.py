@@ -25,7 +25,7 @@ def runs_eagerly() -> bool:
     return frames is not None and frames._stance.stance == "force_eager"
 
 
-def uncompiled(function: Any, inside: bool) -> None:
+def exclude_from_compilation(function: Any, inside: bool) -> None:
     """Exclude a function from compilation without ``torch.compiler.disable``, whose import takes a second.
 
     Args:

@@ -37,7 +37,7 @@ class RandomState:
         return all(device.type in ("cpu", "meta") or _is_cuda(device, self._device) for device in devices)
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restore_for_block(self) -> Iterator[None]:
         """Restore this state for the block; afterwards put back the state from before the block."""
         with self._on_device():
             now = RandomState()
@@ -85,7 +85,7 @@ class GeneratorState:
         self._start = [(generator, state) for generator, state in self._start if not _same(_read(generator), state)]
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restore_for_block(self) -> Iterator[None]:
         """Restore these states for the block; afterwards put back the states from before the block."""
         now = [(generator, _read(generator)) for generator, _ in self._start]
         _write(self._start)

@@ -17,7 +17,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from slapo_core import ScheduleError
 from slapo_tracing.nodes import forward_wrappers
 
-from ..forward_state._torch_private import has_function_mode, runs_eagerly, uncompiled
+from ..forward_state._torch_private import exclude_from_compilation, has_function_mode, runs_eagerly
 from ..forward_state.arguments import Arguments
 from ..forward_state.module_state import ForwardState, version_of
 from ..forward_state.random_state import RandomState
@@ -166,8 +166,8 @@ class _RecomputedRegion:
             return result
         args, kwargs = self.arguments.rebuild(tensors)
         with (
-            self._random.restored() if self._random else nullcontext(),
-            self._state.restored(),
+            self._random.restore_for_block() if self._random else nullcontext(),
+            self._state.restore_for_block(),
             self._same_compile_mode(),
             offload_disabled(),
         ):
@@ -265,7 +265,7 @@ def _referenced_objects(value: Any) -> list[Any]:
 
 
 # inside a compiled module the compiler would try these and warn; it skips what torch's checkpoint calls by itself
-uncompiled(CheckpointWrapper.__call__, inside=True)
+exclude_from_compilation(CheckpointWrapper.__call__, inside=True)
 for _ours in (
     _check_arguments,
     _RecomputedRegion.__init__,
@@ -277,4 +277,4 @@ for _ours in (
     find_offload,
     OffloadWrapper.offload_hooks,
 ):
-    uncompiled(_ours, inside=False)
+    exclude_from_compilation(_ours, inside=False)

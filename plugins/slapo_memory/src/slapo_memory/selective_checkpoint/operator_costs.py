@@ -74,7 +74,7 @@ def measure_calls(root: nn.Module, modules: Iterable[nn.Module], example_inputs:
     """
     sandbox = Sandbox(root, example_inputs, fake=True)
     held = GeneratorState(each for module in root.modules() for each in generators_in(vars(module)))
-    with held.restored(), _tracked_random_states(), sandbox.open(grad=True):
+    with held.restore_for_block(), _tracked_random_states(), sandbox.open(grad=True):
         own = {storage_key(tensor) for tensor in [*root.parameters(), *root.buffers()]}
         for module in root.modules():
             module.training = True
@@ -93,7 +93,7 @@ def _tracked_random_states() -> Iterator[None]:
     """Provide a tracked random state in the block, and restore all of them afterwards."""
     tracker = get_cuda_rng_tracker()
     if tracker.get_states():
-        with RandomState().restored():
+        with RandomState().restore_for_block():
             yield
         return
     tracker.add(MODEL_PARALLEL_RNG, 0)

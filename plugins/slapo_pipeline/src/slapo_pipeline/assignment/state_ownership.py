@@ -56,7 +56,7 @@ class StateOwnership:
         changed, used = copy.deepcopy((self._changed, self._used))
         for stage, nodes in enumerate(assignment.nodes):
             for node in nodes:
-                for name in self._touched(node, names):
+                for name in self._accessed_state(node, names):
                     used.setdefault(name, set()).add(stage)
                 for name in self._written(node, assignment, names):
                     changed.setdefault(name, set()).add(stage)
@@ -74,7 +74,7 @@ class StateOwnership:
         named = [*root.named_buffers(), *root.named_parameters()]
         return {id(tensor): name for name, tensor in named}
 
-    def _touched(self, node: fx.Node, names: dict[int, str]) -> set[str]:
+    def _accessed_state(self, node: fx.Node, names: dict[int, str]) -> set[str]:
         if node.op == "get_attr":
             name = self._name(str(node.target), names)
             return {name} if name in names.values() else set()
@@ -91,7 +91,7 @@ class StateOwnership:
     def _written(self, node: fx.Node, assignment: Assignment, names: dict[int, str]) -> set[str]:
         touched = assignment.aliases.memory_mutated_by([node])
         reads = [read for read in assignment.aliases.reads if touched & assignment.aliases.memory_of(read)]
-        written = {name for read in reads for name in self._touched(read, names)}
+        written = {name for read in reads for name in self._accessed_state(read, names)}
         return written | {self._name(place, names) for place in node.meta.get("changes", ())}
 
 

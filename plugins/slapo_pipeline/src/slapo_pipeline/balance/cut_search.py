@@ -67,7 +67,7 @@ def search_cuts(
         TraceError: the model cannot be traced, or the partitioner refuses all choices of cuts.
     """
     search = _Search(root, inputs, stages, balance, microbatches or stages, leaves)
-    level, choice = search.coarse()
+    level, choice = search.search_blocks()
     while (whole := _split_largest_stage(level, choice)) != level.units.whole:
         try:
             finer = search.level(whole)
@@ -102,7 +102,7 @@ class _Search:
         """Return the level at which these blocks are whole."""
         return _Level(self, Units(self.root, self.inputs, whole))
 
-    def coarse(self) -> tuple[_Level, CutChoice]:
+    def search_blocks(self) -> tuple[_Level, CutChoice]:
         """Return the best cuts between blocks; blocks are divided only while there are too few places."""
         level = self.level(blocks(self.root, self.leaves))
         self.widest = _largest_crossing(level)
@@ -127,7 +127,7 @@ class _Level:
 
     def __init__(self, search: _Search, units: Units) -> None:
         self.search, self.units = search, units
-        self.crossing = units.crossing()
+        self.crossing = units.crossing_bytes()
         self.sent = [size or 0 for size in self.crossing]
         self.refused = [cut for cut, size in enumerate(self.crossing, 1) if size is None]
 

@@ -23,7 +23,7 @@ class InlinedModules:
     ) -> None:
         inlined = [tuple(path.split(".")) if path else () for path in paths]
         around = {path[:depth] for path in inlined for depth in range(len(path) + 1)}
-        self._wrapping = {path: _wrapping(_module_at(root, path)) for path in around}
+        self._wrapping = {path: _forward_and_hooks(_module_at(root, path)) for path in around}
         self._used: list[tuple[nn.Module, dict[_Path, list[str]]]] = []
         for names, stage in zip(used, stages, strict=True):
             self._used.append((stage, {}))
@@ -36,7 +36,7 @@ class InlinedModules:
 
     def wrapping_changed(self, root: nn.Module) -> bool:
         """Return whether an inlined module gained or lost a hook or wrapper."""
-        return any(_wrapping(_module_at(root, path)) != before for path, before in self._wrapping.items())
+        return any(_forward_and_hooks(_module_at(root, path)) != before for path, before in self._wrapping.items())
 
     def has_replaced_members(self, root: nn.Module) -> bool:
         """Return whether a module, parameter or buffer of the model is no longer the one a stage has.
@@ -64,6 +64,6 @@ def _member(module: nn.Module | None, name: str) -> Any:
     return next((state[table][name] for table in _TABLES if name in state.get(table, ())), None)
 
 
-def _wrapping(module: nn.Module | None) -> Any:
+def _forward_and_hooks(module: nn.Module | None) -> Any:
     state = vars(module) if module is not None else {}
     return state.get("forward"), [list(state.get(table, ())) for table in _HOOKS]

@@ -114,11 +114,11 @@ class Partitioner:
         key = repr((training, torch.is_grad_enabled(), trained, types, autocast_state(), fingerprint(dict(inputs))))
         with _training_mode(self.root, training):
             plans = self._programs.setdefault(key, [])
-            plan = next((plan for plan in plans if plan.value_guard.admits(inputs)), None)
+            plan = next((plan for plan in plans if plan.value_guard.accepts(inputs)), None)
             if plan is not None and plan.inlined.wrapping_changed(self.root):
                 check_cuts(self.root, self.cuts)
                 plans.clear()
-            elif plan is not None and (plan.attributes.changed(self.root) or plan.inlined.has_replaced_members(self.root)):
+            elif plan is not None and (plan.attributes.find_change(self.root) or plan.inlined.has_replaced_members(self.root)):
                 plans.clear()
             if plan is None or plan not in plans:
                 plan = self._cut(unshared_tensors(inputs))

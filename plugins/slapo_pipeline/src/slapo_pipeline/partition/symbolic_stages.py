@@ -73,7 +73,7 @@ class _FlatGraph:
 
     def __init__(self, root: nn.Module, inlined: set[str]) -> None:
         self.root, self.inlined, self.graph = root, inlined, fx.Graph()
-        graph = root.graph if isinstance(root, fx.GraphModule) else self._traced(root, "", None)
+        graph = root.graph if isinstance(root, fx.GraphModule) else self._trace_forward(root, "", None)
         values = {node: self._argument(node) for node in graph.find_nodes(op="placeholder")}
         self.graph.output(self._copy(graph, values, "", ()))
 
@@ -82,7 +82,7 @@ class _FlatGraph:
             raise _refusal(f"the forward of {type(self.root).__name__} takes {node.target}")
         return self.graph.node_copy(node)
 
-    def _traced(self, module: nn.Module, path: str, call: Any) -> fx.Graph:
+    def _trace_forward(self, module: nn.Module, path: str, call: Any) -> fx.Graph:
         """Trace a module's forward, for a call if one is given."""
         try:
             return trace(module, example_inputs=call, recursive=False, tracer="fx").graph
@@ -96,10 +96,10 @@ class _FlatGraph:
             if node.op == "output":
                 return map_arg(node.args[0], values.__getitem__)
             if node.op != "placeholder" and not is_mode_node(node) and node.target not in (expect, expect_outputs):
-                values[node] = self._added(node, values, path, regions)
+                values[node] = self._add_node(node, values, path, regions)
         raise AssertionError("a graph without an output")
 
-    def _added(self, node: fx.Node, values: Mapping[fx.Node, Any], path: str, regions: tuple[Any, ...]) -> Any:
+    def _add_node(self, node: fx.Node, values: Mapping[fx.Node, Any], path: str, regions: tuple[Any, ...]) -> Any:
         args: Any
         args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
         if node.target in (operator.getitem, getattr) and not isinstance(args[0], fx.Node):
@@ -107,14 +107,14 @@ class _FlatGraph:
         around = (*regions, *node.meta.get("regions", ()))
         target = f"{path}.{node.target}" if path and node.op in ("call_module", "get_attr") else node.target
         if node.op == "call_module" and target in self.inlined:
-            return self._called(str(target), args, kwargs, around)
+            return self._inline_call(str(target), args, kwargs, around)
         added = self.graph.create_node(node.op, target, args, kwargs, node.name)
         # without shapes nothing may be recomputed: a node that draws random numbers runs once
         known = {"draws": True, **({} if node.op == "get_attr" else {"val": _UNKNOWN})}
         added.meta = {**node.meta, **known, "module": path, "regions": around}
         return added
 
-    def _called(self, path: str, args: Any, kwargs: Any, regions: tuple[Any, ...]) -> Any:
+    def _inline_call(self, path: str, args: Any, kwargs: Any, regions: tuple[Any, ...]) -> Any:
         """Inline the graph of a module that is called; trace it again if its graph takes other arguments."""
         module = self.root.get_submodule(path)
         guard = guard_of(module)
@@ -122,7 +122,7 @@ class _FlatGraph:
         inputs = {name for name, value in given.items() if isinstance(value, fx.Node)}
         graph = module.graph if isinstance(module, fx.GraphModule) else None
         if graph is None or not inputs <= _arguments(graph).keys() <= given.keys():
-            graph = self._traced(module, path, map_arg((args, kwargs), lambda node: _UNKNOWN))
+            graph = self._trace_forward(module, path, map_arg((args, kwargs), lambda node: _UNKNOWN))
         return self._copy(graph, {node: given[name] for name, node in _arguments(graph).items()}, path, regions)
 
 

@@ -45,7 +45,7 @@ class ValueGuard:
         constants = {str(node.target): getattr(traced, str(node.target)) for node in nodes if node.op == "get_attr"}
         self._run = partial(compile_graph(graph, "value conditions")[0], SimpleNamespace(**constants))
 
-    def admits(self, inputs: Mapping[str, Any]) -> bool:
+    def accepts(self, inputs: Mapping[str, Any]) -> bool:
         """Return whether the values are the same for a batch of the same shapes."""
         if self._run is None:
             return True

@@ -104,15 +104,15 @@ class BatchForwardingStage(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_first:
             received: tuple[torch.Tensor, ...] = ()
-            batch = self._checked(named_inputs(self.__dict__["_model"], args, kwargs))
+            batch = self._check_batch(named_inputs(self.__dict__["_model"], args, kwargs))
         else:
             received = args[: len(self._inputs)]
-            batch = {**self._unpacked(args[len(self._inputs) :]), **kwargs}
+            batch = {**self._unpack_batch(args[len(self._inputs) :]), **kwargs}
         result = self.module(*received, **{name: batch[name] for name in self._batch_inputs})
         if self._is_last:
             found = self._results(result)
             return found[0] if len(found) == 1 else found
-        return tuple(map(sendable, (*result, *self._packed(batch))))
+        return tuple(map(sendable, (*result, *self._pack_batch(batch))))
 
     def received_like(self) -> tuple[torch.Tensor, ...]:
         return (*map(meta_like, self._inputs), *self._forwarded_like(self._forwarded_in))
@@ -136,7 +136,7 @@ class BatchForwardingStage(nn.Module):
     def _forwarded_like(self, names: tuple[str, ...]) -> list[torch.Tensor]:
         return [tensor for name in names for tensor in _tensors(self._example[name])]
 
-    def _checked(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def _check_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Refuse a micro-batch unlike the one that the pipe was made with: later stages are made for its shapes."""
         parameters = forward_signature(self.__dict__["_model"]).parameters
         for name in {**self._example, **batch}:
@@ -147,10 +147,10 @@ class BatchForwardingStage(nn.Module):
                 raise BuildError(f"{difference(made, given, name)}; make a pipe with inputs like these, or give others to step")
         return batch
 
-    def _packed(self, batch: Mapping[str, Any]) -> list[torch.Tensor]:
+    def _pack_batch(self, batch: Mapping[str, Any]) -> list[torch.Tensor]:
         return [tensor for name in self._forwarded_out for tensor in _tensors(batch[name])]
 
-    def _unpacked(self, tensors: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+    def _unpack_batch(self, tensors: tuple[torch.Tensor, ...]) -> dict[str, Any]:
         """Return the forwarded arguments, in their structures."""
         left, batch = iter(tensors), dict(self._example)
         for name in self._forwarded_in:

@@ -42,7 +42,7 @@ def is_mark(node: fx.Node) -> bool:
 
 
 @contextmanager
-def marks_recorded(root: nn.Module) -> Iterator[list[str]]:
+def record_marks(root: nn.Module) -> Iterator[list[str]]:
     """Record per mark the path of the module whose forward reaches it, in the order of the model's last run inside."""
     found: list[str] = []
     paths = {id(module): path for path, module in root.named_modules()}

@@ -30,7 +30,7 @@ class CachedTrace:
             and self._inputs == fingerprint(dict(inputs))
             and self._facts == _model_state(root)
         )
-        return flat if same and not self._contents.changed() else None
+        return flat if same and not self._contents.changed_paths() else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Return None: a copy of the model is traced anew."""

@@ -8,7 +8,7 @@ from torch import nn
 
 from slapo_core import BuildError, Schedule, Step, is_sharded, shard_spec
 
-from ..rules.sharding_rule import AppliedCut, applied_cut, holds, is_kept_for_inside, split_of
+from ..rules.sharding_rule import AppliedCut, applied_cut, holds_tensor, is_kept_for_inside, split_of
 from ..splitting import attention_heads
 from ..splitting.module_paths import ancestors
 from ..splitting.shard_step import user_code
@@ -57,7 +57,7 @@ def _check_module(path: str, modules: dict[str, nn.Module]) -> None:
 
 def _last_step(schedule: Schedule, path: str) -> str:
     """Return the last step for this module, or else for a module inside it, as the start of a message."""
-    steps = [(number, step, _synced(step)) for number, step in enumerate(schedule.journal, 1)]
+    steps = [(number, step, _split_paths(step)) for number, step in enumerate(schedule.journal, 1)]
     at = [(number, step) for number, step, paths in steps if path in paths]
     below = f"{path}." if path else ""
     inside = [(number, step) for number, step, paths in steps if any(other.startswith(below) for other in paths)]
@@ -67,10 +67,10 @@ def _last_step(schedule: Schedule, path: str) -> str:
     return f"step {number}, {str(step)[:_MAX_STEP_LENGTH]}: "
 
 
-def _synced(step: Step) -> set[str]:
+def _split_paths(step: Step) -> set[str]:
     """Return the paths of the modules that a step or its children shard or sync."""
     own = {step.path} if step.name in ("shard", "sync") else set()
-    return own.union(*map(_synced, step.children))
+    return own.union(*map(_split_paths, step.children))
 
 
 def sharded_modules(root: nn.Module) -> list[nn.Module]:
@@ -80,7 +80,7 @@ def sharded_modules(root: nn.Module) -> list[nn.Module]:
 
 def _check_tied_shards(name: str, module: nn.Module, above: Iterable[nn.Module]) -> None:
     for own, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-        is_used = is_kept_for_inside(module, tensor) or any(split_of(outer) and holds(outer, tensor) for outer in above)
+        is_used = is_kept_for_inside(module, tensor) or any(split_of(outer) and holds_tensor(outer, tensor) for outer in above)
         if is_sharded(tensor) and not is_used:
             spec = shard_spec(tensor)
             if spec is not None and spec.axis == "dp":

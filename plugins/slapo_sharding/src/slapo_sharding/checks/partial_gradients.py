@@ -138,7 +138,7 @@ class PartialGradients:
             for tensor in tensors_in(output):
                 self._mark(tensor, GradientLayout.REPLICATED if split.cut.output == "whole" else GradientLayout.SHARDED)
 
-    def returned(self, output: Any) -> Any:
+    def check_output(self, output: Any) -> Any:
         """Return the model's output; a gradient for a value made between syncs of gradients is then a ``BuildError``.
 
         An auxiliary loss would give such a gradient. Other uses of the value in the model keep their gradients.
@@ -156,14 +156,14 @@ class PartialGradients:
         def refuse(grad: torch.Tensor) -> None:
             raise BuildError(message)  # an error made earlier would keep alive the frames of its traceback
 
-        def watched(x: torch.Tensor) -> torch.Tensor:
+        def add_gradient_hook(x: torch.Tensor) -> torch.Tensor:
             if not x.requires_grad or self.layout_of(x) is not GradientLayout.PARTIAL:
                 return x
             x = x.view_as(x)
             x.register_hook(refuse)  # type: ignore[no-untyped-call]
             return x
 
-        return pytree.tree_map_only(torch.Tensor, watched, output)
+        return pytree.tree_map_only(torch.Tensor, add_gradient_hook, output)
 
     def _after_sync(self, sync: Sync, value: Any, map_tensors: Callable[[Callable[[torch.Tensor], torch.Tensor]], Any]) -> None:
         """Mark the result of a sync; a user's function may have changed any tensor that it was given."""
@@ -218,7 +218,7 @@ class PartialGradients:
             and found & {*_DIFFERENT, GradientLayout.SUMMED}
         ):
             wrong = GradientLayout.REPLICATED if found & _DIFFERENT else GradientLayout.SUMMED
-            return self.error(_wrong(name, wrong, next(tensor for tensor, gradient in given if gradient is wrong)))
+            return self.error(_gradient_problem(name, wrong, next(tensor for tensor, gradient in given if gradient is wrong)))
         return next((kind for kind in (GradientLayout.UNKNOWN, *GradientLayout) if kind in found), None)
 
     def start(self, x: torch.Tensor, is_whole: bool) -> None:
@@ -242,7 +242,7 @@ class PartialGradients:
                 self.known[tensor] = gradient
 
 
-def _wrong(name: str, gradient: GradientLayout, x: torch.Tensor) -> str:
+def _gradient_problem(name: str, gradient: GradientLayout, x: torch.Tensor) -> str:
     if isinstance(x, nn.Parameter):
         return _WRONG[gradient].format(name, " = ".join(parameter_facts(x).names) or f"a parameter of shape {tuple(x.shape)}")
     if gradient is GradientLayout.SUMMED:

@@ -294,7 +294,7 @@ def start_all_gather(x: torch.Tensor, dim: int, group: Group, size: int) -> torc
     """Start an all-gather to ``size`` along ``dim``. The backend joins shards of equal size along dimension 0."""
     assert group is not None
     own = (
-        _padded(_checked_unbatched(x), dim, -(-size // group.size()))
+        _pad_to_size(_checked_unbatched(x), dim, -(-size // group.size()))
         if size % group.size()
         else _checked_unbatched(x).contiguous()
     )
@@ -327,7 +327,7 @@ def _start_reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -
 def _reduce_scattered(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     ranks, size = group.size(), x.size(dim)
     if size % ranks:
-        x = _padded(x, dim, -(-size // ranks) * ranks)
+        x = _pad_to_size(x, dim, -(-size // ranks) * ranks)
     result: torch.Tensor = _ops.wait_tensor(_start_reduce_scatter(x, dim, group))
     return result.narrow(dim, 0, _piece_size(size, group)) if size % ranks else result
 
@@ -350,7 +350,7 @@ def _piece_size(size: int, group: dist.ProcessGroup, rank: int | None = None) ->
     return stop - start
 
 
-def _padded(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+def _pad_to_size(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     return torch.nn.functional.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, size - x.size(dim)])
 
 

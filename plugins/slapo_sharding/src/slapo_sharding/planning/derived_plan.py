@@ -85,7 +85,7 @@ def apply_derived_plan(
     if [path for path in replicated.opaque if split_submodules(schedule[path], _apply_to_part)]:
         derived.reasons = remaining_reasons(schedule.mod, derived.reasons)
     if not splits_more and not any(map(is_sharded, schedule.mod.parameters())):
-        raise _nothing_split(schedule, derived, sequence_parallel)
+        raise _nothing_split_error(schedule, derived, sequence_parallel)
     if vocabulary == {}:
         steps = vocabulary_steps_from_graph(derived.layouts, schedule.mod, schedule.world_size, rules_of(schedule))
     if any(_runs_from_graph(schedule.mod, path) for path in steps):
@@ -159,7 +159,7 @@ def apply_plan(
         accept(derived)
     stacks = [path for path in _stacks(schedule, derived) if path not in replicated.layers] if accept is None else []
     if not len(derived) and not stacks and (sequence_parallel or not splits_more):
-        raise _nothing_split(schedule, derived, sequence_parallel)
+        raise _nothing_split_error(schedule, derived, sequence_parallel)
     if sequence_parallel and not derived.splits:
         raise _error(schedule, f"the sequence cannot be split: only {stacks[0]!r} and its like are split; leave them whole")
     layouts = derived.layouts
@@ -207,7 +207,7 @@ def _set_local_channels(schedule: Schedule, layouts: Layouts) -> None:
         vars(module)["num_features"] //= schedule.world_size
 
 
-def _nothing_split(schedule: Schedule, derived: DerivedPlan, sequence_parallel: bool) -> ScheduleError:
+def _nothing_split_error(schedule: Schedule, derived: DerivedPlan, sequence_parallel: bool) -> ScheduleError:
     reasons = "; ".join(dict.fromkeys(derived.reasons.values())) or "it has no layers with a sharding rule"
     along = "the sequence cannot be split: " if sequence_parallel else ""
     return _error(schedule, f"{along}nothing of the {type(schedule.mod).__name__} can be split: {reasons}; {REMEDY}")
@@ -222,7 +222,7 @@ def _stacks(schedule: Schedule, derived: DerivedPlan) -> list[str]:
         values = {node, *node.all_input_nodes}
         if cut is None or values & layouts.local_shapes.keys() or values & layouts.partial_gradients.keys():
             continue
-        name = cut.main(schedule.mod.get_submodule(path))
+        name = cut.main_parameter(schedule.mod.get_submodule(path))
         try:
             ShardPlanner(schedule[path], name, cut.dims[name], None).plan()
         except ScheduleError as err:
@@ -251,7 +251,7 @@ def _split_layer(schedule: Schedule, split: LayerSplit, scattered: int | None) -
     cut = rules_of(schedule).layer_cut(schedule.mod, "partial" if split.output == "reduced" else split.output)
     assert cut is not None
     blocks = list(split.blocks) or (1 if cut.fusable else None)
-    name = cut.main(schedule.mod)
+    name = cut.main_parameter(schedule.mod)
     schedule.shard(name, axis=cut.dims[name], blocks=blocks, **({"copied": list(split.replicated)} if split.replicated else {}))
     if scattered is not None:
         schedule.sync("fwd_post", "reduce_scatter", axis=scattered)
@@ -267,7 +267,7 @@ def _split_unused_entries(schedule: Schedule, derived: DerivedPlan) -> None:
             applied = split_of(schedule.mod.get_submodule(path))
             assert applied is not None
             module, spec = schedule.mod.get_submodule(other), applied.spec
-            same_width = module.get_parameter(applied.cut.main(module)).shape[spec.dim] == spec.full_shape[spec.dim]
+            same_width = module.get_parameter(applied.cut.main_parameter(module)).shape[spec.dim] == spec.full_shape[spec.dim]
             if same_width and _try_split(schedule, other, split, None):
                 column_inputs.reduce_shared_gradients(schedule, [other])
 

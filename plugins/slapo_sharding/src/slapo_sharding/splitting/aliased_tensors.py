@@ -15,7 +15,7 @@ _MARK = "shares memory with "
 
 def note_shared_memory(root: nn.Module) -> None:
     """Tag each parameter and buffer that shares memory with another one."""
-    for one, other in overlapping({id(each): each for each in (*root.parameters(), *root.buffers())}.values()):
+    for one, other in overlapping_pairs({id(each): each for each in (*root.parameters(), *root.buffers())}.values()):
         parameter_facts(one).tags.add(f"{_MARK}{parameter_facts(other).names[0]!r}")
         parameter_facts(other).tags.add(f"{_MARK}{parameter_facts(one).names[0]!r}")
 
@@ -39,7 +39,7 @@ def check_shared_memory(root: nn.Module) -> None:
                 )
 
 
-def overlapping(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def overlapping_pairs(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield pairs of tensors that share memory; each tensor is compared with the next one in memory only."""
     plain = (each for each in tensors if type(each) in (torch.Tensor, nn.Parameter) and each.layout is torch.strided)
     found = sorted((_memory(each), id(each), each) for each in plain if each.numel() and not each.is_meta)

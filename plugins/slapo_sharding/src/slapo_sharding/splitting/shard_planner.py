@@ -66,7 +66,7 @@ class ShardPlanner:
                 f"this is one of {processes} processes, WORLD_SIZE says, that do not know of each other; "
                 "call torch.distributed.init_process_group() before create_schedule()"
             )
-        first, dim = self._first()
+        first, dim = self._main_parameter()
         cut = self._cut(self.module, first, dim)
         if extra := [name for name in self.names if name not in cut.dims]:
             raise self._error(f"{extra[0]!r} stays whole when {first!r} is split along {dim}; shard {first!r} alone")
@@ -89,7 +89,7 @@ class ShardPlanner:
         step.owner = owner
         return step
 
-    def _first(self) -> tuple[str, int]:
+    def _main_parameter(self) -> tuple[str, int]:
         """Return the parameter with most dimensions, which the axis is for, and the axis counted from 0."""
         if not self.names:
             raise self._error("no parameter is named; give one, e.g. 'weight'")
@@ -190,7 +190,9 @@ class ShardPlanner:
                 spec = step.record.spec if is_first else self._spec(module, cut, name, tensor, sizes)
                 if shard_spec(tensor) is None:
                     step.pieces.append((module, name, tensor, spec))
-                waiting += [(holder, self._cut(holder, other, dim)) for holder, other in self._others(tensor, module, name)]
+                waiting += [
+                    (holder, self._cut(holder, other, dim)) for holder, other in self._other_holders(tensor, module, name)
+                ]
             self._check_attributes(module, cut, step.record.spec)
 
     def _check_holder(self, module: nn.Module, name: str) -> None:
@@ -208,7 +210,7 @@ class ShardPlanner:
                 kind = type(module).__name__
                 raise self._error(f"{name} of the {kind} is {value}, not divisible by {self.size} ranks; use fewer ranks")
 
-    def _others(self, tensor: torch.Tensor, module: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
+    def _other_holders(self, tensor: torch.Tensor, module: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
         """Yield the other holders, without outer modules that hold the tensor for a layer inside (BERT's head does)."""
         own = holder_of(module, name)
         for holder, other in self.schedule.places_of(tensor, own):

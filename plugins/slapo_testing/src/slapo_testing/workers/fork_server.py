@@ -49,13 +49,13 @@ class ForkServer:
             OSError: the server has ended, or does not answer.
         """
         socket.send_fds(self._control, [_MESSAGE.pack(_FORK, 0)], [stdin, jobs, dump])
-        return ForkedProcess(self, self._answer()[0])
+        return ForkedProcess(self, self._receive_reply()[0])
 
     def exit_code(self, pid: int) -> int | None:
         """Return the exit code of a worker, negative for a signal; None while it runs."""
         try:
             self._control.sendall(_MESSAGE.pack(_WAIT, pid))
-            code = self._answer()[1]
+            code = self._receive_reply()[1]
         except OSError:  # the server has ended, which alone could know the code
             self.close()
             with suppress(ProcessLookupError):
@@ -76,7 +76,7 @@ class ForkServer:
         self._process.kill()
         self._process.wait()
 
-    def _answer(self) -> tuple[int, int]:
+    def _receive_reply(self) -> tuple[int, int]:
         message = self._control.recv(_MESSAGE.size, socket.MSG_WAITALL)
         if len(message) < _MESSAGE.size:
             raise ConnectionResetError("the process that forks workers has ended")
@@ -140,13 +140,13 @@ def main(control_fd: int, modules: Sequence[str]) -> None:
             code = os.waitstatus_to_exitcode(status) if done else _RUNNING
         elif (pid := os.fork()) == 0:
             control.close()
-            _work(worker_process.main, *fds)
+            _run_worker(worker_process.main, *fds)
         for fd in fds:
             os.close(fd)
         control.sendall(_MESSAGE.pack(pid, code))
 
 
-def _work(serve: Callable[[int, int], None], stdin: int, jobs: int, dump: int) -> NoReturn:
+def _run_worker(serve: Callable[[int, int], None], stdin: int, jobs: int, dump: int) -> NoReturn:
     """Run the worker in the forked process."""
     try:
         os.dup2(stdin, 0)

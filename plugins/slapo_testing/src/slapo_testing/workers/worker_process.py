@@ -21,7 +21,7 @@ import torch.distributed.nn.functional  # its functions default to the world of 
 
 from slapo_core import get_cuda_rng_tracker
 
-from .job_transport import Job, Report, detached, unpickled
+from .job_transport import Job, Report, detach_copy, unpickle
 
 _NEW_THREADS, _MOST_THREADS = 24, 72
 
@@ -41,7 +41,7 @@ def main(job_fd: int, dump_fd: int) -> None:
     jobs.send_bytes(pickle.dumps(Report(0, "idle")))
     while True:
         try:
-            job = unpickled(jobs.recv_bytes())
+            job = unpickle(jobs.recv_bytes())
         except EOFError:
             os._exit(0)
         _serve(jobs, job, leftovers)
@@ -61,7 +61,7 @@ def _serve(jobs: Connection, job: Job, leftovers: _GarbageCollection) -> None:
         joining = True
         _join(job)
         joining = False
-        body = pickle.dumps(detached(fn(job.rank, *arguments)))
+        body = pickle.dumps(detach_copy(fn(job.rank, *arguments)))
         report = Report(job.number, "result", time.monotonic(), body)
     except BaseException as err:  # whatever it is, the test process has to hear of it
         headline = "".join(traceback.format_exception_only(err)).strip()

@@ -41,7 +41,7 @@ def load_checkpoint(path: str | os.PathLike[str], state: CheckpointState) -> Pos
     )
     checkpoint = folder.open_checkpoint(path, TARGET, ranks)
     reading = _CheckpointLoad(state, ranks, checkpoint)
-    with folder.reading(checkpoint):
+    with folder.read_context(checkpoint):
         folder.verify(checkpoint, ranks)
         ranks.run_on_all(reading.open)
         reading.check_names()

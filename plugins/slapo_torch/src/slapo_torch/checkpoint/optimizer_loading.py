@@ -131,7 +131,7 @@ def restore(
             single = selected.numbers.get(name, {}).items()
             numbers = {key: value if dtype is None else torch.tensor(value, dtype=dtype) for key, (value, dtype) in single}
             parts = {key: selected.parts[name][key] for key in kept["parts"]}
-            state[index[name]] = named.taken(name, tensors, {**numbers, **kept["values"], **parts})
+            state[index[name]] = named.loadable_state(name, tensors, {**numbers, **kept["values"], **parts})
     for name in named.elsewhere:
         if marks := named.optimizer.state.get(named.known[name]):
             state[index[name]] = dict(marks)

@@ -53,7 +53,7 @@ class TorchSaver(Saver):
         self._files = None
         super().close()
 
-    def prepared(
+    def prepare_save(
         self, path: str | os.PathLike[str], state: CheckpointState, position: Position, ranks: Ranks, copies: Buffers | None
     ) -> Callable[[Ranks], None]:
         """Return a function that writes the checkpoint of the engine as it is now, given the ranks to use. Collective."""
@@ -91,14 +91,14 @@ class TorchSaver(Saver):
                 {"optimizer": kept, "progress": progress, "extra": (extra, run)} if is_first else None,
                 kept if is_owner else None,
                 digest(_digests(place["optimizer"])),
-                CheckpointWriter.proposed(path, TARGET),
+                CheckpointWriter.propose(path, TARGET),
                 position.words(),
                 self._files is not None and self._files.fits(pieces),
             )
 
         everyone: list[_Announcement] = ranks.run_on_all(collect)
         stages = [each.stage for each in everyone if each.stage is not None]
-        writing = CheckpointWriter.agreed([each.writing for each in everyone], TARGET)
+        writing = CheckpointWriter.from_proposals([each.writing for each in everyone], TARGET)
         position.check_same(each.position for each in everyone)
         owners = [each.owner for each in everyone if each.owner is not None]
         digests = [_digests({path: own for path, (own, _) in each["optimizer"].items()}) for each in stages]
@@ -121,8 +121,8 @@ class TorchSaver(Saver):
         else:
             self._files = TensorFiles(pieces, ranks, copies)
         tensors = self._files
-        put_averages = state.averages.prepared(ranks, copies is not None)
-        about = {"layout": layout_of(program), **state.averages.about()}
+        put_averages = state.averages.prepare_save(ranks, copies is not None)
+        about = {"layout": layout_of(program), **state.averages.manifest_facts()}
 
         def write(meeting: Ranks) -> None:
             def put() -> None:

@@ -100,7 +100,9 @@ class FSDPReplicas:
         for unit in self._units if self._has_begun else ():
             unit.gather()
             for each in unit.members:
-                each.local = cast(nn.Parameter, successor(each.gathered(), each.gathered().detach().clone()))
+                each.local = cast(
+                    nn.Parameter, successor(each.gathered_parameter(), each.gathered_parameter().detach().clone())
+                )
             unit.free("local")
         if self.unit_runtime is not None:
             self.unit_runtime.close()
@@ -202,7 +204,7 @@ class FSDPReplicas:
             each.record_use()
         return sum(not each.is_used for each in trained)
 
-    def used(self) -> set[int]:
+    def used_ids(self) -> set[int]:
         """Return the ids of parameters with a gradient on this rank at the last ``num_unused``."""
         return {id(each.local) for each in self.members if each.is_used}
 

@@ -27,7 +27,7 @@ class FreedParameter(torch.Tensor):
     """Stand-in for a parameter while its unit does not run; has the full shape and dtype, and raises if it is read."""
 
     @staticmethod
-    def like(parameter: torch.Tensor) -> FreedParameter:
+    def stand_in_of(parameter: torch.Tensor) -> FreedParameter:
         made: FreedParameter = torch.Tensor._make_wrapper_subclass(
             FreedParameter,
             parameter.shape,
@@ -65,7 +65,7 @@ class ShardedParameter:
     whole: nn.Parameter | None = None
     is_used: bool = False
 
-    def gathered(self) -> nn.Parameter:
+    def gathered_parameter(self) -> nn.Parameter:
         """Return the gathered parameter, with the facts and hooks from before it was sharded."""
         if self.whole is None:
             self.whole = self.holder._parameters[self.key]
@@ -157,7 +157,7 @@ class Unit:
             with torch.no_grad():
                 local = successor(old, sharded.to_local(), spec=spec)
                 full_attributes = shard_attributes(local, old.shape, 0, spec.cut)
-                made.append(ShardedParameter(holder, key, sharded, local, full_attributes, FreedParameter.like(old)))
+                made.append(ShardedParameter(holder, key, sharded, local, full_attributes, FreedParameter.stand_in_of(old)))
         return made
 
     @property
@@ -167,7 +167,7 @@ class Unit:
     def install(self, form: str) -> None:
         """Install a form of each parameter in the model: ``"whole"``, ``"freed"`` or ``"local"``."""
         for module, name, each in self.owners:
-            parameter = each.gathered() if form == "whole" else getattr(each, form)
+            parameter = each.gathered_parameter() if form == "whole" else getattr(each, form)
             if type(module).__setattr__ is nn.Module.__setattr__:
                 module._parameters[name] = parameter
             else:  # recurrent layers keep their own list of weights

@@ -26,7 +26,7 @@ _REENTRANT = "CheckpointFunctionBackward"
 
 
 @contextmanager
-def tensor_hooks_noted(note: Callable[[], None]) -> Iterator[None]:
+def note_tensor_hooks(note: Callable[[], None]) -> Iterator[None]:
     """Context that calls ``note`` for each hook that is registered on a tensor.
 
     A torch function mode would also see each other operation, which costs 2 % of a step.

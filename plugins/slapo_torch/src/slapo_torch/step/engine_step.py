@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slapo_core import Program, all_reduce, raise_on_all_ranks
+from slapo_core import Program, raise_on_all_ranks
 from slapo_training.batch_agreement import BatchFingerprints, check_boundaries, check_contents, check_shapes, replica_extremes
 from slapo_training.batches import Batch
+from slapo_training.distributed import all_reduce
 
 from .gradient_accumulation import StepResult
 from .microbatch_weights import MicroBatchWeight

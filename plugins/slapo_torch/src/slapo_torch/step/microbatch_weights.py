@@ -55,7 +55,7 @@ class MicroBatchWeight(NamedTuple):
     is_single: bool = False
     injects: bool = False
 
-    def weighted(self, loss: torch.Tensor, reduction: LossReduction) -> torch.Tensor:
+    def weight_loss(self, loss: torch.Tensor, reduction: LossReduction) -> torch.Tensor:
         """Return the weighted loss of a micro-batch, given its reduction over labels."""
         return scaled_gradient(self._value(loss, reduction), self.parts if self.injects else 1.0)
 

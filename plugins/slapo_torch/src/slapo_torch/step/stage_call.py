@@ -60,13 +60,13 @@ class StageCall(nn.Module):
 
     def _weighted_loss(self, batch: Mapping[str, Any], labels: Any, *received: torch.Tensor) -> torch.Tensor:
         if self.weight.is_single and not isinstance(labels, MicroBatchLoss):  # its reduction does not matter
-            return self.weight.weighted(self._loss_of.loss_only(lambda: self._run(received, batch), labels), None)
+            return self.weight.weight_loss(self._loss_of.loss_only(lambda: self._run(received, batch), labels), None)
         kind = frozenset(name for name, value in batch.items() if value is not None)
         loss, reduction = self._loss_of(lambda: self._run(received, batch), labels, self._index, kind)
         self.counted.append(reduction)
         if self.weight.differs and not is_label_mean(reduction):
             raise BuildError(UNKNOWN_REDUCTION)
-        return self.weight.weighted(loss, reduction)
+        return self.weight.weight_loss(loss, reduction)
 
     def _run(self, received: tuple[torch.Tensor, ...], batch: Mapping[str, Any]) -> Any:
         if self.inputs or self.outputs is not None:

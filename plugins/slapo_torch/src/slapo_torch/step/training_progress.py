@@ -13,8 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from slapo_core import BuildError, all_reduce
+from slapo_core import BuildError
 from slapo_training.checkpoint import StateLoading, check_plain
+from slapo_training.distributed import all_reduce
 from slapo_training.optimizers import lr_scheduler_class
 
 from .microbatch_weights import LabelCount

@@ -127,14 +127,14 @@ class _Replacement:
             Subgraph.of(graph, match).replace(self.call, made)
             twins.update(zip(self.made, made, strict=True))
             return
-        inputs = [value.in_other(twins, self) if isinstance(value, _InputOrigin) else value for value in self.inputs]
+        inputs = [value.find_in_graph(twins, self) if isinstance(value, _InputOrigin) else value for value in self.inputs]
         if lost := [name for name in self.nodes if name not in twins]:
-            raise self.missing(lost[0])
+            raise self.missing_twin_error(lost[0])
         nodes = {name: twins[name] for name in self.nodes}
         part = Subgraph(graph, nodes.values(), inputs, [twins[name] for name in self.outputs])
         labels = _labels(inputs, nodes)
         changed = {name: form for name in self.nodes if (form := _argument_text(nodes[name], labels)) != self.nodes[name]}
-        call = self._remade(module, part) if changed and self.remake is not None else self.call
+        call = self._remake_call(module, part) if changed and self.remake is not None else self.call
         # a node may drop values in one mode alone, and so may a new module; a constant that it is given stays what it was
         has_modes = self.call.op == "call_module" and all(isinstance(value, _InputOrigin) for value in self.inputs)
         for name, form in changed.items() if self.remake is None else ():
@@ -154,11 +154,11 @@ class _Replacement:
         known = {twins[name] for name in self.nodes if name in twins}
         return match if match is not None and known <= {node for _, node in match} else None
 
-    def missing(self, name: str) -> ScheduleError:
+    def missing_twin_error(self, name: str) -> ScheduleError:
         """Return the error for a node without a twin."""
         return ScheduleError(f"{self.call.label}: the graph of this call has nothing that corresponds to {name!r}")
 
-    def _remade(self, module: TracedModule, part: Subgraph) -> NewCall:
+    def _remake_call(self, module: TracedModule, part: Subgraph) -> NewCall:
         assert self.remake is not None
         if _called_modules(module, self.call) != self.tree:
             what = f"{self.call.target!r} was changed since, and this call needs another one"
@@ -184,7 +184,7 @@ class _InputOrigin(NamedTuple):
         user = next(users, None)
         return cls(value.name, user.name if user else "", user.all_input_nodes.index(value) if user else 0)
 
-    def in_other(self, twins: Twins, rewrite: _Replacement) -> fx.Node:
+    def find_in_graph(self, twins: Twins, rewrite: _Replacement) -> fx.Node:
         """Return this input in another graph: the value at the same place if its user's twin is unique, else its maker's
         twin.
         """
@@ -192,7 +192,7 @@ class _InputOrigin(NamedTuple):
         if self.number < len(given):
             return given[self.number]
         if self.maker not in twins:
-            raise rewrite.missing(self.maker)
+            raise rewrite.missing_twin_error(self.maker)
         return twins[self.maker]
 
 

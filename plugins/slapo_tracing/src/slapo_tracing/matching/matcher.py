@@ -52,9 +52,9 @@ class Match(list[Handle]):
     ) -> None:
         super().__init__((path, node) for node in sorted(nodes))
         self.path, self.outputs, self.pattern = path, outputs, pattern
-        self.inputs = [self._place(value) if isinstance(value, fx.Node) else value for value in inputs]
+        self.inputs = [self._place_of(value) if isinstance(value, fx.Node) else value for value in inputs]
 
-    def _place(self, value: fx.Node) -> Place:
+    def _place_of(self, value: fx.Node) -> Place:
         return next(Place(node, node.all_input_nodes.index(value)) for _, node in self if value in node.all_input_nodes)
 
 
@@ -250,7 +250,7 @@ class _Search:
         if not missing:
             yield bound
             return
-        start = self._next_to_bound(missing[0], bound)
+        start = self._unbound_neighbour(missing[0], bound)
         if start is None:
             candidates, start = self._candidates(missing[0]), missing[0]
         else:
@@ -260,7 +260,7 @@ class _Search:
             for more in self._node(start, candidate, bound):
                 yield from self._outputs(wanted, more)
 
-    def _next_to_bound(self, output: fx.Node, bound: _Bindings) -> fx.Node | None:
+    def _unbound_neighbour(self, output: fx.Node, bound: _Bindings) -> fx.Node | None:
         """Return an unbound node of the pattern with a bound input, among the nodes that ``output`` is made from."""
         todo = [output]
         for node in todo:
@@ -299,22 +299,22 @@ class _Search:
             yield from self._node(wanted, value, bound)
         elif isinstance(wanted, dict):
             if isinstance(value, dict) and wanted.keys() == value.keys():
-                yield from self._all([(wanted[key], value[key]) for key in wanted], bound)
+                yield from self._match_all([(wanted[key], value[key]) for key in wanted], bound)
         elif isinstance(wanted, (tuple, list)):
             if isinstance(value, (tuple, list)) and len(wanted) == len(value):
-                yield from self._all(list(zip(wanted, value, strict=True)), bound)
+                yield from self._match_all(list(zip(wanted, value, strict=True)), bound)
         elif isinstance(wanted, slice):
             if isinstance(value, slice):
                 yield from self._values([wanted.start, wanted.stop, wanted.step], [value.start, value.stop, value.step], bound)
         elif _is_same_value(wanted, value):
             yield bound
 
-    def _all(self, pairs: list[tuple[Any, Any]], bound: _Bindings) -> Iterator[_Bindings]:
+    def _match_all(self, pairs: list[tuple[Any, Any]], bound: _Bindings) -> Iterator[_Bindings]:
         if not pairs:
             yield bound
             return
         for more in self._values(*pairs[0], bound):
-            yield from self._all(pairs[1:], more)
+            yield from self._match_all(pairs[1:], more)
 
 
 def _is_same_value(a: Any, b: Any) -> bool:

@@ -164,7 +164,7 @@ def has_values(value: Any) -> bool:
 
 
 @contextmanager
-def unobserved() -> Iterator[None]:
+def without_observers() -> Iterator[None]:
     """Run a ``with`` block without torch function modes, dispatch modes and hooks for saved tensors, such as a checkpoint's."""
     modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]  # type: ignore[no-untyped-call]
     try:

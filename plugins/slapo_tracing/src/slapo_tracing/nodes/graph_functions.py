@@ -45,7 +45,7 @@ def expect(answer: Any, name: str, tensor: torch.Tensor | None = None, *args: An
     Raises:
         TraceError: the answer differs in this call.
     """
-    if problem := _unexpected(answer, name, tensor, args, kwargs):
+    if problem := _answer_problem(answer, name, tensor, args, kwargs):
         raise TraceError(f"{problem}; trace again for calls like this, or keep what asks whole with leaf_modules")
 
 
@@ -56,7 +56,9 @@ def asks_for_gradients(module: nn.Module) -> bool:
     return not asked.isdisjoint((*private.MODES, "requires_grad", "is_leaf", "grad_fn"))
 
 
-def _unexpected(answer: Any, name: str, of: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+def _answer_problem(
+    answer: Any, name: str, of: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> str | None:
     now = getattr(torch if of is None else of, name)
     now = now(*args, **kwargs) if callable(now) else now
     return None if now == answer else f"the forward asks for {name}, which is {now} in this call, traced as {answer}"
@@ -81,7 +83,7 @@ class Expectation(NamedTuple):
 
     def problem(self, values: Mapping[str, Any]) -> str | None:
         """Return the difference as text, or None."""
-        return _unexpected(self.answer, self.name, values[self.argument] if self.argument else None, self.args, self.kwargs)
+        return _answer_problem(self.answer, self.name, values[self.argument] if self.argument else None, self.args, self.kwargs)
 
 
 class Slot:

@@ -116,7 +116,7 @@ class Snapshot:
     def __init__(self, value: Any, seen: set[int] | None = None) -> None:
         self.parts = {path: (part, parts) for path, part, parts in walk(value, seen) if parts is not None}
 
-    def changed(self) -> list[tuple[Any, ...]]:
+    def changed_paths(self) -> list[tuple[Any, ...]]:
         """Return the paths of the parts that have changed."""
         return [path for path, (part, old) in self.parts.items() if not _has_same_parts(part, old)]
 

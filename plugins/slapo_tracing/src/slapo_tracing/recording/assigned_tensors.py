@@ -46,7 +46,7 @@ def mark_assigned_tensors(recorder: Recorder) -> None:
 
 
 def _assigned_to(recorder: Recorder, module: nn.Module) -> list[str]:
-    before = recorder.sandbox.held_before(module)
+    before = recorder.sandbox.attributes_before(module)
     changed = [
         name
         for name, value in vars(module).items()

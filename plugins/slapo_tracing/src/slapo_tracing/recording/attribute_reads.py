@@ -71,10 +71,10 @@ class Attributes:
             self._keys.setdefault(tuple(path.split(".")) if path else (), []).append((path, name))
         self._filled = filled
         self._original: weakref.ref[nn.Module] | None = weakref.ref(root)
-        self._take(self._read(root))
+        self._store_values(self._read(root))
         self._held = {k for k, v in self._values.items() if k[1] in _TABLES or v is _SUBMODULE or isinstance(v, torch.dtype)}
         self._own = {*self._held, *(key for key in self._values if key[1] == "training")}
-        self._note()
+        self._store_facts()
 
     def check(self, module: nn.Module) -> None:
         """Compare with ``module``, a part of the root with some of its submodules, and with the root if that is still in
@@ -83,7 +83,7 @@ class Attributes:
         Raises:
             TraceError: an attribute differs.
         """
-        if changed := self.changed(module, in_part=True):
+        if changed := self.find_change(module, in_part=True):
             raise TraceError(f"attribute {changed}, which is part of the graph; trace again")
         self.check_original(module)
 
@@ -106,9 +106,9 @@ class Attributes:
         if changed := self._difference(differs, every=True):
             raise TraceError(f"attribute {changed} on the module that was traced; set it on the traced one")
 
-    def changed(self, root: nn.Module, in_part: bool = False) -> str | None:
+    def find_change(self, root: nn.Module, in_part: bool = False) -> str | None:
         """Return the first attribute that differs, as text, or None; ``in_part`` ignores weights and submodules."""
-        every = bool(self._inside.changed())
+        every = bool(self._inside.changed_paths())
         if not every and not self.is_rewritten and self._is_same(root, self._held if in_part else ()):
             return None
         values = self._read(root)
@@ -118,7 +118,7 @@ class Attributes:
         values = {key: value for key, value in values.items() if key not in self._held} if in_part else values
         found = self._difference(values, every)
         if found is None:
-            self._take({**self._values, **values})
+            self._store_values({**self._values, **values})
         return found
 
     def _difference(self, values: dict[tuple[str, str], Any], every: bool) -> str | None:
@@ -156,11 +156,11 @@ class Attributes:
                     return False
         return True
 
-    def _take(self, values: dict[tuple[str, str], Any]) -> None:
+    def _store_values(self, values: dict[tuple[str, str], Any]) -> None:
         self._values, self._inside = values, Snapshot(values)
         self._watched = [(path, [(key, key[1], values.get(key)) for key in keys]) for path, keys in self._keys.items()]
 
-    def _note(self) -> None:
+    def _store_facts(self) -> None:
         self._traced = {key: _facts(key, value) for key, value in self._values.items()}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -168,8 +168,8 @@ class Attributes:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._take(self._values)
-        self._note()  # a copy has tensors of its own
+        self._store_values(self._values)
+        self._store_facts()  # a copy has tensors of its own
 
 
 def submodule_at(root: nn.Module, path: Iterable[str]) -> nn.Module | None:

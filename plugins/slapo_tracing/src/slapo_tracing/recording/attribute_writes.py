@@ -47,7 +47,7 @@ class StateChange(NamedTuple):
 
 def state_changes(modules: Iterable[nn.Module], before: Iterable[Snapshot]) -> Iterator[StateChange]:
     """Yield the changed state, once for each module that holds it."""
-    changed = {id(part): old for snapshot in before for part, old in map(snapshot.parts.__getitem__, snapshot.changed())}
+    changed = {id(part): old for snapshot in before for part, old in map(snapshot.parts.__getitem__, snapshot.changed_paths())}
     first: dict[Any, tuple[nn.Module, str]] = {}
     for module in modules if changed else ():
         for path, (part, _) in Snapshot(vars(module)).parts.items():
@@ -68,11 +68,11 @@ class UsualAttributes:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._usual = {id(module): dict(vars(module)) for module in modules}
 
-    def keep(self, module: nn.Module) -> None:
+    def accept(self, module: nn.Module) -> None:
         """Accept the present attributes of a module and of the modules inside, which it has set itself."""
         self._usual |= {id(each): dict(vars(each)) for each in module.modules() if id(each) in self._usual}
 
-    def changed(self, module: nn.Module) -> tuple[nn.Module, str] | None:
+    def find_unusual(self, module: nn.Module) -> tuple[nn.Module, str] | None:
         """Return the first module inside that has an unusual attribute, with its name; None if there is none."""
         return next(((each, name) for each in module.modules() for name in vars(each) if self.differs(each, name)), None)
 
@@ -131,14 +131,14 @@ class RepeatedRun:
         """
         computed = {id(tensor) for module, name in self.assigned for tensor in tensors_in(vars(module).get(name))}
 
-        def meaning(tensor: torch.Tensor) -> Any:
+        def identity_of(tensor: torch.Tensor) -> Any:
             own = next((each.nodes[id(tensor)] for each in recorders if id(tensor) in each.nodes), None)
             made = own or next((each.nodes[id(tensor)] for each in earlier if id(tensor) in each.nodes), None)
             node = None if made is None else self.known.get(made, made)
             is_same = node is not None and ((own is not None and id(tensor) in computed) or is_constant(node))
             return id(tensor) if id(tensor) in self.old else node if is_same else object()
 
-        prints = [fingerprint(vars(module), meaning)[1] for module in self.modules]
+        prints = [fingerprint(vars(module), identity_of)[1] for module in self.modules]
         return [{**{key: part for name in _TABLES for key, part in print_.pop(name)[1].items()}, **print_} for print_ in prints]
 
     def _matches(self, first: Recorder, second: Recorder) -> bool:
@@ -147,7 +147,7 @@ class RepeatedRun:
         for node in second.graph.nodes:
             same = first.constants.get(str(node.target)) is second.constants.get(str(node.target))
             start = 0 if SIZE in node.meta else place  # the code that filled the cache may have read the size earlier
-            found = next((i for i in range(start, len(nodes)) if same and self._alike(nodes[i], node)), None)
+            found = next((i for i in range(start, len(nodes)) if same and self._are_equal(nodes[i], node)), None)
             if found is not None and all(map(is_constant, nodes[place:found])):
                 place, self.known[node] = max(place, found + 1), nodes[found]
                 continue
@@ -157,7 +157,7 @@ class RepeatedRun:
             self.known[node] = earlier
         return True
 
-    def _alike(self, one: fx.Node, other: fx.Node) -> bool:
+    def _are_equal(self, one: fx.Node, other: fx.Node) -> bool:
         facts = [(node.op, node.target, node.meta.get("regions")) for node in (one, other)]
         if facts[0] != facts[1]:
             return False

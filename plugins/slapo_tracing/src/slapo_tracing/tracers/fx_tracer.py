@@ -33,7 +33,7 @@ class SymbolicGuard(Guard):
         for name, traced in self.traced.items():
             if (given := call.given[name]) != traced:
                 return difference(traced, given, name)
-        changed = self.attributes.changed(module) if self.attributes is not None else None
+        changed = self.attributes.find_change(module) if self.attributes is not None else None
         return changed and f"attribute {changed}"
 
 
@@ -122,11 +122,11 @@ def _graph(
             reads.add((id(holder), name))
         return value
 
-    def passed_on(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def call_through(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
     try:
-        with private.intercept(passed_on, passed_on, read, lambda name, answer: answer()):
+        with private.intercept(call_through, call_through, read, lambda name, answer: answer()):
             return Tracer().trace(module, concrete), reads, inlined
     except Exception as err:  # symbolic values may break any code
         raise TraceError(

@@ -128,12 +128,12 @@ class BatchRows:
             given.update(part)
         tensors = [tensors_of(dict(part)) for part in parts]
 
-        def joined(path: Path, tensor: torch.Tensor) -> torch.Tensor:
+        def join_tensor(path: Path, tensor: torch.Tensor) -> torch.Tensor:
             dim = 0 if path in self._counted else self._known.get(path)
             found = [own[path] for own in tensors if path in own]
             return tensor if dim is None else torch.cat(_pad_images(found) if path in OF_IMAGES else found, dim)
 
-        whole: Batch = with_tensors(given, joined)
+        whole: Batch = with_tensors(given, join_tensor)
         for name in self._lists(given):
             if self._given[name] is not None:
                 whole[name] = type(given[name])(each for part in parts for each in part[name])

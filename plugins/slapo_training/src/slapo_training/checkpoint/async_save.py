@@ -84,7 +84,7 @@ class Saver:
             Exception: the error of the save before, if it was not raised yet.
         """
         ranks = self.finish_last_save()
-        if len(set(ranks.run_on_all(lambda: _checked(waits)))) > 1:
+        if len(set(ranks.run_on_all(lambda: _check_wait(waits)))) > 1:
             raise BuildError("some ranks save with wait=True and others with wait=False; give all of them the same")
         meeting = ranks
         if not waits:
@@ -120,7 +120,7 @@ class Saver:
                 dist.destroy_process_group(background.group)
 
 
-def _checked(waits: bool) -> bool:
+def _check_wait(waits: bool) -> bool:
     if type(waits) is not bool:
         raise BuildError(f"wait is {waits!r}; give True or False")
     return waits

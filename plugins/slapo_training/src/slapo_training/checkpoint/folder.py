@@ -48,8 +48,8 @@ class CheckpointWriter:
     _lock: int | None = field(default=None, init=False)
 
     @staticmethod
-    def proposed(path: str | PathLike[str], target: str) -> tuple[str, str]:
-        """Return this rank's proposal for ``agreed``, before anything is written.
+    def propose(path: str | PathLike[str], target: str) -> tuple[str, str]:
+        """Return this rank's proposal for ``from_proposals``, before anything is written.
 
         Raises:
             BuildError: the path has another target's checkpoint, a foreign manifest, or a file; or it is no path.
@@ -66,7 +66,7 @@ class CheckpointWriter:
         return os.path.abspath(path), uuid.uuid4().hex
 
     @classmethod
-    def agreed(cls, ranks: Sequence[tuple[str, str]], target: str) -> CheckpointWriter:
+    def from_proposals(cls, ranks: Sequence[tuple[str, str]], target: str) -> CheckpointWriter:
         """Return the writer of all ranks' checkpoint, from the proposals of all ranks.
 
         Raises:
@@ -87,7 +87,7 @@ class CheckpointWriter:
 
         def make() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = _locked(self.folder)
+            self._lock = _lock_folder(self.folder)
             if (kept := data_of(self.folder)) is not None:
                 _remove_orphans(self.folder, kept)
             self.data.mkdir()
@@ -104,15 +104,15 @@ class CheckpointWriter:
         def put() -> None:
             files = {name: [sizes[name], total] for own in everyone for name, total in own.items()}
             for each in {self.data, *(directory for directory in self.data.rglob("*") if directory.is_dir())}:
-                _sync(each)
+                _fsync(each)
             content = {"format": FORMAT, "target": self.target, "number": self.number, "data": self.data.name, "files": files}
             made = self.folder / f"{MANIFEST}.{self.number}"
             made.write_text(text_of({**content, **about}))
-            _sync(made)
+            _fsync(made)
             os.replace(made, self.folder / MANIFEST)
             for each in (self.folder, self.folder.parent):
                 try:
-                    _sync(each)
+                    _fsync(each)
                 except OSError as err:
                     get_logger().warning(
                         "the new checkpoint in %r may not outlive a power cut: %s", str(each), failure_reason(err)
@@ -178,7 +178,7 @@ def open_checkpoint(path: str | PathLike[str], target: str, ranks: Ranks) -> Che
 
 
 @contextmanager
-def reading(checkpoint: Checkpoint) -> Iterator[None]:
+def read_context(checkpoint: Checkpoint) -> Iterator[None]:
     """Context of reads of a checkpoint; an error caused by a save that replaced it says so.
 
     Raises:
@@ -209,7 +209,7 @@ def verify(checkpoint: Checkpoint, ranks: Ranks) -> None:
         raise BuildError(f"the checkpoint {fspath(checkpoint.folder)!r} is damaged: {shown}; load another one")
 
 
-def _locked(folder: Path) -> int | None:
+def _lock_folder(folder: Path) -> int | None:
     """Lock a folder until the process ends; return None on a file system without locks.
 
     Raises:
@@ -274,7 +274,7 @@ def _sha256(file: Path, is_new: bool = False) -> str:
     return digest.hexdigest()
 
 
-def _sync(path: Path) -> None:
+def _fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

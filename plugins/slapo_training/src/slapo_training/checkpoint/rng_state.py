@@ -67,8 +67,8 @@ def reseed(base: int) -> None:
     seeds = {}
     for name in tracker.get_states():
         with tracker.fork(name):
-            seeds[name] = _mixed(base, torch.initial_seed(), name)
-    own = _mixed(base, torch.initial_seed(), "")
+            seeds[name] = _derive_seed(base, torch.initial_seed(), name)
+    own = _derive_seed(base, torch.initial_seed(), "")
     tracker.reset()
     for name, seed in seeds.items():
         tracker.add(name, seed)
@@ -78,5 +78,5 @@ def reseed(base: int) -> None:
         numpy.seed(own % 2**32)
 
 
-def _mixed(*parts: int | str) -> int:
+def _derive_seed(*parts: int | str) -> int:
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "little")

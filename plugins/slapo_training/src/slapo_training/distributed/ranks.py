@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from slapo_core import BuildError, Program, gather_objects, raise_on_all_ranks
+from slapo_core import BuildError, Program, agree_on_error, gather_objects, mesh_groups, raise_on_all_ranks
 
 from ._torch_private import groups_known, job_timeout
 
@@ -24,14 +25,26 @@ def run_on_all_ranks(action: Callable[[], T], program: Program) -> T:
         Exception: the action's error on this rank.
         BuildError: the action failed on another rank.
     """
-    result: Any = None
-    error = None
-    try:
+    with agree_on_error(program.mesh):
         result = action()
-    except Exception as err:
-        error = err
-    raise_on_all_ranks(error, program.mesh)
-    return result  # type: ignore[no-any-return]
+    return result
+
+
+def all_reduce(values: torch.Tensor, mesh: DeviceMesh | None, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+    """All-reduce a tensor in place over every rank of the mesh, and return it. Every rank gets the same bits. Collective.
+
+    Args:
+        values: Any shape, the same on every rank.
+        mesh: None leaves the tensor as it is.
+        op: Reduction of ``torch.distributed``.
+
+    Example:
+        >>> all_reduce(torch.ones(2), mesh=None)
+        tensor([1., 1.])
+    """
+    for group in mesh_groups(mesh):
+        dist.all_reduce(values, op=op, group=group)
+    return values
 
 
 def _identity(error: Exception) -> Exception:

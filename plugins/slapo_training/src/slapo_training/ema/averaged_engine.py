@@ -61,7 +61,7 @@ class AveragedEngine(Engine):
         self._check_weights()
         self.averages.check_idle("save")
         position = Position(self.steps, extra)
-        with self._calling():
+        with self._call_context():
             return self._saver.write(lambda ranks, copies: self._prepare_save(path, position, ranks, copies), wait)
 
     def load(self, path: str | PathLike[str]) -> Any:
@@ -80,7 +80,7 @@ class AveragedEngine(Engine):
         self._check_open()
         self.averages.check_idle("load")
         self._saver.finish_last_save()
-        with self._calling():
+        with self._call_context():
             self.steps, extra = self._load(path)
         return extra
 
@@ -90,7 +90,7 @@ class AveragedEngine(Engine):
     def _check_weights(self) -> None:
         """Raise ``BuildError`` if the engine's weights cannot be saved."""
 
-    def _calling(self) -> AbstractContextManager[object]:
+    def _call_context(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     @abstractmethod

@@ -9,7 +9,7 @@ ranks. It may import ``slapo_core`` and all rooms below it: ``ema``, ``checkpoin
 
 from ..checkpoint.position import Position
 from . import checkpoint_files, parameter_ownership, stale_engines
-from .checkpoint_files import Beside, bytes_of, check_shapes
+from .checkpoint_files import EngineExtras, bytes_of, check_shapes
 from .dialect import ALL_RANKS, NO_CLIPPED_COPIES, NO_PLATEAU, EngineDialect, Limit, odd_dtype
 from .initial_weights import check_same_start
 from .log_fields import log_fields
@@ -19,7 +19,7 @@ from .warning_filter import without_warnings
 
 __all__ = [
     "ALL_RANKS",
-    "Beside",
+    "EngineExtras",
     "EngineDialect",
     "Limit",
     "NO_CLIPPED_COPIES",

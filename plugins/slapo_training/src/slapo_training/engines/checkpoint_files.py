@@ -22,7 +22,7 @@ from ..model.named_tensors import copy_into
 _POSITION = "position.pt"
 
 
-def prepared(
+def prepare_save(
     path: str | PathLike[str],
     target: str,
     program: Program,
@@ -48,10 +48,10 @@ def prepared(
         BuildError: on every rank: one rank failed, the ranks have different directories, or the directory has another
             target's checkpoint. An existing checkpoint is unchanged. The returned function raises it, too.
     """
-    said = ranks.run_on_all(lambda: (CheckpointWriter.proposed(path, target), position.words()))
-    writing = CheckpointWriter.agreed([proposed for proposed, _ in said], target)
+    said = ranks.run_on_all(lambda: (CheckpointWriter.propose(path, target), position.words()))
+    writing = CheckpointWriter.from_proposals([proposed for proposed, _ in said], target)
     position.check_same(words for _, words in said)
-    about = {**about, "layout_of_ranks": layout_of(program), **averages.about()}
+    about = {**about, "layout_of_ranks": layout_of(program), **averages.manifest_facts()}
     files: dict[str, bytes] = {}
 
     def gather() -> None:
@@ -75,7 +75,7 @@ def prepared(
         writing.begin(ranks)
         fill = collect(writing.data, ranks)
         ranks.run_on_all(gather)
-        put_averages = averages.prepared(ranks, is_copied)
+        put_averages = averages.prepare_save(ranks, is_copied)
     return write
 
 
@@ -86,7 +86,7 @@ def bytes_of(value: Any) -> bytes:
     return stream.getvalue()
 
 
-class Beside(NamedTuple):
+class EngineExtras(NamedTuple):
     """Files beside an engine's own.
 
     Args:
@@ -106,15 +106,15 @@ class Beside(NamedTuple):
             copy_into(buffers[name], saved)
 
 
-def read_beside(checkpoint: Checkpoint, program: Program, buffers: Mapping[str, torch.Tensor]) -> Beside:
-    """Read the files that ``prepared`` writes beside an engine's own; no buffer is changed. Collective.
+def read_extras(checkpoint: Checkpoint, program: Program, buffers: Mapping[str, torch.Tensor]) -> EngineExtras:
+    """Read the files that ``prepare_save`` writes beside an engine's own; no buffer is changed. Collective.
 
     Raises:
         BuildError: the state cannot be restored in this process, or into these buffers.
     """
     ranks = Ranks.of(program)
     is_same = checkpoint.about["layout_of_ranks"] == layout_of(program)
-    found: list[Beside] = []
+    found: list[EngineExtras] = []
 
     def read() -> None:
         position = Position(**torch.load(checkpoint.data / _POSITION, weights_only=True))
@@ -127,7 +127,7 @@ def read_beside(checkpoint: Checkpoint, program: Program, buffers: Mapping[str, 
                         f"the checkpoint has the buffer {name!r} of shape {tuple(tensor.shape)}, which the model has not; load "
                         "it into the model it was saved from"
                     )
-        found.append(Beside(position, saved if is_same else rng_state.digest_of(saved)))
+        found.append(EngineExtras(position, saved if is_same else rng_state.digest_of(saved)))
 
     ranks.run_on_all(read)
     return found[0]

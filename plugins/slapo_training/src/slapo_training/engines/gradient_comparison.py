@@ -40,7 +40,7 @@ class GradientComparison:
         self._is_done = not program.shard_specs  # the same on every rank
 
     @contextmanager
-    def compared(self) -> Iterator[None]:
+    def compare_backwards(self) -> Iterator[None]:
         """Compare the gradients of the backwards inside. Collective over the tensor-parallel ranks, behind the last of them.
 
         Raises:
@@ -56,16 +56,16 @@ class GradientComparison:
             gradient = gradient.detach()
             found[name] = found[name] + gradient if name in found else gradient.clone()
 
-        with gradients_watched(self._named, note):
+        with watch_gradients(self._named, note):
             yield
-        named = {name: self._with(found.get(name), parameter) for name, parameter in self._named.items()}
+        named = {name: self._parameter_with_gradient(found.get(name), parameter) for name, parameter in self._named.items()}
         wrong, seen = compare_gradients(named, {name: named[name] for name in sorted(self._waiting)})
         self._waiting -= seen
         raise_on_all_ranks(BuildError(wrong) if wrong else None, self._program.mesh)
         # other stages and replicas may wait for gradients that this one has seen
         self._is_done = not any(gather_objects(bool(self._waiting), self._program.mesh))
 
-    def _with(self, gradient: torch.Tensor | None, parameter: nn.Parameter) -> nn.Parameter:
+    def _parameter_with_gradient(self, gradient: torch.Tensor | None, parameter: nn.Parameter) -> nn.Parameter:
         """Return a parameter of the same facts with this gradient."""
         if gradient is None:
             made = nn.Parameter(torch.empty(self._shape_of(parameter), dtype=parameter.dtype, device=parameter.device))
@@ -77,7 +77,7 @@ class GradientComparison:
 
 
 @contextmanager
-def gradients_watched(parameters: Mapping[str, nn.Parameter], note: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
+def watch_gradients(parameters: Mapping[str, nn.Parameter], note: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
     """Call ``note`` with a parameter\'s name and its gradient for each gradient that a backward inside makes."""
     with ExitStack() as handles:
         for name, parameter in parameters.items():

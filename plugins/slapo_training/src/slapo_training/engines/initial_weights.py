@@ -35,7 +35,7 @@ def check_same_start(
     whole = {name: parameter for name, parameter in named.items() if not is_sharded(shapes[name])}
     error = _equal(program, "dp", "replicas", named, shapes) if replicas else None
     error = _equal(program, "tp", "tensor-parallel ranks", whole, shapes) or error
-    raise_on_all_ranks(_tied(program, named) or error, program.mesh)
+    raise_on_all_ranks(_tie_error(program, named) or error, program.mesh)
 
 
 def _equal(
@@ -59,7 +59,7 @@ def _equal(
     return BuildError(f"the {ranks} start from different values of {[*named][wrong[0]]!r}; seed all ranks alike")
 
 
-def _tied(program: Program, named: Mapping[str, nn.Parameter]) -> BuildError | None:
+def _tie_error(program: Program, named: Mapping[str, nn.Parameter]) -> BuildError | None:
     mesh, ties = program.mesh, program.ties
     if mesh is None or not ties or program.axis_size("pp") == 1:
         return None
@@ -86,14 +86,14 @@ def _different(parameters: Sequence[nn.Parameter | None], group: dist.ProcessGro
 
 def _marks(parameter: nn.Parameter) -> torch.Tensor:
     """Three numbers that differ where values or requires_grad do."""
-    parts = [_numbers(each) for each in _tensors_in(parameter.detach())]
+    parts = [_real_values(each) for each in _tensors_in(parameter.detach())]
     sums = torch.stack([values.sum(dtype=torch.float64) for values in parts])
     norms = torch.stack([torch.linalg.vector_norm(values, dtype=torch.float64) for values in parts])
     is_trained = torch.tensor(parameter.requires_grad, dtype=torch.float64, device=sums.device)
     return torch.stack([sums.sum(), norms.norm(), is_trained])
 
 
-def _numbers(values: torch.Tensor) -> torch.Tensor:
+def _real_values(values: torch.Tensor) -> torch.Tensor:
     values = torch.view_as_real(values) if values.is_complex() else values
     # norms of other types are not to be had
     return values if values.is_floating_point() and values.element_size() > 1 else values.double()

@@ -104,7 +104,7 @@ class FirstStep:
         if len(self._off) < len(CHECKS) and rows[0].number:
             self._modes.set(True)
             runs = StageRuns(self._program, self._options, device, around, accumulates, failed)
-            problem = next(filter(None, (self._options.batch_rows.division_problem(each.given()) for each in rows)), None)
+            problem = next(filter(None, (self._options.batch_rows.division_problem(each.as_dict()) for each in rows)), None)
             try:
                 if runs.any_rank(problem is not None):
                     get_logger().warning("first-step checks were left out: %s", problem or "another rank cannot cut its batch")
@@ -121,7 +121,7 @@ class FirstStep:
         ignored = self._options.ignored_label
         others = other_replicas(parts[0], self._program, runs.device, ignored) if self.is_uneven else []
         halves = dissimilar_halves([*parts, *others], ignored)
-        whole, known = runs.planned(join_rows(halves)), None
+        whole, known = runs.plan_rows(join_rows(halves)), None
         cut = Partition(len(parts), self._program.axis_size("dp"))
         looks_at_rows = "rows" not in self._off and self._is_cut(len(parts))
         if "injected" not in self._off and not self._is_done:

@@ -107,7 +107,7 @@ def injected_is_no_mean(cut: Partition) -> str:
 def rows_are_mixed(root: nn.Module, paths: Sequence[str], pair: Pair | None, cut: Partition, has_batch_norm: bool) -> str:
     """Return the warning for modules that mix rows, some of which may be BatchNorms."""
     named = dict(root.named_modules())
-    shown = [_shown(path, named) for path in paths[:_MOST_NAMES]]
+    shown = [_module_label(path, named) for path in paths[:_MOST_NAMES]]
     more = [f"{len(paths) - _MOST_NAMES} more"] if len(paths) > _MOST_NAMES else []
     names = " and ".join([", ".join([*shown, *more][:-1]), [*shown, *more][-1]]) if len(paths) > 1 else shown[0]
     numbers = f" ({pair[0]:.6g} for a micro-batch, {pair[1]:.6g} for the mean of its parts)" if pair is not None else ""
@@ -123,6 +123,6 @@ def rows_are_mixed(root: nn.Module, paths: Sequence[str], pair: Pair | None, cut
     return f"{what}, so {effect}; {'; '.join(ways)}"
 
 
-def _shown(path: str, named: dict[str, nn.Module]) -> str:
+def _module_label(path: str, named: dict[str, nn.Module]) -> str:
     kind = type(named[path]).__name__ if path in named else "module"
     return f"{kind} {path!r}" if path else f"the forward of {kind}"

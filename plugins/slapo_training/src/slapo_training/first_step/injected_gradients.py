@@ -100,7 +100,7 @@ def _is_nonzero(gradient: torch.Tensor) -> torch.Tensor:
     return (values.isfinite() & (values != 0)).any()  # 0 * inf = nan is no injected gradient
 
 
-class _Scaled(torch.autograd.Function):
+class _ScaleGradient(torch.autograd.Function):
     """Autograd node that returns a loss and multiplies its gradient."""
 
     @staticmethod
@@ -117,12 +117,12 @@ def scaled_gradient(loss: torch.Tensor, factor: float) -> torch.Tensor:
     """Return the same loss; its backward multiplies the gradient by ``factor``."""
     if factor == 1.0 or not loss.requires_grad:
         return loss
-    scaled: torch.Tensor = _Scaled.apply(loss, factor)  # type: ignore[no-untyped-call]
+    scaled: torch.Tensor = _ScaleGradient.apply(loss, factor)  # type: ignore[no-untyped-call]
     return scaled
 
 
 @contextmanager
-def divided_gradients(parameters: Iterable[nn.Parameter], number: float) -> Iterator[None]:
+def divide_gradients(parameters: Iterable[nn.Parameter], number: float) -> Iterator[None]:
     """Context in which backwards divide gradients of parameters by ``number``, before an engine reads or reduces them."""
     with ExitStack() as hooks:
         for parameter in parameters if number != 1.0 else ():

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from slapo_core import Program, all_reduce
+from slapo_core import Program
 
 from ..batches.microbatches import labels_of
+from ..distributed.ranks import all_reduce
 from ..losses.reductions import LabelMean
 from .row_subsets import Rows
 
@@ -26,7 +27,7 @@ class LabelCounts:
         self._program = program
         counted = counted if isinstance(counted, LabelMean) else None
         self._ignored = ignored if counted is None else counted.ignore_index
-        own = labels_of([rows.given()], self._ignored)[0]
+        own = labels_of([rows.as_dict()], self._ignored)[0]
         labels = _UNKNOWN if counted is None else counted.labels
         is_other = [int(labels not in (_UNKNOWN, number)) for number in own]
         row = torch.tensor([labels, *is_other, self._ignored if counted is not None else -(2**40)], device=device)
@@ -41,7 +42,7 @@ class LabelCounts:
             return None
         if self._kind is None:
             return self._found
-        counts = labels_of([part.given() for part in parts], self._ignored)
+        counts = labels_of([part.as_dict() for part in parts], self._ignored)
         total = torch.tensor(sum(each[self._kind] for each in counts), device=device)
         dp = self._program.axis_size("dp")
         if dp > 1:

@@ -18,8 +18,8 @@ from ..model.state_rollback import StateSnapshot
 from ..options.common_options import CommonOptions
 from . import row_mixing
 from .diagnostics import Pair
-from .row_subsets import expected_losses, narrowed
-from .stage_runs import Planned, Run, RunCache, StageRuns
+from .row_subsets import expected_losses, narrow_rows
+from .stage_runs import PlannedRows, Run, RunCache, StageRuns
 
 T = TypeVar("T")
 _FACTORS_AGREE = 1e-2
@@ -27,7 +27,7 @@ _SMALL_TERM = 0.1
 """Largest fraction of a loss that a balance loss may have; a larger term is the trained loss itself."""
 
 
-class Compared(NamedTuple):
+class ComparedRuns(NamedTuple):
     """Results of runs of some rows and of their parts; ``pair`` are the losses that differ on some rank, or None."""
 
     whole: Run
@@ -40,7 +40,7 @@ class Factor(NamedTuple):
     value: float
     error: float
 
-    def agrees(self, other: Factor) -> bool:
+    def is_close(self, other: Factor) -> bool:
         """Return True if two factors are equal within their errors."""
         allowed = _FACTORS_AGREE * max(abs(self.value), abs(other.value)) + self.error + other.error
         return abs(self.value - other.value) <= allowed
@@ -61,7 +61,7 @@ class LossComparison:
         options: CommonOptions,
         runs: StageRuns,
         state: StateSnapshot,
-        plans: Sequence[Planned],
+        plans: Sequence[PlannedRows],
         synced: Sequence[nn.Module],
         labels_differ: bool,
     ) -> None:
@@ -83,7 +83,7 @@ class LossComparison:
         known: RunCache | None,
         norms: Iterable[nn.Module] = (),
         doubted: bool = False,
-    ) -> Compared:
+    ) -> ComparedRuns:
         """Compare the loss of all rows with the mean of the losses of their parts.
 
         Args:
@@ -108,11 +108,11 @@ class LossComparison:
         losses = [each.loss for each in parts if each.loss is not None]
         if is_known and whole.loss is not None and len(losses) == len(parts):
             allowed = max(allowed, whole.rounding)  # a loss may have a lower precision than its model
-            pair = self._differing(whole.loss, losses, [each.counted for each in parts], allowed)
+            pair = self._differing_losses(whole.loss, losses, [each.counted for each in parts], allowed)
         self._pair = pair
-        return Compared(whole, self.first(pair))
+        return ComparedRuns(whole, self.first(pair))
 
-    def mixing(self, norms: Iterable[nn.Module]) -> str | None:
+    def find_row_mixing(self, norms: Iterable[nn.Module]) -> str | None:
         """Return the path of the first module that mixes rows, with BatchNorms on running statistics."""
         events = []
         with row_mixing.by_running_statistics([*self._synced, *norms]):
@@ -149,11 +149,11 @@ class LossComparison:
             numbers = [float(each.detach()) for each in values if isinstance(each, torch.Tensor) and not each.dim()]
             if "loss" in str(name) and name != "loss" and len(numbers) == len(values):
                 whole, *parts = numbers
-                if (pair := self._differing(whole, parts, self._counted, self._tolerance.repeated)) is not None:
+                if (pair := self._differing_losses(whole, parts, self._counted, self._tolerance.repeated)) is not None:
                     found[name] = pair
         return found
 
-    def updated(self) -> list[str]:
+    def differing_buffers(self) -> list[str]:
         """Return the names of buffers, except of norms, that got different values from different parts."""
         found = []
         for name in self._written[0] if self._written else ():
@@ -171,11 +171,11 @@ class LossComparison:
         if loss_fn is not None and whole.loss is not None:
             try:
                 for part in rows[1:]:
-                    output = narrowed(whole.output, rows[0].number, start, part.number)
+                    output = narrow_rows(whole.output, rows[0].number, start, part.number)
                     with torch.no_grad():
                         losses.append(loss_of(output, loss_fn, part.labels).item())
                     start += part.number
-                pair = self._differing(whole.loss, losses, [None] * len(losses), self._tolerance.repeated)
+                pair = self._differing_losses(whole.loss, losses, [None] * len(losses), self._tolerance.repeated)
             except Exception as err:  # outputs cannot be split
                 get_logger().debug("the loss function was not run on some rows of the outputs: %s", err)
         return self.first(pair)
@@ -187,7 +187,7 @@ class LossComparison:
     def _run(self, index: int) -> Run:
         return self._runs(self._plans[index], self._state, fixed=self._fixed)
 
-    def _differing(
+    def _differing_losses(
         self, loss: float, losses: Sequence[float], counted: Sequence[LabelMean | None], tolerance: float
     ) -> Pair | None:
         """Return a loss and the nearest mean of its parts if they differ by more than rounding, or None."""

@@ -77,10 +77,10 @@ def _numbers_of(leaf: torch.Tensor, ignored: int) -> list[tuple[str, Any]]:
     numbers = [("labels", (leaf != ignored).sum), ("filled", (leaf != 0).sum)]
     if leaf.dim() == 1:
         return [*numbers, ("length", leaf.sum)]
-    return [*numbers, ("end", lambda: _repeated(leaf.flip(-1))), ("start", lambda: _repeated(leaf))]
+    return [*numbers, ("end", lambda: _count_repeats(leaf.flip(-1))), ("start", lambda: _count_repeats(leaf))]
 
 
-def _repeated(values: torch.Tensor) -> torch.Tensor:
+def _count_repeats(values: torch.Tensor) -> torch.Tensor:
     """Count how often rows repeat their first value at their start, as padding does."""
     return (values == values[..., :1]).cummin(-1).values[..., 1:].sum() if values.shape[-1] else values.sum()
 

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from slapo_core import Boundary, Program, SlapoError, Stage, all_reduce, call_arguments, raise_on_all_ranks
+from slapo_core import Boundary, Program, SlapoError, Stage, call_arguments, raise_on_all_ranks
 from slapo_tracing.nodes import asks_for_gradients
 
 from ..batches.nested_tensors import with_tensors
+from ..distributed.ranks import all_reduce
 from ..losses.microbatch_loss import CountedLoss
 from ..losses.reductions import LabelMean
 from ..model.state_rollback import StateSnapshot, state_rollback
@@ -35,7 +36,7 @@ class RunFailedError(Exception):
     """Error of a run that failed on this rank or on another one."""
 
 
-class Planned(NamedTuple):
+class PlannedRows(NamedTuple):
     """Some rows, and the program planned for their shape."""
 
     program: Program
@@ -93,7 +94,7 @@ class StageRuns:
         self.accumulates, self._failed, self._has_run = accumulates, failed, False
         self._program, self._options, self.device, self._around = program, options, device, around
 
-    def planned(self, rows: Rows, has_backward: bool = True) -> Planned:
+    def plan_rows(self, rows: Rows, has_backward: bool = True) -> PlannedRows:
         """Plan the stages for rows of this shape. A forward may test whether its run has gradients.
 
         Raises:
@@ -101,16 +102,16 @@ class StageRuns:
         """
         program, replan = self._program, self._program.replan
         if replan is None or len(program.stages) == 1:
-            return Planned(program, rows)
+            return PlannedRows(program, rows)
         with self.failing_on_all_ranks(), torch.enable_grad(), self._around(True):
             program = replan(True, rows.batch)
         if not has_backward and any(asks_for_gradients(stage.module) for stage in program.stages):
             with self.failing_on_all_ranks(), torch.no_grad(), self._around(False):
                 program = replan(True, rows.batch)
-        return Planned(program, rows)
+        return PlannedRows(program, rows)
 
     def __call__(
-        self, planned: Planned, state: StateSnapshot, after_stage: AfterStage | None = None, fixed: bool = False
+        self, planned: PlannedRows, state: StateSnapshot, after_stage: AfterStage | None = None, fixed: bool = False
     ) -> Run:
         """Run rows through all stages, with gradients if there is an ``after_stage``, which is called after each.
 
@@ -134,10 +135,10 @@ class StageRuns:
                 values = self._send(values, stages[stage.index + 1].inputs, stage.index)
         found = self.any_rank(one.found) if has_backward else False
         self._has_run = True
-        output, written = _detached(one.output), written_buffers(self._program.module, state)
+        output, written = _detach_output(one.output), written_buffers(self._program.module, state)
         return Run(one.loss, one.counted, output, state.rng_fingerprint(), found, written, one.rounding)
 
-    def own_modules(self, planned: Planned) -> list[nn.Module]:
+    def own_modules(self, planned: PlannedRows) -> list[nn.Module]:
         own = self._program.axis_rank("pp")
         return [stage.module for stage in planned.program.stages if self._program.rank_of(stage.index) == own]
 
@@ -188,7 +189,7 @@ class StageRuns:
 class _StageRun:
     """One run of some rows through the stages of this rank."""
 
-    def __init__(self, planned: Planned, loss_of: CountedLoss | None, after_stage: AfterStage | None) -> None:
+    def __init__(self, planned: PlannedRows, loss_of: CountedLoss | None, after_stage: AfterStage | None) -> None:
         self._stages, self._rows, self._loss_of, self._behind = planned.program.stages, planned.rows, loss_of, after_stage
         self.loss: float | None = None
         self.rounding = 0.0
@@ -252,7 +253,7 @@ def has_loss_of_its_own(options: CommonOptions) -> bool:
 
 
 @contextmanager
-def runs_alone(program: Program, plans: Sequence[Planned]) -> Iterator[StateSnapshot]:
+def runs_alone(program: Program, plans: Sequence[PlannedRows]) -> Iterator[StateSnapshot]:
     """Context that rolls back all changes of runs of these rows to model and process; see ``state_rollback``."""
     trees = [program.module, *(stage.module for each in plans for stage in each.program.stages)]
     with state_rollback(module for tree in trees for module in tree.modules()) as state:
@@ -266,7 +267,7 @@ def _check(given: Tensors, boundaries: tuple[Boundary, ...]) -> None:
             raise RunFailedError(f"a stage gives {boundary.name!r} with another shape or type than planned")
 
 
-def _detached(output: Any) -> Any:
+def _detach_output(output: Any) -> Any:
     """Return the output without its graph, to free the graph before the next run."""
 
     def detach(leaf: Any) -> Any:

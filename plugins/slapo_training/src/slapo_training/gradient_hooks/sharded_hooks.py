@@ -37,12 +37,12 @@ class ShardedHook:
         if hook is None or gradient is None:
             return None
         if is_elementwise(hook):
-            return _changed(hook, gradient)
+            return _run_hook(hook, gradient)
         whole = gather_parts(gradient, self._spec)
         if part is None:  # another tensor replaced the shard
-            return self._spec.local(_changed(hook, whole))
+            return self._spec.local(_run_hook(hook, whole))
         with self._whole(part):
-            return self._spec.local(_changed(hook, whole))
+            return self._spec.local(_run_hook(hook, whole))
 
 
 class ShardedPostAccumulateHook(ShardedHook):
@@ -78,6 +78,6 @@ def move_hooks(part: torch.Tensor, whole: torch.Tensor, spec: ShardSpec, places:
             put_table(part, name, OrderedDict(carried))
 
 
-def _changed(hook: Hook, gradient: torch.Tensor) -> torch.Tensor:
+def _run_hook(hook: Hook, gradient: torch.Tensor) -> torch.Tensor:
     result = hook(gradient)
     return gradient if result is None else result

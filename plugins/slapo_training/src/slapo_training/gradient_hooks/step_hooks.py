@@ -268,7 +268,7 @@ class StepHooks:
 
 def _after_hooks(each: _HookedParameter, gradient: torch.Tensor) -> torch.Tensor:
     """Return the gradient after the hooks of ``register_hook``."""
-    for hook in _present(each.hooks):
+    for hook in _live_hooks(each.hooks):
         result = hook(gradient)
         if result is None:
             continue
@@ -289,7 +289,7 @@ def _after_accumulation(each: _HookedParameter, gradient: torch.Tensor, whole: n
     kind, whole.grad_dtype = whole.grad_dtype, gradient.dtype
     whole.grad = gradient
     try:
-        for hook in _present(each.post_hooks):
+        for hook in _live_hooks(each.post_hooks):
             if hook(whole) is not None:
                 raise BuildError(f"a hook of {each.names[0]!r} that waits for the accumulated gradient has to return None")
         return whole.grad
@@ -298,7 +298,7 @@ def _after_accumulation(each: _HookedParameter, gradient: torch.Tensor, whole: n
         whole.grad_dtype = kind
 
 
-def _present(refs: Iterable[HookRef]) -> Iterator[Hook]:
+def _live_hooks(refs: Iterable[HookRef]) -> Iterator[Hook]:
     return (hook for ref in refs if (hook := ref.hook) is not None)
 
 

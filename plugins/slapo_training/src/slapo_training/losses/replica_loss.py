@@ -14,10 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slapo_core import BuildError, Program, RNGState, all_reduce, rng_state, set_rng_state
+from slapo_core import BuildError, Program, RNGState, rng_state, set_rng_state
 
 from ..batches.microbatches import fingerprint
 from ..batches.nested_tensors import tensors_of, with_tensors
+from ..distributed.ranks import all_reduce
 from .microbatch_loss import LossFn, MicroBatchLoss, loss_of
 
 OVER_REPLICAS = "replicas"

@@ -194,12 +194,12 @@ class _WeightedLoss(MicroBatchLoss):
 
     def run(self, stage: Callable[[], Any], index: int = 0) -> Any:
         """Run a stage; its losses are tracked until the counts are checked."""
-        with self._tracking():
+        with self._mean_tracking():
             return stage()
 
     def loss(self, output: Any) -> torch.Tensor:
         """Return the weighted sum; a term with count 0, which may be NaN, counts as 0."""
-        with self._tracking():
+        with self._mean_tracking():
             found = self._terms.terms_of(output, self._labels, self._means is not None)
         for name, term in found.items() if self._means is not None else ():
             if (labels := self._means.labels_of(term)) is not None:  # type: ignore[union-attr]
@@ -209,7 +209,7 @@ class _WeightedLoss(MicroBatchLoss):
             total = total + (term * self._weights[name] if self._counts[name] else _zero_term(term))
         return total  # type: ignore[no-any-return]
 
-    def _tracking(self) -> AbstractContextManager[Any]:
+    def _mean_tracking(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._means is None else self._means
 
 

@@ -107,7 +107,7 @@ def make_on_all_ranks(
             raise BuildError("lr_scheduler= gave a ReduceLROnPlateau, which is stepped without the loss here; give another")
 
     given = options.optimizer
-    with _groups_restored_on_error(given) if isinstance(given, torch.optim.Optimizer) else nullcontext():
+    with _restore_groups_on_error(given) if isinstance(given, torch.optim.Optimizer) else nullcontext():
         run_on_all_ranks(making.begin, layout.program)
         making.step_whole()
         run_on_all_ranks(finish, layout.program)
@@ -116,7 +116,7 @@ def make_on_all_ranks(
 
 
 @contextmanager
-def _groups_restored_on_error(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def _restore_groups_on_error(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Restore the parameter groups of an optimizer and its nested optimizers after an error."""
     lists = [(each.param_groups, list(each.param_groups)) for each in optimizers_in(optimizer)]
     options = [(group, dict(group)) for group in groups_in(optimizer)]

@@ -45,7 +45,7 @@ def file_of(place: int) -> str:
     return f"whole-{place}.pt"
 
 
-def packed(optimizer: Any, parameters: Tensors) -> bytes | None:
+def pack_state(optimizer: Any, parameters: Tensors) -> bytes | None:
     """Return the bytes that this rank writes; None if its optimizer does not step whole tensors.
 
     The parameters are by first original name, as the optimizer steps unsharded ones.

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core import BuildError, Program, all_reduce, is_sharded, parameter_facts, shard_spec
+from slapo_core import BuildError, Program, is_sharded, parameter_facts, shard_spec
 
-from ..distributed.ranks import stage_group
+from ..distributed.ranks import all_reduce, stage_group
 from ..distributed.synchronized_rng import synchronized_rng
 from ..model.named_tensors import parameters
 from ..model.pieces import Piece, piece_of
@@ -102,13 +102,13 @@ class ParameterLayout:
         shapes = {name: self.piece(parameter).full_shape for name, parameter in self.named.items()}
         return replace(self, blocks=blocks_of(given, shapes))
 
-    def trained(self) -> dict[str, nn.Parameter]:
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
         return {name: parameter for name, parameter in self.named.items() if parameter.requires_grad}
 
     @property
     def has_parts(self) -> bool:
         """True if some trainable parameter differs from the whole tensor of the unmodified model."""
-        return any(self.is_part(name, parameter) for name, parameter in self.trained().items())
+        return any(self.is_part(name, parameter) for name, parameter in self.trained_parameters().items())
 
 
 def probe_optimizer(optimizer: Optimizer, layout: ParameterLayout) -> UpdateDependence | None:
@@ -146,7 +146,7 @@ class WholeTensorConstruction:
         self._by_source: dict[int, list[nn.Parameter]] = {}
         self._sources: dict[int, nn.Parameter] = {}
         if self.is_needed and optimizer is not None:
-            self._make(layout.trained())
+            self._make(layout.trained_parameters())
 
     def _check(self, optimizer: Optimizer | None, coupled: bool, communicates: bool) -> None:
         kind = "the optimizer" if optimizer is None else type(optimizer).__name__
@@ -217,14 +217,14 @@ class WholeTensorConstruction:
             self._by_source.setdefault(id(whole.source), []).append(parameter)
             self._sources[id(parameter)] = whole.source
 
-    def stepped(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    def step_tensors(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Return the tensors that the optimizer steps in the places of the rank's parameters."""
         return list(chain.from_iterable(self._by_source.get(id(each), [each]) for each in parameters))
 
     def optimizer(self, optimizer: Optimizer, make: Make | None, trainable: Sequence[nn.Parameter]) -> WholeTensorOptimizer:
         """Return the optimizer of whole tensors, made by ``make`` or given, with no message to other ranks."""
         try:
-            inner = optimizer if make is None else make(self.stepped(trainable))
+            inner = optimizer if make is None else make(self.step_tensors(trainable))
             if inner is optimizer and has_state(inner):
                 raise BuildError(
                     "the optimizer has made a state for parts of parameters; give a factory, lambda parameters: ..."
@@ -232,7 +232,7 @@ class WholeTensorConstruction:
             # a given optimizer, and a factory that reads parameters elsewhere, have the rank's own parameters
             replace_parameters(inner, lambda parameter: self._by_source.get(id(parameter), [parameter]))
             randomness = (lambda: synchronized_rng_of_stage(self._layout.program)) if self._draws else nullcontext
-            return WholeTensorOptimizer(inner, self._stand_ins, self._sources, self._extended, randomness)
+            return WholeTensorOptimizer(inner, self._stand_ins, self._sources, self._add_stand_ins, randomness)
         finally:
             for each in self._stand_ins:
                 each.release()
@@ -246,14 +246,14 @@ class WholeTensorConstruction:
         self._stand_ins[:] = [each for each in self._stand_ins if each.wholes]
         optimizer.stand_ins[:] = self._stand_ins
 
-    def _extended(self, added: Sequence[nn.Parameter]) -> tuple[list[nn.Parameter], Sequence[StandIns]]:
+    def _add_stand_ins(self, added: Sequence[nn.Parameter]) -> tuple[list[nn.Parameter], Sequence[StandIns]]:
         """Make stand-ins of parameters that are added later. Collective."""
         known = {id(parameter) for parameter in added}
         named = {name: each for name, each in self._layout.named.items() if id(each) in known}
         before = len(self._stand_ins)
         self._make(named)
         made = self._stand_ins[before:]
-        return self.stepped(added), made
+        return self.step_tensors(added), made
 
 
 def local_boxes(

@@ -60,7 +60,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             raise AttributeError(name)
         return getattr(self.inner, name)
 
-    def stepped(self) -> dict[str, nn.Parameter]:
+    def named_stand_ins(self) -> dict[str, nn.Parameter]:
         """Return the stand-ins by the names of the whole tensors."""
         return {
             whole.name: parameter
@@ -76,9 +76,9 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         """Return this rank's parameters that are stepped in place as DTensors, by the names of the whole tensors."""
         return {whole.name: whole.source for each in self.stand_ins if each.is_in_place for whole in each.wholes}
 
-    def owned(self, labels: Container[int] | None = None) -> set[int]:
+    def owned_ids(self, labels: Container[int] | None = None) -> set[int]:
         """Return the ids of the stand-ins with these labels that this rank steps; None for all labels."""
-        return {id(parameter) for each in self.stand_ins for parameter in each.owned(labels)}
+        return {id(parameter) for each in self.stand_ins for parameter in each.owned_parameters(labels)}
 
     @property
     def steps_together(self) -> bool:
@@ -171,7 +171,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     @contextmanager
     def _owned_only(self, labels: Container[int] | None = None) -> Iterator[None]:
         """Hide the stand-ins that other ranks own; some optimizers also step parameters without a gradient."""
-        owned = self.owned(labels)
+        owned = self.owned_ids(labels)
         others = {id(each) for own in self.stand_ins for each in own.parameters} - owned
         if not others:
             yield

@@ -60,7 +60,7 @@ def run_trial(
     """
     mark = uuid.uuid4().hex
     environment = trial_environment(values, mark)
-    with interruption.deferred(), tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, _watched(mark):
+    with interruption.defer_signals(), tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, _run_watcher(mark):
         start = time.monotonic()
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment, start_new_session=True
@@ -84,7 +84,7 @@ def _wait(process: subprocess.Popen[bytes], start: float, timeout: float | None,
 
 
 @contextmanager
-def _watched(mark: str) -> Iterator[None]:
+def _run_watcher(mark: str) -> Iterator[None]:
     """Start a watcher process that kills the trial's processes if this process is killed."""
     command = [sys.executable, "-I", "-S", process_cleanup.__file__, f"{MARK}={mark}"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as watcher:

@@ -25,7 +25,7 @@ def _result(line: str) -> dict[str, Any] | None:
     if not (text.startswith("{") and text.endswith("}")):
         return None
     try:
-        found = json.loads(text, parse_float=_finite, parse_constant=str)
+        found = json.loads(text, parse_float=_finite_float, parse_constant=str)
     except (ValueError, RecursionError):
         return None
     if not isinstance(found, dict) or (key := next((key for key in KEYS if key in found), None)) is None:
@@ -33,7 +33,7 @@ def _result(line: str) -> dict[str, Any] | None:
     return {**found, "throughput": found[key]}
 
 
-def _finite(text: str) -> float | str:
+def _finite_float(text: str) -> float | str:
     return number if math.isfinite(number := float(text)) else text
 
 

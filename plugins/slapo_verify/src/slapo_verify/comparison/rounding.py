@@ -110,11 +110,11 @@ def is_half(model: nn.Module) -> bool:
 def with_dtype(task: ComparisonTask, dtype: torch.dtype) -> ComparisonTask:
     """Return the task with less precise floating-point inputs converted, and with the tolerance of the dtype."""
 
-    def wide(value: Any) -> Any:
+    def widen(value: Any) -> Any:
         is_narrower = isinstance(value, torch.Tensor) and value.is_floating_point() and value.itemsize < dtype.itemsize
         return value.to(dtype) if is_narrower else value
 
-    args, kwargs = pytree.tree_map(wide, (task.args, dict(task.kwargs)))
+    args, kwargs = pytree.tree_map(widen, (task.args, dict(task.kwargs)))
     return replace(task, args=args, kwargs=kwargs, tolerance=_TOLERANCES[dtype])
 
 

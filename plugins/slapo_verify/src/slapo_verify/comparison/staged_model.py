@@ -9,7 +9,7 @@ from torch import nn
 from slapo_core import Program, Schedule, build_program
 
 
-class Staged(nn.Module):
+class StagedModel(nn.Module):
     """The scheduled model, under its own names, with a forward that runs the stages in turn.
 
     Args:
@@ -47,4 +47,4 @@ def as_built(sch: Schedule) -> nn.Module:
         SlapoError: the model cannot be partitioned, as for ``build``.
     """
     program = build_program(sch)
-    return Staged(sch.mod, program) if len(program.stages) > 1 else sch.mod
+    return StagedModel(sch.mod, program) if len(program.stages) > 1 else sch.mod

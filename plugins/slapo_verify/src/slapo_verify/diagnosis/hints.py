@@ -38,7 +38,7 @@ def hint_of(
     summed = actual.clone()
     if ranks > 1:
         dist.all_reduce(summed, group=group)
-    near = _nearness(expected, tolerance)
+    near = _closeness_test(expected, tolerance)
     if ranks > 1 and near(summed):
         if backward:
             return f"the {ranks} ranks have parts of the gradient that sum to the right one: a sync of gradients is missing"
@@ -51,7 +51,7 @@ def hint_of(
 
 def local_hints(expected: Tensor, actual: Tensor, reference: nn.Module, tolerance: Tolerance, ranks: int = 1) -> Iterator[str]:
     """Yield hints at the cause of a wrong tensor, without communication."""
-    near = _nearness(expected, tolerance)
+    near = _closeness_test(expected, tolerance)
     factor = _factor(expected, actual)
     if factor is not None and abs(factor - 1) > 0.05 and abs(factor) > 1e-3 and near(actual / factor):
         times = f"{factor:.4g}"
@@ -97,7 +97,7 @@ def is_split(scheduled: nn.Module) -> bool:
     return any(map(is_sharded, scheduled.parameters()))
 
 
-def frozen(reference: nn.Module, scheduled: nn.Module) -> str | None:
+def frozen_parameter(reference: nn.Module, scheduled: nn.Module) -> str | None:
     """Return a sentence on a parameter that is trained in only one model, or None."""
     trained: Mapping[str, bool] = {
         name: parameter.requires_grad for name, parameter in reference.named_parameters(remove_duplicate=False)
@@ -109,7 +109,7 @@ def frozen(reference: nn.Module, scheduled: nn.Module) -> str | None:
     return None
 
 
-def _nearness(expected: Tensor, tolerance: Tolerance) -> Callable[[Tensor], bool]:
+def _closeness_test(expected: Tensor, tolerance: Tolerance) -> Callable[[Tensor], bool]:
     return lambda other: bool(tolerance.accepts(expected, other).all())
 
 

@@ -58,7 +58,7 @@ def split_fused(values: Mapping[nn.Parameter, torch.Tensor | None]) -> dict[str,
         for name, piece in _pieces(parameter, value):
             pieces.setdefault(name, []).append(piece)
     in_order = {name: sorted(found, key=lambda piece: piece.start) for name, found in pieces.items()}
-    return {name: _joined(found) for name, found in in_order.items() if _is_whole(found)}
+    return {name: _join_pieces(found) for name, found in in_order.items() if _is_whole(found)}
 
 
 def _pieces(parameter: nn.Parameter, value: torch.Tensor | None) -> Iterator[tuple[str, _Piece]]:
@@ -79,6 +79,6 @@ def _is_whole(pieces: Iterable[_Piece]) -> bool:
     return at == size
 
 
-def _joined(pieces: list[_Piece]) -> torch.Tensor | None:
+def _join_pieces(pieces: list[_Piece]) -> torch.Tensor | None:
     known = [piece.value for piece in pieces if piece.value is not None]
     return torch.cat(known, pieces[0].dim) if len(known) == len(pieces) else None

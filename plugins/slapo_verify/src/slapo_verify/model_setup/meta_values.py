@@ -22,7 +22,7 @@ def has_meta_parameters(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def materialized(reference: nn.Module, sch: Schedule, device: torch.device) -> tuple[nn.Module, Schedule]:
+def materialize_models(reference: nn.Module, sch: Schedule, device: torch.device) -> tuple[nn.Module, Schedule]:
     """Return both models with values; a model without values is copied and gets those of the other.
 
     If neither has values, both get those of the model's initialiser. Collective over the shards' group.
@@ -82,7 +82,7 @@ def copy_values(model: nn.Module, other: nn.Module, *, is_unmodified: bool = Fal
         is_unmodified: True if parameters without facts have the same names in both.
     """
     values, new = _values_of(other), dict[int, torch.Tensor]()
-    for path, table, name, tensor in list(_places(model)):
+    for path, table, name, tensor in list(_tensor_slots(model)):
         names = parameter_facts(tensor).names or ((path,) if is_unmodified else ())
         whole = next((values[known] for known in names if known in values), None)
         spec = shard_spec(tensor)
@@ -104,7 +104,7 @@ def _values_of(model: nn.Module) -> Values:
     return found
 
 
-def _places(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor]]:
+def _tensor_slots(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor]]:
     for path, module in model.named_modules():
         for table in (module._parameters, module._buffers):
             yield from ((paths.join(path, name), table, name, tensor) for name, tensor in table.items() if tensor is not None)

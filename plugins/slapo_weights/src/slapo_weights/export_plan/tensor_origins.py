@@ -72,7 +72,7 @@ def by_written_name(found: Iterable[Origin], unmodified: UnmodifiedModel | None)
     names = {name for origin in known for name in origin.names}
     if missing := [name for name in shapes if name not in names and name not in left_out]:
         raise BuildError(
-            f"export_weights: the scheduled model lacks {_listed(missing)} of {unmodified.name}, which a step took out or put "
+            f"export_weights: the scheduled model lacks {_quote(missing)} of {unmodified.name}, which a step took out or put "
             "together with others without saying so (made_of); export a schedule without that step"
         )
     chosen = _once((next((name for name in origin.names if name in kept), origin.names[0]), origin) for origin in known)
@@ -107,11 +107,11 @@ def _once(named: Iterable[tuple[str, Origin]]) -> dict[str, Origin]:
 def _refuse(added: list[Origin]) -> None:
     if added:
         raise BuildError(
-            f"export_weights: {_listed([each.key for each in added])} came in by a step, which does not say what of "
+            f"export_weights: {_quote([each.key for each in added])} came in by a step, which does not say what of "
             "(made_of), and the unmodified model has no tensor of that name; export a schedule without that step"
         )
 
 
-def _listed(names: list[str]) -> str:
+def _quote(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(map(repr, names[:_SHOWN])) + more

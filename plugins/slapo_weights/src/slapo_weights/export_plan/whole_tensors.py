@@ -94,7 +94,7 @@ def whole_of(
     parts: list[SentBox] = []
     for place, chunks in pieces:
         for chunk in chunks:
-            covered = {cell for cell in left if _inside(cell, chunk)} if left else set()
+            covered = {cell for cell in left if _is_inside(cell, chunk)} if left else set()
             if covered:
                 left -= covered
                 parts.append(SentBox(place, chunk))
@@ -107,7 +107,7 @@ def whole_of(
     return WholeTensor(origin.key, shape, dtype, tuple(parts))
 
 
-def _inside(cell: tuple[tuple[int, int], ...], chunk: Chunk) -> bool:
+def _is_inside(cell: tuple[tuple[int, int], ...], chunk: Chunk) -> bool:
     return all(
         start <= low and high <= start + size for (low, high), start, size in zip(cell, chunk.offset, chunk.sizes, strict=True)
     )

@@ -48,7 +48,7 @@ class ModelFolder:
         self.staging = self.path / (_STAGING + number)
         self.staging.mkdir()
         self._files: dict[str, SafetensorsFile] = {}
-        self._names = self._chosen(len(files), number)
+        self._names = self._file_names(len(files), number)
         self._where = {entry.name: name for name, entries in zip(self._names, files, strict=True) for entry in entries}
         self._entries = [entry for entries in files for entry in entries]
         try:
@@ -58,7 +58,7 @@ class ModelFolder:
             self.abort()
             raise
 
-    def _chosen(self, count: int, number: str) -> list[str]:
+    def _file_names(self, count: int, number: str) -> list[str]:
         if count == 1:
             return [SINGLE]
         names = [f"model-{each:05}-of-{count:05}.safetensors" for each in range(1, count + 1)]
@@ -77,7 +77,7 @@ class ModelFolder:
             index = {"metadata": {"total_parameters": parameters, "total_size": size}, "weight_map": self._where}
             (self.staging / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
         for each in self.staging.iterdir():
-            _sync(each)
+            _fsync(each)
         last = SINGLE if len(self._names) == 1 else INDEX
         shards = [name for name in self._names if name != SINGLE]
         others = sorted(each.name for each in self.staging.iterdir() if each.name not in (*self._names, INDEX))
@@ -90,7 +90,7 @@ class ModelFolder:
             (self.path / SINGLE).unlink(missing_ok=True)  # it would be read before the index
         else:
             (self.path / INDEX).unlink(missing_ok=True)
-        _sync(self.path)
+        _fsync(self.path)
         for each in self.path.iterdir():
             if _SHARD.fullmatch(each.name) and each.name not in shards:
                 each.unlink(missing_ok=True)
@@ -123,7 +123,7 @@ def check_folder(path: str | PathLike[str]) -> None:
         raise BuildError(f"export_weights: {fspath(path)!r} is a file; give a folder")
 
 
-def _sync(path: Path) -> None:
+def _fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

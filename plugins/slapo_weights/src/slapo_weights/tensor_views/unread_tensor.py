@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .box_view import TensorView, concatenated, stacked
+from .box_view import TensorView, concatenate, stack
 
 
 class UnreadTensor:
@@ -42,7 +42,7 @@ class UnreadTensor:
 
     def reshape(self, *shape: Any) -> UnreadTensor:
         """Return the tensor in another shape, given as one argument or as several."""
-        return UnreadTensor(self.source.reshaped(shape if isinstance(shape[0], int) else shape[0]))
+        return UnreadTensor(self.source.reshape(shape if isinstance(shape[0], int) else shape[0]))
 
     view = reshape
 
@@ -58,14 +58,14 @@ class UnreadTensor:
 
     def squeeze(self, dim: int) -> UnreadTensor:
         """Return the tensor without the dimension if its size is 1."""
-        return UnreadTensor(self.source.squeezed(dim)) if self.source.shape[dim] == 1 else self
+        return UnreadTensor(self.source.squeeze(dim)) if self.source.shape[dim] == 1 else self
 
     def __getattr__(self, name: str) -> Any:
         raise NotImplementedError(f"{name}, which needs the whole tensor")
 
 
 def _transpose(tensor: UnreadTensor, dim0: int, dim1: int) -> UnreadTensor:
-    return UnreadTensor(tensor.source.transposed(dim0, dim1))
+    return UnreadTensor(tensor.source.transpose(dim0, dim1))
 
 
 def _split(tensor: UnreadTensor, sizes: int | Sequence[int], dim: int = 0) -> tuple[UnreadTensor, ...]:
@@ -82,8 +82,8 @@ def _chunk(tensor: UnreadTensor, chunks: int, dim: int = 0) -> tuple[UnreadTenso
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
-    torch.cat: lambda tensors, dim=0: UnreadTensor(concatenated([each.source for each in tensors], dim)),
-    torch.stack: lambda tensors, dim=0: UnreadTensor(stacked([each.source for each in tensors], dim)),
+    torch.cat: lambda tensors, dim=0: UnreadTensor(concatenate([each.source for each in tensors], dim)),
+    torch.stack: lambda tensors, dim=0: UnreadTensor(stack([each.source for each in tensors], dim)),
     torch.transpose: _transpose,
     torch.split: _split,
     torch.chunk: _chunk,

@@ -69,15 +69,15 @@ def first_difference(parts: CallRecords, whole: CallRecords, group: Group) -> st
         total = sum(each.power for each in made)
         if made[0].shape == expected.shape:
             total /= len(made)
-            fits = all(_near(each.power, expected.power) for each in made)
+            fits = all(_is_near(each.power, expected.power) for each in made)
         else:
             fits = _is_part(made[0].shape, expected.shape, len(made))
-        if not fits or not _near(total, expected.power):
+        if not fits or not _is_near(total, expected.power):
             return line
     return line
 
 
-def _near(one: float, other: float) -> bool:
+def _is_near(one: float, other: float) -> bool:
     return abs(one - other) <= _NEAR * max(abs(one), abs(other))
 
 

@@ -122,7 +122,7 @@ class ModuleComparison:
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedCall | None:
         """Record the call of a module; return the record if the call may have to be repeated."""
-        if module not in self.inside or split_of(module) is not None or not self._uncovered(module):
+        if module not in self.inside or split_of(module) is not None or not self._unchecked_modules(module):
             return None
         return RecordedCall(module, args, kwargs)
 
@@ -138,7 +138,7 @@ class ModuleComparison:
         Returns:
             The line of the first difference and the reason, or None.
         """
-        module, layers = call.module, self._uncovered(call.module)
+        module, layers = call.module, self._unchecked_modules(call.module)
         results, is_root = [known.get(x, SAME) for x in _tensors(output)], call.module in self.roots
         if not layers or not results or any(x in known for x in call.originals):
             return None
@@ -157,9 +157,9 @@ class ModuleComparison:
             _skip(call, "its results cannot be compared")
             return None
         self.covered |= layers
-        return None if verdict == _EQUAL else self._explained(call, group)
+        return None if verdict == _EQUAL else self._explain_difference(call, group)
 
-    def _uncovered(self, module: nn.Module) -> set[nn.Module]:
+    def _unchecked_modules(self, module: nn.Module) -> set[nn.Module]:
         """Return the modules inside with sharded outputs that neither a trace nor a comparison has covered."""
         return {
             each for each in module.modules() if _returns_parts(each) and each not in self.covered and not counts_verified(each)
@@ -185,12 +185,12 @@ class ModuleComparison:
         pairs = [(part, x) for part, x in zip(parts, owns, strict=True) if x is not None and part.shape == x.shape]
         if not pairs:
             return _UNKNOWN
-        call.is_multiple = all(_near(part, x * collectives.num_ranks(group), near) for part, x in pairs)
-        if all(_near(part, x, near) for part, x in pairs):
+        call.is_multiple = all(_is_near(part, x * collectives.num_ranks(group), near) for part, x in pairs)
+        if all(_is_near(part, x, near) for part, x in pairs):
             return _EQUAL if len(pairs) == len(parts) or call.module in self.roots else _UNKNOWN
         return _UNKNOWN if has_drawn else _DIFFERENT
 
-    def _explained(self, call: RecordedCall, group: Group) -> tuple[str, str]:
+    def _explain_difference(self, call: RecordedCall, group: Group) -> tuple[str, str]:
         """Repeat the call once more; return the line of the first difference and the reason."""
         parts, whole = CallRecords(), CallRecords()
         for records in (parts, whole):
@@ -254,7 +254,7 @@ def _tolerance(module: nn.Module, results: Iterable[torch.Tensor]) -> float:
     return max(1e-4, 4 * eps)
 
 
-def _near(part: torch.Tensor, whole: torch.Tensor, near: float) -> bool:
+def _is_near(part: torch.Tensor, whole: torch.Tensor, near: float) -> bool:
     """Return whether two results are equal up to rounding."""
     if not (whole.is_floating_point() or whole.is_complex()):
         return bool((part != whole).float().mean() <= _FEW) if whole.numel() else True

@@ -77,14 +77,14 @@ class Rerun(TorchFunctionMode):
                     stack.enter_context(original_sizes.original_sizes(inside))
                     stack.enter_context(_Communication(self, group))
                 stack.enter_context(self)
-                return self.inside(module, args, kwargs)
+                return self.run_inner_module(module, args, kwargs)
         finally:
             after = rng_state()
             self.has_drawn = not (_same(before.devices, after.devices) and before.tracked.keys() == after.tracked.keys())
             self.has_drawn |= not all(_same(states, after.tracked[name]) for name, states in before.tracked.items())
             set_rng_state(before)
 
-    def inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_inner_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module inside the forward."""
         applied = split_of(module)
         if applied is None:
@@ -141,13 +141,13 @@ def _local_input(x: torch.Tensor, applied: AppliedCut) -> torch.Tensor:
 def _gathered_output(module: nn.Module, applied: AppliedCut, args: Any, kwargs: Any, output: Any) -> Any:
     """Return the output of a layer, gathered or reduced to that of the unmodified layer."""
     if applied.cut.output == "sharded":
-        return map_output(lambda x: _gathered(x, applied), output)
+        return map_output(lambda x: _gather_output(x, applied), output)
     if any(isinstance(sync, BackendSync) and sync.mode == "fwd_post" for sync in module._forward_hooks.values()):
         return output
     return Sync("fwd_post", "all_reduce", group=applied.spec.group)(module, args, kwargs, output)
 
 
-def _gathered(x: torch.Tensor, applied: AppliedCut) -> torch.Tensor:
+def _gather_output(x: torch.Tensor, applied: AppliedCut) -> torch.Tensor:
     spec, dim = applied.spec, applied.cut.dim % x.dim()
     is_known = x.shape[dim] == spec.sizes[spec.rank] and not applied.cut.parts
     whole = spec.full_shape[spec.dim] if is_known else x.shape[dim] * spec.num_shards

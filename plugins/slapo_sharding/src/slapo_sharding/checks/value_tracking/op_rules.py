@@ -98,7 +98,7 @@ class OpCall:
     def contracts(self) -> bool:
         """True if the call is a product that contracts a sharded dimension."""
         args, _ = pytree.tree_unflatten(list(self.leaves), self.spec)
-        products = _contracted(self.name, args)
+        products = _contracted_dims(self.name, args)
         return any(isinstance(value, Layout) and value.placement and value.dim == dim for value, dim in products)
 
     def run(self, leaves: Sequence[Any]) -> Any:
@@ -185,7 +185,7 @@ def _by_rules(call: OpCall, run: Callable[[OpCall, Sequence[Any]], Any]) -> tupl
         warnings.simplefilter("ignore")
         for attempt in call.attempts():
             try:
-                made.append((attempt, run(call, [_for_rules(leaf, mesh) for leaf in attempt])))
+                made.append((attempt, run(call, [_rule_argument(leaf, mesh) for leaf in attempt])))
             except Exception as err:  # torch's rules raise all kinds of errors for what they cannot do
                 moved += [attempt] if any(word in str(err) for word in REDISTRIBUTION_WORDS) else []
     return made, moved
@@ -228,7 +228,7 @@ def _is_sum(placement: Placement) -> bool:
     return not placement.is_partial() or (type(placement) is Partial and placement.reduce_op == "sum")
 
 
-def _for_rules(leaf: Any, mesh: Any) -> Any:
+def _rule_argument(leaf: Any, mesh: Any) -> Any:
     if isinstance(leaf, Layout):
         return leaf.empty(mesh)
     return torch.device("meta") if isinstance(leaf, torch.device) else leaf
@@ -253,7 +253,7 @@ def _outcomes(made: Any, call: OpCall) -> list[Outcome]:
     return found
 
 
-def _contracted(name: str, args: Any) -> list[tuple[Any, int]]:
+def _contracted_dims(name: str, args: Any) -> list[tuple[Any, int]]:
     """Return the factors of a product and the contracted dimension of each."""
     left, right = args[1:3] if name in ("addmm", "baddbmm") and len(args) > 2 else (*args, None, None)[:2]
     if name not in _PRODUCTS or not all(isinstance(factor, (Layout, torch.Tensor)) for factor in (left, right)):

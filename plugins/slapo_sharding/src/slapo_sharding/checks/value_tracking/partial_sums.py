@@ -58,9 +58,9 @@ def probe_partial(call: OpCall, numbers: Mapping[int, torch.Tensor], same: str) 
         cases.append([(whole, parts) for whole, *parts in zip(*results, strict=True)])
     found: list[Layout | str] = []
     for draws in zip(*cases, strict=True):
-        if all(_near(whole, part) for whole, parts in draws for part in parts):
+        if all(_is_near(whole, part) for whole, parts in draws for part in parts):
             found.append(same)
-        elif all(is_continuous(whole) and _near(whole, sum(parts)) for whole, parts in draws):
+        elif all(is_continuous(whole) and _is_near(whole, sum(parts)) for whole, parts in draws):
             found.append(partial_value(draws[0][0], call.of.ranks))
         else:
             raise MixesShards(
@@ -113,7 +113,7 @@ def _in_float32(x: torch.Tensor) -> torch.Tensor:
     return x.float() if x.is_floating_point() and x.element_size() < 4 else x
 
 
-def _near(whole: torch.Tensor, other: Any) -> bool:
+def _is_near(whole: torch.Tensor, other: Any) -> bool:
     """Return whether two results are equal up to rounding of the largest values that were added."""
     if whole.shape != other.shape or not is_continuous(whole):
         return whole.shape == other.shape and torch.equal(whole, other)

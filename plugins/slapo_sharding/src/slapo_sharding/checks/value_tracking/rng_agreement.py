@@ -25,9 +25,9 @@ class GeneratorSnapshot:
     @property
     def has_drawn(self) -> bool:
         """True if a generator has advanced since."""
-        return bool(self._drawn_from())
+        return bool(self._advanced_states())
 
-    def _drawn_from(self) -> list[torch.Tensor]:
+    def _advanced_states(self) -> list[torch.Tensor]:
         if not self.before:
             return []
         with no_functions(), no_modes(), torch.no_grad():
@@ -37,7 +37,7 @@ class GeneratorSnapshot:
     def is_same_on_ranks(self, group: Group, device: torch.device) -> bool:
         """Return whether the advanced generators had the same states on all ranks. Collective over the group."""
         with no_functions(), no_modes(), torch.no_grad():
-            states = b"".join(state.numpy().tobytes() for state in self._drawn_from())
+            states = b"".join(state.numpy().tobytes() for state in self._advanced_states())
             digest = hashlib.blake2b(states, digest_size=7).digest()
             own = torch.tensor([int.from_bytes(digest, "big")], device=device)
             everywhere = collectives.all_gather(own, 0, group)

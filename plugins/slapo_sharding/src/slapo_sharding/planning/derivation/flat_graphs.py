@@ -99,7 +99,7 @@ def flat_graph(schedule: Schedule, layers: list[str]) -> fx.GraphModule:
         TraceError: the forward cannot be traced.
     """
     inputs = schedule.example_inputs
-    with _training(schedule.mod), recorded_captures(schedule.root_module):
+    with _training_mode(schedule.mod), recorded_captures(schedule.root_module):
         traced = trace(
             schedule.root_module,
             flatten=True,
@@ -115,7 +115,7 @@ def flat_graph(schedule: Schedule, layers: list[str]) -> fx.GraphModule:
 
 
 @contextmanager
-def _training(root: nn.Module) -> Iterator[None]:
+def _training_mode(root: nn.Module) -> Iterator[None]:
     """Put every module in training mode for a moment, so that dropouts are in the graph."""
     modes = {module: module.training for module in root.modules()}
     try:

@@ -208,7 +208,7 @@ class _Search:
             return
         if self._adapt(err.node, err.layouts, of_layers=True):
             return
-        if lightest := self._lightest(err):
+        if lightest := self._lightest_layers(err):
             for path in [path for path in (*self.candidates, *self.options) if _position(path) in lightest]:
                 (self.candidates if path in self.candidates else self.options).pop(path)
                 self.reasons[path] = f"each rank uses its whole output for a part of the heads: {err}"
@@ -297,7 +297,7 @@ class _Search:
         ours, theirs = self._numel(firsts), self._numel(err.sources)
         return firsts if ours < theirs or (ours == theirs and function_name(err.node) in _ATTENTION) else set()
 
-    def _lightest(self, err: LayoutError) -> set[str]:
+    def _lightest_layers(self, err: LayoutError) -> set[str]:
         """Return the positions of the lightest layers at fault if heavier ones meet them, such as the key layer of one head.
 
         Each rank then uses the whole output of these layers on its shard, with a reduced gradient.

@@ -24,7 +24,13 @@ from ..sequence.sequence_search import SequenceSplitError, split_sequence
 from .flat_graphs import in_graph, layer_paths, trace_flat
 from .layer_search import DerivedPlan, derive_plan
 from .plan_forwards import make_local_forward
-from .replicated_key_heads import ReplicatedKeyHeads, find_key_heads, restore_key_heads, unverified, with_replicated_heads
+from .replicated_key_heads import (
+    ReplicatedKeyHeads,
+    find_key_heads,
+    restore_key_heads,
+    unverified_attentions,
+    with_replicated_heads,
+)
 from .replicated_modules import ReplicatedModules
 from .vocabulary import tied_or_vocabulary
 
@@ -82,7 +88,7 @@ def _derive_from(
             plans = [_with_cut_values(schedule, derived, rederive_adapted, unadapted), derived]
             if not sequence_parallel:
                 plans = [_with_branches(schedule, plans[0], rederive_adapted, {*replicated.layers, *replicated.opaque})]
-        failed = unverified(copies, traced, wide, derived, rederive)
+        failed = unverified_attentions(copies, traced, wide, derived, rederive)
         derived = plans[0] if failed or not sequence_parallel else _along_sequence(plans)
         derived.reasons = {**replicated.layers, **derived.reasons}
         derived.replicated_key_heads = [each.owner for each in copies]

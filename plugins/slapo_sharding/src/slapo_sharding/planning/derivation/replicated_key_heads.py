@@ -117,7 +117,7 @@ def _with_width(module: nn.Module, cut: Cut, old: int, new: int) -> Iterator[Non
             module._parameters.update(kept)
 
 
-def unverified(
+def unverified_attentions(
     copies: list[ReplicatedKeyHeads],
     traced: fx.GraphModule,
     wide: fx.GraphModule,

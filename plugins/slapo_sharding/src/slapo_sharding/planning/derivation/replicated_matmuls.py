@@ -32,7 +32,7 @@ def replicated_matmuls(model: nn.Module, layouts: Layouts, split: Collection[str
         layouts: Dry run.
         split: Paths of the modules in which something is split.
     """
-    work = {node: _work(node, model) for node in layouts.graph.nodes}
+    work = {node: _num_multiplications(node, model) for node in layouts.graph.nodes}
     places = {node: path for node, amount in work.items() if amount and (path := _matmul_owner(node, model)) is not None}
     least = _MIN_SHARE * max(work.values(), default=0.0)
     found: dict[str, list[fx.Node]] = {}
@@ -46,7 +46,7 @@ def replicated_matmuls(model: nn.Module, layouts: Layouts, split: Collection[str
     return {path: named[path] for path in {without_block_numbers(path): path for path in reversed(named)}.values()}
 
 
-def _work(node: fx.Node, model: nn.Module) -> float:
+def _num_multiplications(node: fx.Node, model: nn.Module) -> float:
     """Return the approximate number of multiplications of a matrix product; 0 for any other node."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not value.dim():

@@ -30,8 +30,8 @@ def residual_streams(traced: fx.GraphModule, is_layer: Callable[..., bool], path
 
 def _is_added_to(start: fx.Node, layers: Collection[fx.Node]) -> bool:
     unchanged, before = {start}, _sources(start)
-    made = _reached(unchanged, layers)
-    _reached(made, ())
+    made = _collect_users(unchanged, layers)
+    _collect_users(made, ())
     return any(
         function_name(node) in _SUMS
         and any(other in unchanged for other in node.all_input_nodes)
@@ -50,7 +50,7 @@ def _sources(node: fx.Node, layers: Collection[fx.Node] = ()) -> set[fx.Node]:
     return found
 
 
-def _reached(found: set[fx.Node], layers: Collection[fx.Node]) -> set[fx.Node]:
+def _collect_users(found: set[fx.Node], layers: Collection[fx.Node]) -> set[fx.Node]:
     """Add the transitive users of ``found`` to it, up to layers, and return these layers."""
     ends, work = set[fx.Node](), list(found)
     while work:

@@ -245,10 +245,10 @@ def _replicated_beside_bounds(fused: FusedOutput, index: Any) -> dict[int, int]:
     at = fused.dim if fused.dim < len(written) and Ellipsis not in written[: fused.dim + 1] else fused.dim - fused.whole.dim()
     item = written[at]
     offset = 1 + len(leaves(written[:at] if at >= 0 else written[: len(written) + at]))
-    return {offset + place: _replicated_beside(fused, bound) for place, bound in enumerate(leaves(item)) if is_size(bound)}
+    return {offset + place: _replicated_size_beside(fused, bound) for place, bound in enumerate(leaves(item)) if is_size(bound)}
 
 
-def _replicated_beside(fused: FusedOutput, bound: int) -> int:
+def _replicated_size_beside(fused: FusedOutput, bound: int) -> int:
     number, size = len(fused.sizes), fused.starts[-1]
     place = fused.starts.index(min(bound, size) if bound >= 0 else bound + size)
     return fused.replicated_size(0, place) if bound >= 0 else fused.replicated_size(place, number)

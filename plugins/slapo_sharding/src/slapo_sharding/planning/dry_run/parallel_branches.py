@@ -174,14 +174,14 @@ class _Finder:
                     return False
             if any(returns_several_tensors(other) for other in branches.external_inputs(node)):
                 return False
-        uses = [{other for node in each for other in self._outside(node, branches)} for each in branches.nodes]
+        uses = [{other for node in each for other in self._outside_values(node, branches)} for each in branches.nodes]
         return all(other in each for other in set[fx.Node]().union(*uses) for each in uses)
 
-    def _outside(self, node: fx.Node, branches: Branches) -> Iterable[fx.Node]:
+    def _outside_values(self, node: fx.Node, branches: Branches) -> Iterable[fx.Node]:
         """Yield the outside values with gradients that a node uses, directly or through an entry."""
         for other in node.all_input_nodes:
             if other in branches.entries:
-                yield from self._outside(other, branches)
+                yield from self._outside_values(other, branches)
             elif other not in branches.all_nodes and has_gradient(other):
                 yield other
 

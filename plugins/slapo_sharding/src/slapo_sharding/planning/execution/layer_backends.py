@@ -77,14 +77,14 @@ def backend_of(schedule: Schedule, name: object) -> LayerBackend:
     """
     found = schedule.registry.entries_of_hook("slapo_layer_backends", "backend")
     if not isinstance(name, str) or name not in found:
-        raise ScheduleError(_unknown(schedule, name, found), path=schedule.path, primitive="tensor_parallel")
+        raise ScheduleError(_unknown_backend_message(schedule, name, found), path=schedule.path, primitive="tensor_parallel")
     entry, *others = found[name]
     if others:
         raise Entry.conflict(found[name])
     return entry.load()  # type: ignore[no-any-return]
 
 
-def _unknown(schedule: Schedule, name: object, found: Iterable[str]) -> str:
+def _unknown_backend_message(schedule: Schedule, name: object, found: Iterable[str]) -> str:
     near = difflib.get_close_matches(str(name), [*found, "megatron"], n=1)
     guess = f"did you mean {near[0]!r}? " if near and near[0] != name else ""
     failed = [failure for record in schedule.registry.records if (failure := record.failure)]

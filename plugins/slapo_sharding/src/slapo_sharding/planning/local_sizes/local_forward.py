@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from slapo_core import TraceError, is_sharded, split_inputs
 from slapo_tracing.graphs import Call, Guard, Variant, meta_copy, plain_signature
-from slapo_tracing.nodes import Hidden, unobserved, whole_shape
+from slapo_tracing.nodes import Hidden, whole_shape, without_observers
 from slapo_tracing.recording import HOOK_ATTRIBUTES, WRAPPER_ATTRIBUTES
 from slapo_tracing.tracers import LeafKind, trace_again, trace_value
 
@@ -191,9 +191,9 @@ class LocalForward(Hidden):
         """Return the graph that an identical module has for the call, or trace it."""
         for guard, variant in self._shared.get((_gradient_key(call), call.key), ()):
             if guard.problem(self._module, call) is None:
-                with unobserved():
+                with without_observers():
                     self._check_parts()
-                return self._keep(call, _copied_guard(guard), variant)
+                return self._cache_call(call, _copied_guard(guard), variant)
         return self._trace(call, args, kwargs)
 
     def _trace(self, call: Call, args: Any, kwargs: Any) -> tuple[Guard, Variant]:
@@ -201,7 +201,7 @@ class LocalForward(Hidden):
         _update_attributes(whole, self._module, ("", *plan.inlined))
         _copy_dtypes(whole, self._module)
         try:
-            with unobserved(), _no_parametrization(whole):
+            with without_observers(), _no_parametrization(whole):
                 self._check_parts()
                 graph, guard, constants = trace_again(whole, args, kwargs, plan.inlined, assigned="returned")
                 whole._buffers.update(constants)
@@ -218,9 +218,9 @@ class LocalForward(Hidden):
         variant = Variant(graph, f"Local{type(self._module).__name__}")
         if not constants:  # constants may belong to this module alone
             _cache_graph(self._shared, call, _copied_guard(guard), variant)
-        return self._keep(call, guard, variant)
+        return self._cache_call(call, guard, variant)
 
-    def _keep(self, call: Call, guard: Guard, variant: Variant) -> tuple[Guard, Variant]:
+    def _cache_call(self, call: Call, guard: Guard, variant: Variant) -> tuple[Guard, Variant]:
         self._recent = _gradient_key(call), guard, variant
         _cache_graph(self._calls, call, guard, variant)
         return guard, variant

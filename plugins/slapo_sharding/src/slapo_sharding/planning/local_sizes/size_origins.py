@@ -53,7 +53,7 @@ class SizeWithOrigin(int):
 
 
 def _with_origin(operation: Callable[[int, Any], Any]) -> Callable[[SizeWithOrigin, Any], Any]:
-    def remembering(self: SizeWithOrigin, other: Any) -> Any:
+    def operation_with_origin(self: SizeWithOrigin, other: Any) -> Any:
         value = operation(self, other)
         terms = self.terms + (other.terms if isinstance(other, SizeWithOrigin) else 1)
         if value is NotImplemented:
@@ -68,7 +68,7 @@ def _with_origin(operation: Callable[[int, Any], Any]) -> Callable[[SizeWithOrig
 
         return SizeWithOrigin(value, self.size, possible_values if terms <= _MAX_TERMS else self.possible_values, terms)
 
-    return remembering
+    return operation_with_origin
 
 
 def _possible_values(number: int, values: Mapping[AttributeKey, int], size: int) -> set[int]:
@@ -111,13 +111,13 @@ def strip_origins(graph: fx.Graph) -> None:
     for node in graph.nodes:
         given: list[int] = []
 
-        def plain(value: Any, given: list[int] = given) -> Any:
+        def plain_size(value: Any, given: list[int] = given) -> Any:
             if not isinstance(value, int) or isinstance(value, bool):
                 return value
             given.append(value)
             return int(value)
 
-        args, kwargs = map_aggregate(node.args, plain), map_aggregate(node.kwargs, plain)
+        args, kwargs = map_aggregate(node.args, plain_size), map_aggregate(node.kwargs, plain_size)
         if any(isinstance(value, SizeWithOrigin) for value in given):
             node.args, node.kwargs, node.meta[_GIVEN] = args, kwargs, given
 

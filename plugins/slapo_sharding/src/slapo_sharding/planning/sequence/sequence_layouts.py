@@ -93,11 +93,11 @@ class SequenceLayouts(Layouts):
         named = dict(self.traced.named_parameters(remove_duplicate=False))
         partial = {id(named[name]): node for name, node in self.partial_parameters.items()}
         for node in self.graph.nodes:
-            for name in self._used_whole(node):
+            for name in self._parameters_used_whole(node):
                 if node_of := partial.get(id(named[name])):
                     raise MixedUseError(self, node_of, f"{name!r} is used on a shard of the sequence and on all of it")
 
-    def _used_whole(self, node: fx.Node) -> list[str]:
+    def _parameters_used_whole(self, node: fx.Node) -> list[str]:
         recorded = (self.local_shapes, self.partial_gradients, self.replicated_parts)
         if str(node.target) in self.splits or any(node in each for each in recorded):
             return []

@@ -234,7 +234,7 @@ def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 @contextmanager
-def isolation() -> Iterator[None]:
+def isolate() -> Iterator[None]:
     """Context that restores random states and hides warnings."""
     before, others = torch.get_rng_state(), random.getstate()
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None

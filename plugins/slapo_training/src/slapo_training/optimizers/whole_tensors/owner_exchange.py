@@ -199,7 +199,7 @@ class OwnerExchange:
             got = [len(sources) * sum(math.prod(box[2]) for box in boxes) for boxes in route.incoming]
             return (route, *self._send(self._flat(parts, route), sizes, got))
 
-        for route, received, work in self._post_ahead(_labelled(self._gather_routes, labels), post):
+        for route, received, work in self._post_ahead(_routes_with_labels(self._gather_routes, labels), post):
             if work is not None:
                 work.wait()
             at = 0
@@ -225,7 +225,7 @@ class OwnerExchange:
             got = [sum(self._numel(place) for place in places) for places in route.outgoing]
             return (route, *self._send(self._flat(parts, route), sizes, got))
 
-        for route, received, work in self._post_ahead(_labelled(self._scatter_routes, labels), post):
+        for route, received, work in self._post_ahead(_routes_with_labels(self._scatter_routes, labels), post):
             if work is not None:
                 work.wait()
             at = 0
@@ -277,7 +277,7 @@ class OwnerExchange:
         return received, work
 
 
-def _labelled(routes: Sequence[_Route], labels: Container[int] | None) -> list[_Route]:
+def _routes_with_labels(routes: Sequence[_Route], labels: Container[int] | None) -> list[_Route]:
     return [route for route in routes if labels is None or route.label in labels]
 
 

@@ -67,7 +67,7 @@ class StandIns(ABC):
     def make(self) -> None:
         """Make the stand-ins with current values. Collective."""
 
-    def owned(self, labels: Container[int] | None = None) -> list[nn.Parameter]:
+    def owned_parameters(self, labels: Container[int] | None = None) -> list[nn.Parameter]:
         """Return the stand-ins with these labels that this rank steps; None for all labels."""
         return [self.parameters[number] for number in self._indices_of(labels)]
 
