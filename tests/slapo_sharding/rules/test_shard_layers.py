@@ -146,17 +146,6 @@ def test_correctness_03_column_parallel_gathers_on_any_dimension():
     run_distributed(_compare_gathered, 2)
 
 
-def _split_input(rank: int) -> None:
-    def steps(sch: Schedule) -> None:
-        sch["second"].shard("weight", axis=1).sync("fwd_pre", "scatter", axis=-1).sync("fwd_post", "all_reduce")
-
-    assert_equivalent(*_build_split(Two(nn.Linear(8, 16), nn.Linear(16, 8)), steps), torch.randn(2, 8, requires_grad=True))
-
-
-def test_row_parallel_takes_a_scattered_input():
-    run_distributed(_split_input, 2)
-
-
 def _embedding(axis: int, op: str, **options: object) -> None:
     def steps(sch: Schedule) -> None:
         sch["0"].shard("weight", axis=axis)

@@ -146,7 +146,7 @@ class KernelCase:
             made = run(self.kernel, *bound.args, choice=choice, **bound.kwargs)
         draws = any(not torch.equal(state, before[device]) for device, state in rng_state().devices.items())
         outputs = made if isinstance(made, tuple) else (made,)
-        incoming = [_incoming(each, way) for each in outputs]
+        incoming = [_output_gradient(each, way) for each in outputs]
         _backward([(output, grad) for output, grad in zip(outputs, incoming, strict=True) if output.requires_grad], way)
         leaves = {name: each for name, each in tensors.items() if each.requires_grad}
         gradients: dict[str, torch.Tensor | None] = {
@@ -191,7 +191,7 @@ class KernelCase:
         return {name: (each.mean(0), each.var(0) / RUNS) for name, each in stacked.items()}
 
 
-def _incoming(output: torch.Tensor, way: Circumstance) -> torch.Tensor:
+def _output_gradient(output: torch.Tensor, way: Circumstance) -> torch.Tensor:
     """Return the gradient of a loss."""
     if not way.contiguous:
         return torch.ones((), dtype=output.dtype, device=output.device).expand(output.shape)

@@ -43,14 +43,14 @@ def sharding_rule_checks(kind: str, examples: Iterable[RuleExample]) -> list[Che
         examples: Layers that it splits: at least one.
     """
     found = check_examples_list("sharding rule", kind, examples, RuleExample)
-    checks = [Check(kind, "registered", None, partial(_registered, kind, found))]
+    checks = [Check(kind, "registered", None, partial(_check_registration, kind, found))]
     for case in [RuleCase(kind, example) for example in found]:
-        cuts = {(cut.main(case.layer()), cut.dims[cut.main(case.layer())]): cut for cut in case.cuts()}
+        cuts = {(cut.main_parameter(case.layer()), cut.dims[cut.main_parameter(case.layer())]): cut for cut in case.cuts()}
         for (name, dim), cut in cuts.items():
             for what, ranks in case.checks(cut, name).items():
                 run = partial(on_ranks, _check_split, ranks, case.author, case, what, name, dim)
                 checks.append(Check(kind, f"{what} {name!r} along {dim}, {ranks} ranks", case.example, run))
-        run = partial(on_ranks, _refusals, case.example.ranks, case.author, case)
+        run = partial(on_ranks, _check_refusals, case.example.ranks, case.author, case)
         checks.append(Check(kind, "refusals", case.example, run))
     return checks
 
@@ -103,7 +103,11 @@ class RuleCase:
         """Return the ways to split the layer, but for those that the example says are refused."""
         rule, layer = self.rule(), self.layer()
         refused = [tuple(each.args)[:2] for each in self.example.refused if not callable(each.args)]
-        return tuple(cut for cut in (rule.cuts if rule else ()) if (cut.main(layer), cut.dims[cut.main(layer)]) not in refused)
+        return tuple(
+            cut
+            for cut in (rule.cuts if rule else ())
+            if (cut.main_parameter(layer), cut.dims[cut.main_parameter(layer)]) not in refused
+        )
 
     def cut(self, name: str, dim: int) -> Cut:
         """Return the cut that splits a parameter along a dimension."""
@@ -195,7 +199,7 @@ def _with_gradient(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone().requires_grad_(tensor.is_floating_point())
 
 
-def _registered(kind: str, examples: list[RuleExample]) -> None:
+def _check_registration(kind: str, examples: list[RuleExample]) -> None:
     """Check that ``shard`` finds the rule for each layer."""
     if not examples:
         raise ConformanceError("there is no example")
@@ -212,7 +216,7 @@ def _check_split(case: RuleCase, what: str, name: str, dim: int) -> None:
         case.compare_meta(name, dim)
         return
     if what == "uneven":
-        _refused(case, Refused("divisible", (name, dim)))
+        _check_refusal(case, Refused("divisible", (name, dim)))
         if not case.cut(name, dim).uneven:
             return
     layer = case.without_bias() if what == "no bias" else case.layer()
@@ -220,7 +224,7 @@ def _check_split(case: RuleCase, what: str, name: str, dim: int) -> None:
     case.compare(layer, name, dim)
 
 
-def _refusals(case: RuleCase) -> None:
+def _check_refusals(case: RuleCase) -> None:
     """Check that other splits are refused in one sentence, and that nothing has changed then."""
     rule = case.rule()
     known = {(name, dim) for cut in (rule.cuts if rule else ()) for name, dim in cut.dims.items()}
@@ -231,10 +235,10 @@ def _refusals(case: RuleCase) -> None:
         if (name, dim) not in known and "." not in name
     ]
     for refused in (*case.example.refused, *others):
-        _refused(case, refused)
+        _check_refusal(case, refused)
 
 
-def _refused(case: RuleCase, refused: Refused) -> None:
+def _check_refusal(case: RuleCase, refused: Refused) -> None:
     sch = case.schedule()
     args = refused.args(sch) if callable(refused.args) else refused.args
     what = f"shard({', '.join(map(repr, args))})"
