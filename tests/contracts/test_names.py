@@ -13,6 +13,9 @@ PARTICIPLE = re.compile(r"_*[A-Za-z][a-z]*(ed|ing)_*")
 ALLOWED = {
     "embedding": "a layer, as in torch.nn.functional",
     "training": "an attribute of torch.nn.Module",
+    "applied": "of `slapo.ema(engine).applied()`, which users write",
+    "agreed": "an attribute that core asks for of functions that fill weights",
+    "refused": "`Refused` of the conformance kit, which authors write",
     "seed": "a noun",
     "reseed": "an imperative",
     "speed": "a noun",

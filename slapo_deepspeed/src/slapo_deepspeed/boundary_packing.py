@@ -30,12 +30,7 @@ class _FillGradients(torch.autograd.Function):
 
 
 def pack(values: Sequence[torch.Tensor], planned: Sequence[Boundary], stage: int) -> tuple[torch.Tensor, ...]:
-    """Return the tensors that DeepSpeed sends for the outputs of a stage.
-
-    Args:
-        values: Outputs of the stage, of any shapes and types.
-        planned: The plan of each value.
-        stage: Index of the stage that returns them, for errors.
+    """Return the tensors that DeepSpeed sends for the outputs of a stage, whose index is for errors.
 
     Raises:
         BuildError: a value has another shape than planned, or its need for a gradient differs from the plan.
@@ -57,12 +52,9 @@ def pack(values: Sequence[torch.Tensor], planned: Sequence[Boundary], stage: int
 
 
 def unpack(received: Sequence[torch.Tensor], planned: Sequence[Boundary], low: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Return the values that ``pack`` converted.
+    """Return the values that ``pack`` converted by the same plan.
 
-    Args:
-        received: Tensors returned by ``pack`` on the previous rank.
-        planned: The same plan as in ``pack``.
-        low: Type of two-byte floating-point values whose planned type has another size.
+    ``low`` is the type of two-byte floating-point values whose planned type has another size.
     """
     training = torch.is_grad_enabled()
     carriers = [index for index, boundary in enumerate(planned) if boundary.requires_grad and training]

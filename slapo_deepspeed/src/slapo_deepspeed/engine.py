@@ -50,7 +50,6 @@ class DeepSpeedEngine(ExternalEngine):
         module: This rank's stage, or the model; with stage 3 of ZeRO its parameters are empty between steps.
         optimizer: DeepSpeed's optimizer, around a given one; None without an optimizer.
         lr_scheduler: The schedule of the learning rate, or None.
-        options: The options of ``build``.
     """
 
     def __init__(self, program: Program, options: DeepSpeedOptions) -> None:
@@ -89,7 +88,10 @@ class DeepSpeedEngine(ExternalEngine):
         whole_tensor_optimizer.bind(self.model, program, in_turns)
         self._turns = whole_tensor_optimizer.MergedStep(self.model)
         if self._stage is not None:
-            private.replace_receive_buffers(self.model, self._buffer)
+            # DeepSpeed would reuse the memory of a received tensor for activations and gradients of other types
+            private.replace_receive_buffers(
+                self.model, lambda index, shape, dtype: torch.empty(shape, dtype=dtype, device=self.model.device)
+            )
         self._clipped_norm: float | None = None
         self._skipped = 0
         self._counted: list[LossReduction] = []
@@ -128,16 +130,11 @@ class DeepSpeedEngine(ExternalEngine):
                 "of its learning rate; use stage 0 of ZeRO, or another optimizer"
             )
 
-    def _buffer(self, index: int, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
-        """Allocate memory for one received tensor: DeepSpeed would reuse it for activations and gradients of other types."""
-        return torch.empty(shape, dtype=dtype, device=self.model.device)
-
     def _clip(self) -> None:
         """Clip gradients as DeepSpeed does without ZeRO, and keep the norm."""
         self._clipped_norm = private.clip_gradients(self.model, self.module.parameters())
 
     def _step(self, *given: Any) -> None:
-        """Run the user's gradient hooks, then DeepSpeed's step."""
         self._run_hooks()
         self._turns.begin()
         self._take_step(*given)
@@ -153,7 +150,9 @@ class DeepSpeedEngine(ExternalEngine):
 
     def _fit(self, optimizer: torch.optim.Optimizer) -> None:
         """Drop groups without a parameter on this rank, as DeepSpeed does, but before a schedule counts the groups."""
-        if self._wants_its_own(optimizer):
+        compiled = tuple(private.optimizer_class(kind, is_offloaded=True) for kind in ("adam", "lion"))
+        forced = self._config.get("zero_force_ds_cpu_optimizer", True)
+        if forced and is_offloaded(self._config) and not isinstance(optimizer, compiled):
             raise BuildError(
                 f"offload_optimizer steps DeepSpeed's own optimizers, and optimizer= gave {type(optimizer).__name__}; give the "
                 "optimizer in the config, or set zero_force_ds_cpu_optimizer to false there"
@@ -168,14 +167,8 @@ class DeepSpeedEngine(ExternalEngine):
             )
         optimizer.param_groups[:] = held
 
-    def _wants_its_own(self, optimizer: torch.optim.Optimizer) -> bool:
-        compiled = tuple(private.optimizer_class(kind, is_offloaded=True) for kind in ("adam", "lion"))
-        forced = self._config.get("zero_force_ds_cpu_optimizer", True)
-        return bool(forced) and is_offloaded(self._config) and not isinstance(optimizer, compiled)
-
     @property
     def device(self) -> torch.device:
-        """Device of this rank."""
         return torch.device(self.model.device)
 
     def _prepare_save(
@@ -208,7 +201,6 @@ class DeepSpeedEngine(ExternalEngine):
             pass
 
     def averaging_problem(self) -> str:
-        """Return the reason why this engine cannot average its weights, or ''."""
         return unsupported_reason(self.model, self.module) or super().averaging_problem()
 
     @contextmanager
@@ -300,7 +292,6 @@ class DeepSpeedEngine(ExternalEngine):
         return loss.detach()
 
     def _part(self, index: int, batch: MicroBatches) -> torch.Tensor:
-        """Return the weighted loss of a micro-batch."""
         args, kwargs = call_arguments(self.program.module, batch.parts[index])
         loss, counted = self._loss(lambda: self.model(*args, **kwargs), batch.labels[index])
         self._counted.append(counted)

@@ -47,11 +47,7 @@ class MegatronEngine(ExternalEngine):
         module: This rank's stage, or the model; with several stages a list of them.
         optimizer: Megatron's optimizer, around a given one; None without an optimizer.
         lr_scheduler: The schedule of the learning rate, or None.
-        options: The options of ``build``.
         has_stepped: True if the optimizer has stepped, here or before the loaded checkpoint.
-        config: Megatron's ``TransformerConfig``.
-        groups: Megatron's ``ProcessGroupCollection``.
-        files: Writer of the checkpoint files.
     """
 
     def __init__(self, program: Program, options: MegatronOptions) -> None:
@@ -117,7 +113,6 @@ class MegatronEngine(ExternalEngine):
 
     @property
     def device(self) -> torch.device:
-        """Device of this rank."""
         return torch.device("cpu" if self._device_type == "cpu" else torch.cuda.current_device())
 
     def _transformer_config(self, program: Program, chunks: int) -> Any:
@@ -298,7 +293,6 @@ class MegatronEngine(ExternalEngine):
 
 
 def _parameters_by_name(chunks: nn.ModuleList) -> dict[str, nn.Parameter]:
-    """Return the parameters of this rank's stages by name."""
     return {name: parameter for chunk in chunks for name, parameter in chunk.named_parameters()}
 
 

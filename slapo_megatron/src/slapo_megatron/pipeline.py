@@ -25,10 +25,7 @@ from .process_state.process_groups import ParallelState
 class Borders(NamedTuple):
     """Communication of the values between the stages of one plan.
 
-    Args:
-        dtype: Type of every carrier.
-        layouts: Layout of the carrier that each stage receives.
-        size: Number of elements of the largest carrier.
+    ``layouts`` are those of the carrier that each stage receives, ``size`` the largest one's number of elements.
     """
 
     dtype: torch.dtype
@@ -47,10 +44,7 @@ class RunningStage(StageForward):
     """Stage that Megatron calls once for each micro-batch, in order.
 
     Args:
-        program: The program, cut into stages.
-        index: Index of the stage.
         loss_of: Computes the loss in the last stage.
-        config: Megatron's ``TransformerConfig``.
         before: Earlier stages of this rank. A parameter that they share is reported by the first of them only, because Megatron
             keeps one gradient buffer for each parameter.
     """
@@ -68,13 +62,7 @@ class RunningStage(StageForward):
         self._received: torch.Tensor | None = None
 
     def begin(self, programs: Sequence[Program], borders: Borders, weights: LabelWeights | None) -> None:
-        """Begin a step.
-
-        Args:
-            programs: The program of each micro-batch.
-            borders: Borders that all these programs share.
-            weights: Weight of each micro-batch in the loss; None for equal weights.
-        """
+        """Begin a step; all programs share the borders, and without ``weights`` all micro-batches weigh alike in the loss."""
         self._borders = borders
         self._begin(programs, weights)
 

@@ -65,12 +65,7 @@ def _apply_with_rollback(
 ) -> Schedule:
     """Run a function, and undo its steps if it fails.
 
-    Args:
-        key: For errors.
-        function: The schedule.
-        classic: Whether it takes what ``apply_schedule`` was given, and not always a schedule.
-        given: A model or a schedule.
-        **config: The configuration.
+    A ``classic`` one takes what ``apply_schedule`` was given, and not always a schedule. ``key`` is for errors.
     """
     if not classic:
         schedule, options = _schedule_for(key, given, config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -54,7 +55,7 @@ def describe(partitioned: Program | Schedule, code: bool = False) -> str:
         lines = [f"  {name:<16}{text}" for name, text in rows.items() if text]
         blocks.append("\n".join([f"stage {stage.index}", *lines]))
         if code:
-            blocks.append(_indent(stage_code(program, stage.index)))
+            blocks.append(textwrap.indent(stage_code(program, stage.index), "  "))
     return "\n\n".join(blocks)
 
 
@@ -135,10 +136,6 @@ def _bytes(count: float) -> str:
         if count < 1024:
             return f"{count:.1f} {unit}"
     return f"{count / 1024:.1f} TiB"
-
-
-def _indent(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.splitlines())
 
 
 def _call(node: fx.Node) -> str:

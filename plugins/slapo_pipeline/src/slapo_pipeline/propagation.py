@@ -190,13 +190,9 @@ def _inputs_of(sch: Schedule) -> dict[str, Any] | None:
         found.append((args, kwargs))
 
     sandbox = Sandbox(root, inputs, fake=True)
-    with sandbox.open(grad=True):
-        handle = module.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
-        try:
-            args, kwargs = tree_map_only(torch.Tensor, sandbox.enter_input, split_inputs(inputs, root))
-            root(*args, **kwargs)
-        finally:
-            handle.remove()
+    with sandbox.open(grad=True), module.register_forward_pre_hook(note, prepend=True, with_kwargs=True):
+        args, kwargs = tree_map_only(torch.Tensor, sandbox.enter_input, split_inputs(inputs, root))
+        root(*args, **kwargs)
     if not found:
         raise ScheduleError(
             f"{sch.path!r} is not called when the model runs on the example inputs; give another module", path=sch.path

@@ -86,10 +86,6 @@ class LabelWeights:
     def of(self, index: int, counted: LossReduction) -> float:
         """Return the factor of a micro-batch's loss.
 
-        Args:
-            index: Number of the micro-batch.
-            counted: The reduction of its loss.
-
         Raises:
             BuildError: micro-batches have different numbers of labels, and what this loss is a mean over cannot be told.
         """

@@ -45,11 +45,7 @@ class Weights:
 
 
 class WeightLoader:
-    """Loader that ``build`` calls after all of its checks.
-
-    Args:
-        weights: The weights that this rank was given.
-    """
+    """Loader of this rank's weights that ``build`` calls after all of its checks."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
@@ -65,11 +61,7 @@ class WeightLoader:
         return [f"weights of digest {what} with cast={cast}, missing={missing!r}, unexpected={unexpected!r}"]
 
     def __call__(self, program: Program, parts: list[nn.Module], device: str) -> Callable[..., None]:
-        """Load the weights into the program's tensors; see ``fill``.
-
-        Returns:
-            A function that restores the tensors if it is called with an error.
-        """
+        """Load the weights, see ``fill``; return a function that restores the tensors if it is called with an error."""
         tables = _tables((program.module, *(stage.module for stage in program.stages)))
         entries = ((table, name, tensor) for table in tables for name, tensor in table.items() if tensor is not None)
         before = [(table, name, tensor) for table, name, tensor in entries if tensor.is_meta or _is_real_buffer(tensor)]
@@ -150,11 +142,8 @@ class LoadPlan:
     """Views of the files for each tensor of the model.
 
     Args:
-        root: The whole scheduled model.
-        files: The files.
         found: Their tensors, by the model's names.
         unmodified: The model before any step; None if it is not a Transformers' model.
-        weights: The source and options.
 
     Attributes:
         views: First name of a tensor to views of the whole tensor, one per name of it in the files.

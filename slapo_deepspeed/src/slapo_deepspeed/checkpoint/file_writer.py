@@ -20,10 +20,8 @@ from .tensor_index import TensorIndex, tensors_in
 class Files:
     """Checkpoint files of this rank.
 
-    Args:
-        folder: Directory of the files.
-        noting: Index that records each file's tensors before the file is written.
-        copies: Buffers for copies of the tensors' present values; None to write each file at once.
+    ``noting`` records each file's tensors before the file is written. ``copies`` are buffers for copies of the tensors'
+    present values; with None each file is written at once.
     """
 
     def __init__(self, folder: Path, noting: TensorIndex, copies: Buffers | None) -> None:
@@ -31,12 +29,9 @@ class Files:
         self._left: list[Callable[[], None]] = []
 
     def take(self, model: Any) -> None:
-        """Have DeepSpeed hand over its files. Collective.
+        """Have DeepSpeed's engine hand over its files. Collective.
 
         An error of one rank is raised after DeepSpeed's save, because the other ranks wait inside it.
-
-        Args:
-            model: DeepSpeed's engine.
 
         Raises:
             BuildError: DeepSpeed's config has its own background writer.
@@ -66,19 +61,14 @@ class Files:
             raise errors[0]
 
     def write(self) -> None:
-        """Write the copied files."""
         for write in self._left:
             write()
 
 
 def _copy(state: Any, name: str, copies: Buffers, keys: set[Any]) -> Any:
-    """Return a copy of a file's content. Each memory is copied once, and views keep sharing it.
+    """Return a copy of a file's content; ``keys`` collects those of the buffers in use.
 
-    Args:
-        state: Content of the file.
-        name: Name of the file.
-        copies: Buffers by file and by index of the memory within it.
-        keys: Collects the keys of the buffers in use.
+    Each memory is copied once, and views keep sharing it. Buffers are by file and by index of the memory within it.
     """
     known: dict[int, Any] = {}
     memories: dict[Any, torch.UntypedStorage] = {}

@@ -17,13 +17,7 @@ from .tensor_reader import SAME_LAYOUT, CheckpointReader
 
 
 class ReshardedState:
-    """Data that an engine reads from a checkpoint; the engine is unchanged until ``put``. The constructor is collective.
-
-    Args:
-        model: DeepSpeed's engine.
-        shares: This rank's shares of the tensors.
-        program: The program that the engine runs.
-    """
+    """Data that an engine reads from a checkpoint; the engine is unchanged until ``put``. The constructor is collective."""
 
     def __init__(self, model: Any, shares: Shares, program: Program) -> None:
         self._model, self._shares = model, shares
@@ -60,7 +54,6 @@ class ReshardedState:
 
     @torch.no_grad()
     def put(self) -> None:
-        """Put the data into the engine. Collective."""
         with self._shares.write_context():
             for share, numbers in zip(self._shares.held, self._weights, strict=True):
                 share.value.copy_(numbers.view(share.value.shape))

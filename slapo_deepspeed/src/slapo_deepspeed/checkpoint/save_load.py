@@ -35,12 +35,8 @@ if TYPE_CHECKING:
 class Checkpoint:
     """Checkpoint that this engine can load.
 
-    Args:
-        folder: Directory of DeepSpeed's files.
-        beside: Position of training, and this rank's saved random states and buffers.
-        taken: Data read from a checkpoint of another layout; None if DeepSpeed reads the checkpoint itself.
-        states: States of a whole-tensor optimizer, by rank.
-        averages: Moving averages of the weights.
+    ``taken`` is read from a checkpoint of another layout, None if DeepSpeed reads the checkpoint itself; ``states`` are those
+    of a whole-tensor optimizer, by rank.
     """
 
     folder: Path

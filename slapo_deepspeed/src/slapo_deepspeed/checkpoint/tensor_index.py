@@ -23,10 +23,8 @@ class _TensorRequest(NamedTuple):
     """Elements to find in a file.
 
     Args:
-        name: Name of the tensor in the unmodified model.
         key: Name of an optimizer state, or ``WEIGHT``.
         start: Offset of the elements in this rank's shard.
-        value: The elements.
         aliases: Names that a file may use for a copy of the weight.
     """
 
@@ -46,7 +44,6 @@ class TensorIndex:
     Args:
         model: DeepSpeed's engine.
         module: This rank's stage.
-        program: The program that the engine runs.
     """
 
     def __init__(self, model: Any, module: nn.Module, program: Program) -> None:
@@ -105,11 +102,7 @@ class TensorIndex:
         self._wanted = left
 
     def files(self, place: int) -> dict[str, bytes]:
-        """Return the index file, and if DeepSpeed left elements out, a file with their present values.
-
-        Args:
-            place: Index of this rank among all.
-        """
+        """Return the index file, and if DeepSpeed left elements out, a file with their present values."""
         found: dict[str, bytes] = {}
         if self._wanted:
             rest = f"rest-{place}.pt"
@@ -129,7 +122,6 @@ class TensorIndex:
 
 
 def name_of(place: int) -> str:
-    """Return the name of a rank's index file."""
     return f"places-{place}.pt"
 
 

@@ -36,11 +36,7 @@ class _Part(NamedTuple):
 
 
 class CheckpointReader:
-    """Checkpoint whose tensors are read by original names.
-
-    Args:
-        folder: Directory of its files.
-        ranks: Number of ranks that wrote it.
+    """Checkpoint of some number of ranks whose tensors are read by original names.
 
     Raises:
         BuildError: the checkpoint cannot be loaded on another layout.
@@ -61,7 +57,6 @@ class CheckpointReader:
                 self.parts[name][each["pieces"][name]].found.setdefault(key, []).append(_FileRange(*found))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the full shapes of all parameters and buffers."""
         return {name: next(iter(parts.values())).full_shape for name, parts in self.parts.items()}
 
     def keys(self, name: str) -> set[str]:
@@ -69,14 +64,9 @@ class CheckpointReader:
         return {key for part in self.parts[name].values() for key in part.found} - {WEIGHT}
 
     def read(self, name: str, key: str, wanted: Piece, start: int, size: int) -> torch.Tensor:
-        """Read a range of a tensor's elements, flat; only rows that contain some of them are read from the files.
+        """Read a range of a shard's elements, flat; only rows that contain some of them are read from the files.
 
-        Args:
-            name: Name of the tensor in the unmodified model.
-            key: An optimizer state, or ``WEIGHT``.
-            wanted: Position of the shard that contains the elements.
-            start: Offset of the elements in the shard.
-            size: Number of elements.
+        ``key`` is an optimizer state, or ``WEIGHT``. ``wanted`` is the position of the shard, ``start`` the offset in it.
 
         Raises:
             BuildError: the checkpoint lacks some elements.
@@ -106,10 +96,7 @@ class CheckpointReader:
     def _local(self, found: list[_FileRange], shape: torch.Size, before: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return some rows of a part as saved by all replicas, and a mask of the elements that were found.
 
-        Args:
-            found: Positions of the part's elements in the files.
-            shape: Shape of the rows.
-            before: Number of the part's elements before the rows.
+        ``before`` is the number of the part's elements before the rows.
         """
         line, known = torch.empty(0), torch.zeros(shape.numel(), dtype=torch.bool)
         for each in found:
@@ -170,13 +157,6 @@ def _common_boxes(source: Piece, wanted: Piece) -> Iterator[tuple[Chunk, Chunk]]
     """Yield the boxes that both pieces contain, as a chunk of each."""
     for one in source.chunks():
         for other in wanted.chunks():
-            lows = [max(each) for each in zip(one.offset, other.offset, strict=True)]
-            ends = zip(one.offset, one.sizes, other.offset, other.sizes, strict=True)
-            sizes = [min(a + size, b + own) - low for (a, size, b, own), low in zip(ends, lows, strict=True)]
-            if all(size > 0 for size in sizes):
-                yield _box(one, lows, sizes), _box(other, lows, sizes)
-
-
-def _box(chunk: Chunk, offset: list[int], sizes: list[int]) -> Chunk:
-    local = (at + low - start for at, low, start in zip(chunk.local, offset, chunk.offset, strict=True))
-    return Chunk(tuple(local), tuple(offset), tuple(sizes))
+            first, second = one.inside(other.offset, other.sizes), other.inside(one.offset, one.sizes)
+            if first is not None and second is not None:
+                yield first, second

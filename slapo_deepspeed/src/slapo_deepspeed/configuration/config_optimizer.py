@@ -23,11 +23,7 @@ _OFFLOADED = ("cpu", "nvme")
 
 
 def check_section(name: str, section: Mapping[str, Any]) -> None:
-    """Refuse an optimizer or a scheduler without a type, or with a string for a number.
-
-    Args:
-        name: ``"optimizer"`` or ``"scheduler"``.
-        section: The section of DeepSpeed's config.
+    """Refuse an optimizer or a scheduler of DeepSpeed's config without a type, or with a string for a number.
 
     Raises:
         BuildError: the type is missing, ``params`` is no object, or a parameter is a string instead of a number.
@@ -60,9 +56,7 @@ def with_torch_adam(section: Mapping[str, Any]) -> dict[str, Any]:
 def factory_of(settled: Mapping[str, Any], has_parts: bool) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None:
     """Return a factory of the config's optimizer if it may need whole tensors, but DeepSpeed would step shards; else None.
 
-    Args:
-        settled: The configuration that DeepSpeed gets.
-        has_parts: True if ranks hold tensor-parallel shards.
+    With ``has_parts``, ranks hold tensor-parallel shards.
 
     Raises:
         BuildError: the optimizer is Muon, and ranks hold shards of the matrices that it steps.
@@ -88,10 +82,7 @@ def is_offloaded(given: Mapping[str, Any]) -> bool:
 
 
 def check_made(settled: Mapping[str, Any]) -> None:
-    """Refuse an optimizer or a scheduler that DeepSpeed could not make.
-
-    Args:
-        settled: The configuration that DeepSpeed gets.
+    """Refuse an optimizer or a scheduler in the settled configuration that DeepSpeed could not make.
 
     Raises:
         BuildError: the type is unknown, or the class takes other parameters.

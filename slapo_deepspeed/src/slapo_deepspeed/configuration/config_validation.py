@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from slapo_core import BuildError, UnknownNameError
@@ -16,12 +17,8 @@ from .config_optimizer import check_made
 def check_config(config: Mapping[str, Any], given: Mapping[str, Any], replicas: int) -> None:
     """Let DeepSpeed read a configuration, and check that it reads every key that the user gave.
 
-    DeepSpeed ignores an unknown key, for example ``zero_optimisation``, and would train with its defaults.
-
-    Args:
-        config: The configuration that DeepSpeed gets.
-        given: The part of it that the user gave.
-        replicas: Number of data-parallel ranks, on which batch sizes depend.
+    DeepSpeed ignores an unknown key, for example ``zero_optimisation``, and would train with its defaults. Batch sizes depend
+    on the number of data-parallel ``replicas``.
 
     Raises:
         BuildError: DeepSpeed never reads a given key, or refuses the configuration, or cannot make its optimizer.
@@ -33,7 +30,8 @@ def check_config(config: Mapping[str, Any], given: Mapping[str, Any], replicas: 
     asked = _ReadTracker(config)
     try:
         with without_warnings():
-            read_config(asked, _Replicas(replicas))
+            # DeepSpeed asks an ``mpu`` for the number of replicas when it reads batch sizes
+            read_config(asked, SimpleNamespace(get_data_parallel_world_size=lambda: replicas))
     except ValidationError as err:
         raise BuildError(f"DeepSpeed refuses its config: {'; '.join(_refusals(err, given))}") from err
     except (AssertionError, TypeError, ValueError, KeyError) as err:
@@ -53,16 +51,6 @@ def _check_pipeline(given: Mapping[str, Any]) -> None:
         if key not in _PIPELINE:
             notes = ["the schedule says what the stages are"]
             raise BuildError(str(UnknownNameError.of("key", key, _PIPELINE, notes, "pipeline in DeepSpeed's config")))
-
-
-class _Replicas:
-    """Stand-in for the ``mpu`` that DeepSpeed asks for the number of replicas when it reads batch sizes."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    def get_data_parallel_world_size(self) -> int:
-        return self._number
 
 
 class _ReadTracker(dict[str, Any]):

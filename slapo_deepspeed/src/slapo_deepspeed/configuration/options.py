@@ -34,7 +34,6 @@ class DeepSpeedOptions(EngineOptions):
     config: Mapping[str, Any] | str | PathLike[str] | None = None
 
     def validate(self) -> None:
-        """Raise ``BuildError`` for a value that cannot work."""
         super().validate()
         if self.precision not in DTYPES:
             raise BuildError(f"precision is {self.precision!r}; give one of {', '.join(DTYPES)}")
@@ -99,7 +98,6 @@ class DeepSpeedOptions(EngineOptions):
 
     @property
     def trains(self) -> bool:
-        """True if there is an optimizer, ours or DeepSpeed's."""
         return super().trains or "optimizer" in self.given
 
     @property
@@ -127,7 +125,7 @@ class DeepSpeedOptions(EngineOptions):
         if len(found) > 1:
             raise BuildError("DeepSpeed's config enables bf16 and fp16; enable one of them")
         configured = next(iter(found), "fp32")
-        if self.precision not in ("fp32", configured) and (found or self._is_off(self.precision)):
+        if self.precision not in ("fp32", configured) and (found or enabled[self.precision] is False):
             raise BuildError(f"precision={self.precision!r}, but DeepSpeed's config says {configured}; let both agree")
         return configured if found else self.precision
 
@@ -160,8 +158,7 @@ class DeepSpeedOptions(EngineOptions):
     def full_config(self, device_type: str = "") -> dict[str, Any]:
         """Return DeepSpeed's configuration with all required values; a micro-batch has one row if no batch size is given.
 
-        Args:
-            device_type: With ``"cpu"``, Adam and AdamW are torch's.
+        On a ``"cpu"``, Adam and AdamW are torch's.
 
         Raises:
             BuildError: the configuration and the other options differ.
@@ -186,7 +183,6 @@ class DeepSpeedOptions(EngineOptions):
         return config
 
     def rank_invariants(self) -> list[str]:
-        """Return the options that have to be the same on all ranks."""
         return [
             f"DeepSpeed's config {json.dumps(self.full_config(), sort_keys=True, default=repr)}",
             *super().rank_invariants(),
@@ -204,9 +200,6 @@ class DeepSpeedOptions(EngineOptions):
         if ours == default:
             return configured
         raise BuildError(f"{name}={ours}, but DeepSpeed's config says {key}={configured}; let both agree, or give one")
-
-    def _is_off(self, precision: str) -> bool:
-        return self.section(precision).get("enabled") is False
 
 
 def _read(path: Path) -> Mapping[str, Any]:

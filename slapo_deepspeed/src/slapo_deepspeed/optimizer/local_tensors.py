@@ -19,11 +19,9 @@ class Share(NamedTuple):
     """Elements of a parameter or buffer that this rank holds.
 
     Args:
-        name: The tensor's first name in the unmodified model.
         value: View of the elements: in fp32 if the optimizer keeps them so, and flat if they are a range of a flat tensor.
         start: Offset of the elements in the shard of this pipeline and tensor-parallel rank.
         stepped: Tensor that contains the elements and that the optimizer steps; None if they are not stepped.
-        offset: Offset of the elements in ``stepped``.
     """
 
     name: str
@@ -44,7 +42,6 @@ class Shares:
     Args:
         model: DeepSpeed's engine.
         module: This rank's stage.
-        program: The program that the engine runs.
 
     Attributes:
         pieces: Position of this rank's shard in each whole tensor of its stage, on the meta device.
@@ -106,12 +103,7 @@ class Shares:
         return private.weight_writing(self._outer)
 
     def put_states(self, states: Mapping[int, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-        """Load states into the optimizer.
-
-        Args:
-            states: State by the ``id`` of the stepped tensor.
-            groups: Options of each group.
-        """
+        """Load states, by the ``id`` of the stepped tensor, and the options of each group into the optimizer."""
         optimizer = self.optimizer
         assert optimizer is not None
         with private.state_loading(self._outer, optimizer, len(states)):

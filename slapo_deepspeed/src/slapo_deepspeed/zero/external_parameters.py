@@ -29,10 +29,6 @@ class ExternalReads:
 
     DeepSpeed gathers a parameter for a module that reads it as an attribute of another one, and then records its plan of
     gathers anew. Code that gets a parameter in any other way would compute with an empty tensor.
-
-    Args:
-        model: DeepSpeed's engine.
-        module: The model in it.
     """
 
     def __init__(self, model: Any, module: nn.Module) -> None:
@@ -52,7 +48,6 @@ class ExternalReads:
         self._awaited.discard(training)
 
     def close(self) -> None:
-        """Remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 

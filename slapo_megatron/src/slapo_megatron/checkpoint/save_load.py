@@ -35,15 +35,7 @@ def prepare_save(
 ) -> Callable[[Ranks], None]:
     """Return a function that writes Megatron's checkpoint and the files beside it. Collective.
 
-    The function takes the ranks to synchronize with.
-
-    Args:
-        engine: The engine to save.
-        path: The same directory on every rank.
-        position: Position of training.
-        ranks: All ranks of the program.
-        copies: Buffers for this rank's tensors, to write their values of this moment; None to write the values at the time
-            of writing.
+    The function takes the ranks to synchronize with. ``copies`` are as in ``FileWriter``.
     """
     program = engine.program
     held = LocalTensors(program)
@@ -80,15 +72,7 @@ def prepare_save(
 
 
 def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[], AbstractContextManager[None]]) -> Position:
-    """Load a checkpoint. Collective.
-
-    Args:
-        engine: The engine to load into.
-        path: Directory of the checkpoint.
-        reading: Context around the changes to the engine.
-
-    Returns:
-        The saved position of training.
+    """Load a checkpoint, with changes to the engine inside of ``reading``; return the saved position of training. Collective.
 
     Raises:
         BuildError: on every rank: there is no checkpoint, or it does not fit this engine, which is then unchanged.

@@ -67,7 +67,6 @@ class MegatronOptions(EngineOptions):
     timeout_minutes: int = 10
 
     def validate(self) -> None:
-        """Raise ``BuildError`` for a value that cannot work."""
         super().validate()
         if self.precision not in DTYPES:
             raise BuildError(f"precision is {self.precision!r}; give one of fp32, bf16")
@@ -99,7 +98,6 @@ class MegatronOptions(EngineOptions):
 
     @property
     def trains(self) -> bool:
-        """True if there is an optimizer, ours or Megatron's."""
         return super().trains or "optimizer" in self.section("optimizer")
 
     def section(self, name: str) -> dict[str, Any]:
@@ -110,7 +108,6 @@ class MegatronOptions(EngineOptions):
         return dict(section)
 
     def rank_invariants(self) -> list[str]:
-        """Return the options that have to be the same on all ranks."""
         given = {name: sorted(self.section(name).items()) for name in SECTIONS}
         return [
             f"distributed_optimizer={self.distributed_optimizer}",

@@ -21,11 +21,9 @@ from .parallel_layers import refuse_double_backward
 
 
 class FusedLosses(nn.Module):
-    """Token losses by Megatron's function, from this rank's columns of the logits.
+    """Token losses by Megatron's function, from this rank's columns of the logits; all shards have the same size.
 
-    Args:
-        others: Module with the same arguments, for logits of other types and for empty batches.
-        spec: Shard of the head's weight; all shards have the same size.
+    The module ``others`` serves logits of other types and empty batches.
     """
 
     def __init__(self, others: nn.Module, spec: ShardSpec) -> None:

@@ -33,7 +33,6 @@ def engine_layer(module: nn.Module, kind: str, spec: ShardSpec, *, sums_gradient
     """Return Megatron's layer for a sharded one, or the reason why there is none.
 
     Args:
-        module: The sharded layer.
         kind: ``"columns"``, ``"rows"``, ``"vocabulary"``, or ``"loss"`` for the module that computes the token losses.
         spec: The shard of its weight; for a loss, the shard of the head's weight.
         sums_gradient: For columns: True if the layer has to all-reduce the gradient of its input.
@@ -86,7 +85,7 @@ def _make_layer(module: Any, kind: str, spec: ShardSpec, sums_gradient: bool) ->
         "rows": {"input_is_parallel": True},
     }[kind]
     with torch.device("meta"):
-        layer: nn.Module = make(*sizes, init_method=_no_init, **given)
+        layer: nn.Module = make(*sizes, init_method=lambda weight: None, **given)
     layer._load_state_dict_pre_hooks.clear()  # it handles an extra state of Transformer Engine
     return layer
 
@@ -99,7 +98,3 @@ def _config(ranks: int, dtype: torch.dtype) -> Any:
     return ModelParallelConfig(
         tensor_model_parallel_size=ranks, params_dtype=dtype, use_cpu_initialization=True, perform_initialization=False
     )
-
-
-def _no_init(weight: torch.Tensor) -> None:
-    """Leave a weight as it is."""

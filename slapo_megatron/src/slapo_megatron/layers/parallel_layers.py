@@ -55,7 +55,8 @@ def layer_classes() -> dict[str, Any]:
         """Embedding with the rows of its table sharded; the output is all-reduced."""
 
         def forward(self, input: torch.Tensor) -> torch.Tensor:
-            _check_indices(input, self.num_embeddings)
+            # fails as the whole table would: Megatron takes an index outside of the table for another rank's row
+            F.embedding(input, torch.zeros((), device=input.device).expand(self.num_embeddings, 1))
             output = _restore_shape(input.unsqueeze(-1), refuse_double_backward(super().forward(input)))
             if self.padding_idx is None:
                 return output
@@ -127,8 +128,3 @@ def _check_autocast(input: torch.Tensor) -> None:
         raise ScheduleError(
             "layers of Megatron-Core do not run under autocast on a CPU; give the model the dtype itself, or leave out backend"
         )
-
-
-def _check_indices(input: torch.Tensor, rows: int) -> None:
-    """Fail as the whole table would: Megatron takes an index outside of the table for another rank's row."""
-    F.embedding(input, torch.zeros((), device=input.device).expand(rows, 1))

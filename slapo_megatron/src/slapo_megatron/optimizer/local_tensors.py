@@ -16,11 +16,7 @@ from slapo_training.model import boxes, buffers, parameters
 class LocalTensors:
     """Tensors that this rank's stages hold, by the first of each tensor's original names.
 
-    Args:
-        program: The program that the engine runs.
-
     Attributes:
-        tensors: Parameters and persistent buffers.
         shapes: Full shapes of the tensors of the whole model, the same on every rank.
     """
 
@@ -40,16 +36,10 @@ class LocalTensors:
         self._copy = {key: sorted(places[key]).index(own) for key in self.tensors}
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Return the held tensors that are not parameters."""
         return {key: tensor for key, tensor in self.tensors.items() if not isinstance(tensor, nn.Parameter)}
 
     def sharded_tensors(self, tensors: dict[str, torch.Tensor], prefix: str = "") -> dict[str, Any]:
-        """Return a sharded tensor at the position of the held tensor of the same key; empty tensors are left out.
-
-        Args:
-            tensors: Values by the keys of held tensors.
-            prefix: Prefix of the names in the checkpoint.
-        """
+        """Return a sharded tensor at the position of the held tensor of the same key; empty tensors are left out."""
         return {key: self._factory(key, tensor, prefix) for key, tensor in tensors.items() if tensor.numel()}
 
     def replicated_tensors(self, numbers: dict[str, torch.Tensor], prefix: str) -> dict[str, Any]:
@@ -65,9 +55,7 @@ class LocalTensors:
     def range_tensors(self, ranges: dict[str, tuple[torch.Tensor, int]], prefix: str) -> dict[str, Any]:
         """Return sharded tensors for ranges that this replica alone holds; other replicas hold the rest.
 
-        Args:
-            ranges: By the key of a held tensor: a flat, non-empty range of its elements, and the offset of the range.
-            prefix: Prefix of the names in the checkpoint.
+        A range is flat, not empty, and of the held tensor of its key, with the offset in it.
         """
         found: dict[str, Any] = {}
         for key, (values, start) in ranges.items():
@@ -112,13 +100,8 @@ def _parts(
 ) -> Iterator[Any]:
     """Yield the pieces of a box that are contiguous in the full tensor, each with the number of earlier ranks that hold it.
 
-    Args:
-        key: Name of the tensor in the checkpoint.
-        data: Elements of the box.
-        offset: Offset of the box in this rank's shard.
-        shape: Full shape of the tensor.
-        spec: This rank's shard; None for the whole tensor.
-        copies: Number of earlier ranks along pp, tp and dp that hold the same data.
+    ``offset`` is that of the box in this rank's shard. ``copies`` are the numbers of earlier ranks along pp, tp and dp that
+    hold the same data.
     """
     if spec is None:
         yield _part(key, data, offset, shape, copies)

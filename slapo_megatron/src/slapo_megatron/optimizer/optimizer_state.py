@@ -36,12 +36,7 @@ class _Part(NamedTuple):
 
 
 class OptimizerState:
-    """The state of an engine's optimizer by the names of parameters.
-
-    Args:
-        engine: An engine with an optimizer.
-        held: The tensors that this rank holds.
-    """
+    """The state of an engine's optimizer by the names of parameters."""
 
     def __init__(self, engine: MegatronEngine, held: LocalTensors) -> None:
         self._inner: torch.optim.Optimizer = engine.optimizer.optimizer
@@ -128,9 +123,7 @@ class OptimizerState:
     def sharded_state(self, has_state: bool, is_loading: bool) -> tuple[dict[str, Any], Callable[[dict[str, Any]], None]]:
         """Return the sharded state that Megatron writes or reads, and a function that takes over a read one. Collective.
 
-        Args:
-            has_state: True if there is a state beside the weights.
-            is_loading: True to return new tensors to read into.
+        With ``has_state`` there is a state beside the weights; with ``is_loading`` the tensors are new ones to read into.
         """
         if is_loading and has_state and not isinstance(self._inner, WholeTensorOptimizer):
             initialize_state(self._inner)
@@ -139,7 +132,8 @@ class OptimizerState:
         for name in [*whole, *([MASTER] if self._has_masters else [])]:
             prefix = f"optimizer.{name}."
             if is_loading:
-                state[name] = self._held.sharded_tensors(self._zero_tensors(), prefix)
+                fresh = {key: torch.zeros_like(part.parameter, dtype=torch.float32) for key, part in self._parts.items()}
+                state[name] = self._held.sharded_tensors(fresh, prefix)
             elif self._is_shared_out:
                 state[name] = self._held.range_tensors(self._ranges(name), prefix)
             else:
@@ -157,9 +151,6 @@ class OptimizerState:
         found = {each for names in gather_objects(sorted(own), self._mesh) for each in names}
         numbers = {name for name, is_single in found if is_single}  # any state of a 0-dim parameter is 0-dim
         return sorted({name for name, _ in found} - numbers), sorted(numbers)
-
-    def _zero_tensors(self) -> dict[str, torch.Tensor]:
-        return {key: torch.zeros_like(part.parameter, dtype=torch.float32) for key, part in self._parts.items()}
 
     def _ranges(self, name: str) -> dict[str, tuple[torch.Tensor, int]]:
         """Return this rank's range of a state for each parameter, flat in fp32, and the offset of the range."""

@@ -18,7 +18,6 @@ from ..process_state.process_groups import config_of
 
 
 def optimizer_config(options: MegatronOptions) -> Any:
-    """Return Megatron's ``OptimizerConfig``."""
     from megatron.core.optimizer import OptimizerConfig
 
     given = options.section("optimizer")
@@ -31,7 +30,6 @@ def optimizer_config(options: MegatronOptions) -> Any:
 
 
 def megatron_optimizer(config: Any, chunks: Sequence[Any], groups: Any) -> Any:
-    """Return Megatron's own optimizer for a configuration."""
     from megatron.core.optimizer import get_megatron_optimizer
 
     made = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False, pg_collection=groups)
@@ -65,9 +63,7 @@ def bind_masters(optimizer: torch.optim.Optimizer) -> None:
 def initialize_state(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
     """Initialize an optimizer's state by a step without effect, so that a state can be loaded; weights are unchanged.
 
-    Args:
-        optimizer: The optimizer; one that has a state is left unchanged.
-        config: Unused; Megatron passes it.
+    An optimizer that has a state is left unchanged. Megatron passes ``config``.
     """
     if optimizer.state:
         return

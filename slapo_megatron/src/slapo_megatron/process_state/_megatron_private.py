@@ -133,7 +133,6 @@ def wrap_optimizer(
 
 
 def has_fused_norms() -> bool:
-    """Return True if Transformer Engine or Apex is installed."""
     with without_warnings():
         from megatron.core.extensions.transformer_engine import HAVE_TE
         from megatron.core.fusions.fused_layer_norm import HAVE_FUSED_LAYER_NORM
@@ -198,7 +197,6 @@ def format_writer() -> Callable[[Path], None]:
 
 
 def save_planner() -> Any:
-    """Return the planner of Megatron's format."""
     from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 
     return MCoreSavePlanner(flatten_state_dict=False)

@@ -61,7 +61,6 @@ def stage_end_blocks(schedule: Schedule, config: Configuration, *lists: Sequence
     """Return the blocks after which ``pipeline_cuts`` ends a stage.
 
     Args:
-        schedule: Of the model.
         config: ``pipeline_cuts`` are numbers of blocks where there is one list, and a list of them for each of several.
         *lists: The blocks by number; None where no stage can end.
 

@@ -23,8 +23,6 @@ class Units:
     """A model as a sequence of units: the nodes from the end of one module to the end of the next.
 
     Args:
-        root: The model.
-        inputs: Its arguments by name; no tensor appears twice.
         whole: Paths of the modules that are one node each; the modules around them are inlined.
         ends: Paths of the modules that end a unit, at any depth; default: all of ``whole`` that run.
         all_end: Whether an entry of ``ends`` with nothing after it is an error; else it is left out.
@@ -67,7 +65,6 @@ class Units:
         return bisect_left(self.positions, position)
 
     def calls(self) -> list[tuple[int, str]]:
-        """Return unit and path of each call of a module, in order."""
         nodes = enumerate(self.nodes)
         return [(self.unit_of(position), str(node.target)) for position, node in nodes if node.op == "call_module"]
 

@@ -35,10 +35,7 @@ def given_cuts(
     """Return the stages that end after given modules, and the trace they were found in.
 
     Args:
-        root: The model.
-        inputs: A batch, by name.
         ends: Paths of the modules, in any order.
-        balance: The cost to show of each stage; see ``Costs``.
         microbatches: Micro-batches per batch; default: the number of stages.
         all_end: Whether a module with nothing after it is an error; else it ends the last stage.
 
@@ -61,15 +58,9 @@ def search_cuts(
     microbatches: int | None,
     leaves: Collection[str] = (),
 ) -> tuple[StageTable, CachedTrace]:
-    """Return the stages whose largest cost is least, and the trace they were found in.
+    """Return the stages whose largest cost (see ``Costs``) is least, and the trace they were found in.
 
-    Args:
-        root: The model.
-        inputs: A batch, by name.
-        stages: Number of stages.
-        balance: The cost to balance; see ``Costs``.
-        microbatches: Micro-batches per batch; default: the number of stages.
-        leaves: Paths of modules that no stage ends in.
+    No stage ends in one of the ``leaves``. There are as many micro-batches as stages by default.
 
     Raises:
         ScheduleError: the model has too few places where a stage can end.
@@ -148,12 +139,10 @@ class _Level:
 
     @property
     def num_places(self) -> int:
-        """Number of cuts to choose from."""
         return len(self.crossing) - len(self.refused) - len(self.wide)
 
     @cached_property
     def costs(self) -> Costs:
-        """Return the costs of the units."""
         return Costs(self.units, self.search.balance, self.search.stages, self.search.microbatches)
 
     def best(self) -> CutChoice:

@@ -40,7 +40,6 @@ class PartitionedModule(fx.GraphModule):
     The module is called as the model is. Inputs of other shapes, or the other mode, have the model cut anew at the same places.
 
     Args:
-        program: The stages.
         name: Function from the index of a stage to the name of its child.
     """
 
@@ -143,13 +142,7 @@ def _name_and_source(node: fx.Node) -> tuple[str, fx.Node]:
 class _StageCall(NamedTuple):
     """A stage without the values that it only passes on.
 
-    Args:
-        stage: Index of the stage.
-        module: Module of the stage.
-        reads: Names of the received values that it reads.
-        batch: Names of the model's arguments that it reads.
-        gives: Names of the values in its result; None if the result is the model's.
-        is_tuple: Whether the result is a tuple of these values.
+    ``gives`` are the names of the values in its result, a tuple or one value; None if the result is the model's.
     """
 
     stage: int

@@ -40,7 +40,7 @@ from .inlined_modules import InlinedModules
 from .module_tree import assign_modules
 from .stage_module import batch_argument_names, stage_module
 from .symbolic_stages import symbolic_assignment, symbolic_stage
-from .tie_groups import tie_groups
+from .tied_parameters import tie_groups
 from .value_guard import ValueGuard
 
 CACHED_TRACE = "slapo_pipeline.tracing.trace_cache"
@@ -91,9 +91,6 @@ class Partitioner:
     """Divider of one model at fixed cuts, for inputs of any shape.
 
     Args:
-        root: The model.
-        cuts: Paths of the modules that end a stage.
-        mesh: Device mesh, or None in one process.
         kept: Trace of the model from the search for cuts.
     """
 

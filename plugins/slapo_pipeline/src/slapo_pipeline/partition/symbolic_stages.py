@@ -47,11 +47,9 @@ class AnyShapeGuard(StageGuard):
 
 
 def symbolic_assignment(root: nn.Module, cuts: Sequence[str]) -> Assignment:
-    """Return the assignment of the model's graphs to stages.
+    """Return the assignment of the model's graphs to stages that end at ``cuts``.
 
-    Args:
-        root: The model; modules around a cut that have no graph are traced by ``torch.fx``.
-        cuts: Paths of the modules that end a stage.
+    Modules around a cut that have no graph are traced by ``torch.fx``.
 
     Raises:
         BuildError: a forward cannot be traced without example inputs.
@@ -62,14 +60,7 @@ def symbolic_assignment(root: nn.Module, cuts: Sequence[str]) -> Assignment:
 
 
 def symbolic_stage(root: nn.Module, assignment: Assignment, index: int, keep: set[str]) -> TracedModule:
-    """Return the module of a stage.
-
-    Args:
-        root: The model.
-        assignment: Assignment of its graphs' nodes to stages.
-        index: Index of the stage.
-        keep: Paths of the modules, parameters and buffers that it holds.
-    """
+    """Return the module of a stage, which holds the modules, parameters and buffers of the paths ``keep``."""
     names = [node.name for node in assignment.received[index]]
     graph, batch = stage_graph(assignment, index, names)
     received = tuple((name, (), _UNKNOWN.dtype) for name in names)
@@ -78,12 +69,7 @@ def symbolic_stage(root: nn.Module, assignment: Assignment, index: int, keep: se
 
 
 class _FlatGraph:
-    """The flat graph of a model: modules without a cut inside are one node each.
-
-    Args:
-        root: The model.
-        inlined: Paths of the modules whose graphs become part of it.
-    """
+    """The flat graph of a model: modules without a cut inside are one node each, but for the ``inlined`` paths."""
 
     def __init__(self, root: nn.Module, inlined: set[str]) -> None:
         self.root, self.inlined, self.graph = root, inlined, fx.Graph()

@@ -20,12 +20,7 @@ from .tied_gradients import sum_tied_gradients
 
 
 class PipeRuntime:
-    """State that the stages of one pipe on this rank share.
-
-    Args:
-        program: The stages.
-        example: The model's arguments by name, with meta tensors.
-    """
+    """State that the stages of one pipe on this rank share."""
 
     def __init__(self, program: Program, example: Mapping[str, Any]) -> None:
         self.program, self.example = program, example
@@ -91,11 +86,7 @@ class TiedStage(PipelineStage):
 class BatchForwardingStage(nn.Module):
     """A stage that also passes on the batch arguments that later stages read.
 
-    Args:
-        program: The stages.
-        index: Index of the stage.
-        example: The model's arguments by name, with meta tensors.
-        output: Function of the model's result; None takes all tensors in it.
+    Its results are ``output`` of the model's result, or for None all tensors in it.
     """
 
     def __init__(self, program: Program, index: int, example: Mapping[str, Any], output: Callable[[Any], Any] | None) -> None:
@@ -111,7 +102,6 @@ class BatchForwardingStage(nn.Module):
         self._forwarded_out = () if self._is_last else _forwarded_arguments(program, index + 1, example)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one micro-batch."""
         if self._is_first:
             received: tuple[torch.Tensor, ...] = ()
             batch = self._check_batch(named_inputs(self.__dict__["_model"], args, kwargs))
@@ -125,11 +115,9 @@ class BatchForwardingStage(nn.Module):
         return tuple(map(sendable, (*result, *self._pack_batch(batch))))
 
     def received_like(self) -> tuple[torch.Tensor, ...]:
-        """Return meta tensors like the values that the stage receives."""
         return (*map(meta_like, self._inputs), *self._forwarded_like(self._forwarded_in))
 
     def sent_like(self) -> tuple[torch.Tensor, ...]:
-        """Return meta tensors like the values that the stage sends or returns."""
         if self._is_last:
             return tuple(map(meta_like, self._results(model_result(self.module))))
         return (*map(meta_like, self._outputs), *self._forwarded_like(self._forwarded_out))

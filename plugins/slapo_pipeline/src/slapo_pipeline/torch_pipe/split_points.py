@@ -21,7 +21,6 @@ def annotate_split_points(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> Non
     """Record split points on modules, for ``pipeline`` and ``Pipe.from_tracing``. Forwards do not change.
 
     Args:
-        mod: The model.
         spec: Paths of modules below it to ``SplitPoint.BEGINNING``, before the module's forward, or ``SplitPoint.END``, after.
 
     Raises:

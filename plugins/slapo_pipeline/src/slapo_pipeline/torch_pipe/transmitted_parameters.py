@@ -72,12 +72,8 @@ class TransmittingStage(nn.Module):
     """A stage that receives values of parameters after its own inputs, and sends values of parameters after its own results.
 
     Args:
-        module: Module of the stage.
-        num_inputs: Number of its own inputs.
         received: Numbers of the parameters that it receives, in order.
-        sent: Numbers of the parameters that it sends.
         used: Number of a received parameter to its names in the stage, which no longer holds it.
-        is_last: Whether its result is the model's.
     """
 
     def __init__(

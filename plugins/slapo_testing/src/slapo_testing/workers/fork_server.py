@@ -26,11 +26,7 @@ _RUNNING = 1 << 16
 
 
 class ForkServer:
-    """Client of the fork server process.
-
-    Args:
-        modules: Names of modules that the server imports besides torch; those that are not installed are skipped.
-    """
+    """Client of the fork server process, which imports torch, and of ``modules`` those that are installed."""
 
     def __init__(self, modules: Sequence[str] = ()) -> None:
         self._control, remote = socket.socketpair()
@@ -69,11 +65,9 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """Process id of the server."""
         return self._process.pid
 
     def is_alive(self) -> bool:
-        """Return True while the server runs."""
         return self._process.poll() is None
 
     def close(self) -> None:
@@ -117,22 +111,15 @@ class ForkedProcess:
         return code
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process if it runs."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Send SIGKILL to the process if it runs."""
         self.send_signal(signal.SIGKILL)
 
 
 def main(control_fd: int, modules: Sequence[str]) -> None:
-    """Import the modules that workers need, then serve requests to fork or to poll a worker, until the other end closes.
-
-    Args:
-        control_fd: Socket of the requests.
-        modules: Names of further modules to import.
-    """
+    """Import the modules that workers need, then serve requests to fork or to poll a worker, until the other end closes."""
     from . import worker_process  # noqa: PLC0415  the process that asks needs none of it
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks

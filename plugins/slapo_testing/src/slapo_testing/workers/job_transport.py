@@ -48,7 +48,6 @@ class FunctionRef:
         return cls(module.__name__, file, qualname)
 
     def load(self) -> Callable[..., Any]:
-        """Return the function in this process."""
         found: Any = load_module(self.module, self.file)
         for part in self.qualname.split("."):
             found = getattr(found, part)
@@ -124,7 +123,6 @@ class Job:
     cleanup: FunctionRef | None = None
 
     def arguments(self) -> tuple[Any, ...]:
-        """Return the positional arguments after the rank."""
         return unpickle(self.payload)  # type: ignore[no-any-return]
 
 

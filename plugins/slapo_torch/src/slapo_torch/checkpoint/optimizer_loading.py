@@ -51,7 +51,6 @@ def select_state(
     """Return the state that an optimizer loads.
 
     Args:
-        named: An optimizer of this rank.
         everyone: ``groups`` of all ranks.
         saved: Result of ``merge``; None if no optimizer was saved.
         own: ``OptimizerState.own`` of the saved rank with the same shards of parameters; None if shards differ.
@@ -101,12 +100,7 @@ def tensors_to_read(
 
 
 def _check_parts(named: NamedOptimizer, state: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
-    """Refuse state of other shards than this rank's.
-
-    Args:
-        named: An optimizer of this rank.
-        state: State of each parameter that is stored once.
-        parts: State of other shapes that fits this rank's shards.
+    """Refuse state of other shards than this rank's; ``parts`` is state of other shapes that fits this rank's shards.
 
     Raises:
         BuildError: a parameter needs such state.

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from slapo_core import Program
-from slapo_training.checkpoint import Buffers, CheckpointWriter, SaveHandle, Saver, digest, rng_state
+from slapo_training.checkpoint import Buffers, CheckpointWriter, Saver, digest, rng_state
 from slapo_training.distributed import Ranks
 from slapo_training.ema import AverageList
 from slapo_training.engines import Position, bytes_of
@@ -35,15 +35,7 @@ MODEL = "model."
 
 
 class CheckpointState(NamedTuple):
-    """Objects of an engine whose state is saved and loaded.
-
-    Args:
-        program: The program.
-        module: This rank's stages.
-        optimizer: This rank's optimizer, or None.
-        progress: Learning-rate schedule, loss scale and number of labels.
-        averages: Averages of the weights.
-    """
+    """Objects of an engine whose state is saved and loaded."""
 
     program: Program
     module: nn.Module
@@ -57,23 +49,11 @@ class TorchSaver(Saver):
 
     _files: TensorFiles | None = None
 
-    def save(self, path: str | os.PathLike[str], state: CheckpointState, position: Position, waits: bool) -> SaveHandle:
-        """Write a checkpoint. Collective; see ``Saver.write``.
-
-        Args:
-            path: Folder, the same on every rank.
-            state: Objects whose state is saved.
-            position: Position of training.
-            waits: True to return after the write, False to return once all data is copied.
-        """
-        return self.write(lambda ranks, copies: self._prepare_save(path, state, position, ranks, copies), waits)
-
     def close(self) -> None:
-        """Wait for the last write, and free what background writes need."""
         self._files = None
         super().close()
 
-    def _prepare_save(
+    def prepare_save(
         self, path: str | os.PathLike[str], state: CheckpointState, position: Position, ranks: Ranks, copies: Buffers | None
     ) -> Callable[[Ranks], None]:
         """Return a function that writes the checkpoint of the engine as it is now, given the ranks to use. Collective."""

@@ -38,17 +38,9 @@ class TorchFirstStep(FirstStep):
         replicas: DDPReplicas | None,
         peers: TensorParallelPeers | None,
     ) -> MicroBatchWeight:
-        """Run the checks if they are due. Collective.
+        """Run the checks if they are due, with FSDP's parameters gathered. Collective.
 
-        Args:
-            step: The step, with its micro-batches and their weight.
-            device: Device of this rank.
-            shards: FSDP's parameters, gathered, or None.
-            replicas: DDP's parameters, or None.
-            peers: The tensor-parallel ranks, or None.
-
-        Returns:
-            The weight of micro-batches, corrected if the model injects gradients.
+        Returns the weight of micro-batches, corrected if the model injects gradients.
 
         Raises:
             BuildError: on all ranks, see ``FirstStep.check``.

@@ -61,9 +61,8 @@ def size_of(path: Path, value: Any, dim: int) -> int:
 def without_absent_images(part: dict[str, Any], token: int | None) -> dict[str, Any]:
     """Return a part of a token batch without image arguments if it has no images, as a processor would.
 
-    Args:
-        part: Arguments by name; images are concatenated, or padded by zeros to the same number per row.
-        token: Token id of an image in ``input_ids``, or None if unknown.
+    Images are concatenated, or padded by zeros to the same number per row. ``token`` is that of an image in ``input_ids``, or
+    None if it is unknown.
     """
     ids, images = part.get("input_ids"), part.get("pixel_values")
     if not isinstance(ids, torch.Tensor):
@@ -82,9 +81,6 @@ class RowDims:
     """Locates the rows in the arguments of one batch, or of a part of one.
 
     Args:
-        batch: Arguments by name.
-        rows: Number of rows.
-        given: The option ``batch_dims``.
         tokens: Token ids of an ``"image"`` and a ``"video"`` in ``input_ids``.
         known: Dimensions of the rows in earlier batches.
         is_part: True for a part of an earlier batch, which has the known dimensions; False to check them.

@@ -61,7 +61,6 @@ class BatchRows:
                 self._tokens[kind] = found[0]
 
     def is_given(self, path: Path) -> bool:
-        """Return True if the option names an argument."""
         return option_name_of(path, self._given) is not None
 
     def count(self, batch: Mapping[str, Any]) -> int | None:
@@ -124,7 +123,6 @@ class BatchRows:
         return self._cut(batch, self._places(batch, is_part=True), sizes)
 
     def join(self, parts: Sequence[Mapping[str, Any]]) -> Batch:
-        """Join parts of a batch."""
         given: Batch = {}
         for part in reversed(parts):  # a part without images lacks their arguments
             given.update(part)
@@ -174,7 +172,6 @@ class BatchRows:
 
 
 def _narrow_rows(places: Mapping[Path, Place], start: int, stop: int, path: Path, tensor: torch.Tensor) -> torch.Tensor:
-    """Return some rows of an argument."""
     place = places.get(path)
     if place is None:
         return tensor.detach()

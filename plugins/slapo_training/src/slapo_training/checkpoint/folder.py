@@ -16,7 +16,7 @@ import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,10 +38,7 @@ class CheckpointWriter:
     """Writer of one checkpoint.
 
     Args:
-        folder: Folder of the checkpoint.
-        data: Sub-folder of its files.
         number: Unique number of the checkpoint.
-        target: Target of the engine.
     """
 
     folder: Path
@@ -98,19 +95,11 @@ class CheckpointWriter:
         ranks.run_on_first(make)
 
     def commit(self, about: Mapping[str, Any], ranks: Ranks) -> None:
-        """Compute the sums of all ranks' files, and put the manifest in place. Collective.
-
-        Args:
-            about: Further facts for the manifest, plain data.
-            ranks: All ranks.
-        """
+        """Compute the sums of all ranks' files, and put the manifest in place with further facts, plain data. Collective."""
 
         def look() -> dict[str, int]:
             found = (file for file in self.data.rglob("*") if file.is_file())
             return {file.relative_to(self.data).as_posix(): file.stat().st_size for file in found}
-
-        def sum_up() -> dict[str, str]:
-            return {name: _sha256(self.data / name, is_new=True) for name in _own_share(sizes, ranks)}
 
         def put() -> None:
             files = {name: [sizes[name], total] for own in everyone for name, total in own.items()}
@@ -132,7 +121,9 @@ class CheckpointWriter:
             self._unlock()
 
         sizes: dict[str, int] = ranks.run_on_first(look)
-        everyone: list[dict[str, str]] = ranks.run_on_all(sum_up)
+        everyone: list[dict[str, str]] = ranks.run_on_all(
+            lambda: {name: _sha256(self.data / name, is_new=True) for name in _own_share(sizes, ranks)}
+        )
         ranks.run_on_first(put)
 
     @contextmanager
@@ -142,7 +133,7 @@ class CheckpointWriter:
         The first rank removes them, as it also commits; another rank may time out while the first one commits.
         """
         try:
-            yield ranks.with_error_wrapper(self._as_build_error)
+            yield replace(ranks, wrap_error=self._as_build_error)
         except BaseException:
             if ranks.index == 0:
                 if data_of(self.folder) != self.data.name:
@@ -166,13 +157,7 @@ class CheckpointWriter:
 
 
 class Checkpoint(NamedTuple):
-    """A complete checkpoint.
-
-    Args:
-        folder: Folder of the checkpoint.
-        data: Sub-folder of its files.
-        about: Content of the manifest.
-    """
+    """A complete checkpoint; ``about`` is the content of the manifest."""
 
     folder: Path
     data: Path

@@ -41,10 +41,8 @@ Pieces = Mapping[str, Piece | Sequence[Piece]]
 class TensorFiles:
     """Plan and writer of this rank's part of a checkpoint's tensors. Made collectively.
 
-    Args:
-        pieces: This rank's pieces.
-        ranks: All ranks.
-        copies: CPU buffers for copies of the tensors, new or from the last save; None to write the tensors directly.
+    ``copies`` are CPU buffers for copies of the tensors, new or from the last save; with None the tensors are written
+    directly.
     """
 
     def __init__(self, pieces: Pieces, ranks: Ranks, copies: Buffers | None = None) -> None:
@@ -84,11 +82,7 @@ class TensorFiles:
 
 
 class SavedTensors:
-    """Tensors of a checkpoint.
-
-    Args:
-        folder: Folder of its files.
-    """
+    """Tensors of a checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         self._reader = _Reader(folder)

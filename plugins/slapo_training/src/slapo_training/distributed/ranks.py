@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -19,10 +19,7 @@ T = TypeVar("T")
 
 
 def run_on_all_ranks(action: Callable[[], T], program: Program) -> T:
-    """Run an action that sends no message; return only if no rank failed. Collective.
-
-    Returns:
-        The result of the action.
+    """Run an action that sends no message; return its result only if no rank failed. Collective.
 
     Raises:
         Exception: the action's error on this rank.
@@ -60,7 +57,6 @@ class Ranks:
 
     Args:
         index: Index of this rank, row-major over the mesh.
-        size: Number of ranks.
         mesh: Mesh of the ranks; None if they communicate in ``group``.
         group: A process group that no step uses.
         wrap_error: Converts the error of an action.
@@ -89,19 +85,12 @@ class Ranks:
             return Ranks(self.index, self.size)
         return Ranks(self.index, self.size, None, new_group([self.mesh.mesh.flatten().tolist()], self.mesh, "gloo"))
 
-    def with_error_wrapper(self, wrap_error: Callable[[Exception], Exception]) -> Ranks:
-        """Return the same ranks with another conversion of errors of actions."""
-        return replace(self, wrap_error=wrap_error)
-
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks by index. Collective."""
         return gather_objects(value, self.mesh, self.group)
 
     def run_on_all(self, action: Callable[[], Any]) -> list[Any]:
-        """Run an action that sends no message; return only if no rank failed. Collective.
-
-        Returns:
-            Results of all ranks by index.
+        """Run an action that sends no message; return the results of all ranks by index only if no rank failed. Collective.
 
         Raises:
             Exception: the action's error on this rank, converted by ``wrap_error``.
@@ -123,12 +112,7 @@ class Ranks:
 
 
 def new_group(rows: Sequence[list[int]], mesh: DeviceMesh, backend: str | None = None) -> dist.ProcessGroup:
-    """Make a process group for each row of a mesh's ranks, with the job's timeout; return this rank's. Collective.
-
-    Args:
-        rows: Global ranks of each group, the same on every rank.
-        mesh: Mesh of the ranks.
-        backend: Backend of the groups; None for that of the default group.
+    """Make a process group for each row of a mesh's global ranks, with the job's timeout; return this rank's. Collective.
 
     Raises:
         BuildError: on every rank: torch cannot make the groups.

@@ -29,11 +29,7 @@ Averages = list[tuple[int, list[torch.Tensor]] | None]
 
 
 class AverageList:
-    """Averages of one engine's weights, in the order of their construction.
-
-    Args:
-        engine: The engine.
-    """
+    """Averages of one engine's weights, in the order of their construction."""
 
     def __init__(self, engine: AveragedEngine) -> None:
         self._engine = engine
@@ -42,20 +38,15 @@ class AverageList:
         self.is_applied = False
 
     def update(self) -> None:
-        """Update the averages after a step."""
         for each in self.items:
             each.update()
 
     def include(self) -> None:
-        """Include parameters that have become trainable."""
         for each in self.items:
             each.include()
 
     def check_idle(self, what: str) -> None:
         """Refuse a call that would use averages as the engine's weights.
-
-        Args:
-            what: Name of the call.
 
         Raises:
             BuildError: the model has averaged weights now.
@@ -80,9 +71,7 @@ class AverageList:
     def prepare_save(self, ranks: Ranks, is_copied: bool) -> Callable[[Path, Ranks], None]:
         """Return a function that writes the current averages, given the folder and the ranks to use. Collective.
 
-        Args:
-            ranks: All ranks.
-            is_copied: True if training continues during the write.
+        They are copied if training continues during the write.
         """
         if not self.items:
             return lambda folder, meeting: None

@@ -132,15 +132,10 @@ class WeightAverage:
         return state
 
     def facts(self) -> dict[str, Any]:
-        """Return the facts for a checkpoint's manifest."""
         return {"decay": self.decay, "num_updates": self.num_updates, "use_buffers": self._use_buffers}
 
     def saved_entries(self, number: int) -> Iterator[tuple[str, MasterValue, torch.Tensor]]:
-        """Iterate over keys in a checkpoint, places and values.
-
-        Args:
-            number: Index among the engine's averages.
-        """
+        """Iterate over keys in a checkpoint, places and values."""
         replica = self._engine.program.axis_rank("dp")
         for each in self._masters:
             yield _key(number, each, replica), each, self._values[each.name]

@@ -14,35 +14,12 @@ from slapo_core import BuildError, Program
 
 from ..checkpoint import rng_state
 from ..checkpoint.folder import Checkpoint, CheckpointWriter
-from ..checkpoint.plain_data import check_plain, digest
+from ..checkpoint.position import Position
 from ..distributed.ranks import Ranks
 from ..ema.average_list import AverageList
 from ..model.named_tensors import copy_into
 
 _POSITION = "position.pt"
-
-
-class Position(NamedTuple):
-    """Position of a training run.
-
-    Args:
-        steps: Batches that were trained.
-        extra: What the user gave to ``save``, the same on every rank.
-    """
-
-    steps: int
-    extra: Any
-
-    def words(self) -> str:
-        """Return this rank's values for ``check_same``; raise ``BuildError`` where they are not plain data."""
-        check_plain(self.extra, "extra")
-        return digest(self.extra)
-
-    @staticmethod
-    def check_same(ranks: Iterable[str]) -> None:
-        """Raise ``BuildError`` where ranks have said different words."""
-        if len(set(ranks)) > 1:
-            raise BuildError("the ranks save different extra; give all of them the same, as it is kept once")
 
 
 def prepare_save(
@@ -61,15 +38,10 @@ def prepare_save(
 
     Args:
         path: The same directory on every rank; created if missing.
-        target: Target of the engine.
-        program: The program that the engine runs.
         about: Description of the engine for the checkpoint, the same on every rank.
-        position: Position of training.
         collect: Takes the directory of the engine's own files and the ranks to synchronize with, and returns a function that
             writes the files and takes the ranks to synchronize with then. Both are collective and raise on all ranks.
-        ranks: All ranks of the program.
         buffers: This rank's buffers, whose values may differ between replicas.
-        averages: Moving averages of the engine's weights.
         is_copied: True if training goes on while the files are written.
 
     Raises:
@@ -118,7 +90,6 @@ class EngineExtras(NamedTuple):
     """Files beside an engine's own.
 
     Args:
-        position: Position of a training run.
         own: The random states and buffers of this rank, or on another layout a number to derive random states from.
     """
 
@@ -136,12 +107,7 @@ class EngineExtras(NamedTuple):
 
 
 def read_extras(checkpoint: Checkpoint, program: Program, buffers: Mapping[str, torch.Tensor]) -> EngineExtras:
-    """Read the files that ``prepare_save`` writes beside an engine's own. Collective.
-
-    Args:
-        checkpoint: A complete checkpoint.
-        program: The program that the engine runs.
-        buffers: This rank's buffers; they are not changed.
+    """Read the files that ``prepare_save`` writes beside an engine's own; no buffer is changed. Collective.
 
     Raises:
         BuildError: the state cannot be restored in this process, or into these buffers.
@@ -176,12 +142,7 @@ _WORDS = {
 
 
 def check_same(saved: Mapping[str, Any], own: Mapping[str, Any], keys: Iterable[str]) -> None:
-    """Refuse a checkpoint of another kind of training.
-
-    Args:
-        saved: Facts of the checkpoint.
-        own: Those of this engine.
-        keys: The facts to compare, in this order.
+    """Refuse a checkpoint of another kind of training, by the facts of these keys, in this order.
 
     Raises:
         BuildError: one of them differs.
@@ -204,7 +165,6 @@ def check_shapes(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
 
 
 def layout_of(program: Program) -> dict[str, int]:
-    """Return the number of ranks along each axis."""
     return {axis: program.axis_size(axis) for axis in ("pp", "dp", "tp")}
 
 

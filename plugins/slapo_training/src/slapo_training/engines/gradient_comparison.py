@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -23,7 +23,6 @@ class GradientComparison:
 
     Args:
         program: With a mesh where parameters are sharded.
-        parameters: Those of this rank's stages, by name.
         shape_of: Returns the shape of a parameter's gradient, where an engine empties the parameter itself.
     """
 
@@ -80,13 +79,8 @@ class GradientComparison:
 @contextmanager
 def watch_gradients(parameters: Mapping[str, nn.Parameter], note: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
     """Call ``note`` with a parameter\'s name and its gradient for each gradient that a backward inside makes."""
-    handles = [
-        parameter.register_hook(partial(note, name))  # type: ignore[no-untyped-call]
-        for name, parameter in parameters.items()
-        if parameter.requires_grad
-    ]
-    try:
+    with ExitStack() as handles:
+        for name, parameter in parameters.items():
+            if parameter.requires_grad:
+                handles.enter_context(parameter.register_hook(partial(note, name)))  # type: ignore[no-untyped-call]
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -47,9 +47,7 @@ def add(engine: Owner) -> None:
 def check_free(named: Mapping[str, nn.Parameter], takes_gradients: bool) -> None:
     """Refuse to build an engine of parameters whose gradients two engines would take.
 
-    Args:
-        named: Parameters that it is to train.
-        takes_gradients: Whether its own hooks take any gradient of them.
+    ``takes_gradients`` says whether its own hooks take any gradient of them.
 
     Raises:
         BuildError: an engine that is still open trains one of them.

@@ -18,11 +18,6 @@ class UnusedParameters:
     """Warns of parameters that no micro-batch of the first step used on any replica.
 
     In one process they have no gradient, and the optimizer leaves them as they are. With zeros weight decay shrinks them.
-
-    Args:
-        program: Its replicas are asked.
-        parameters: Those of this rank's stages, by name.
-        target: Name of the dialect.
     """
 
     def __init__(self, program: Program, parameters: Mapping[str, nn.Parameter], target: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,18 +23,10 @@ from .rows_check import RowsCheck
 from .stage_runs import Around, RunFailedError, StageRuns, has_loss_of_its_own
 
 
-def _no_context(has_backward: bool) -> AbstractContextManager[Any]:
-    return nullcontext()
-
-
 class FirstStep:
     """Checks the micro-batches of the first step that splits a batch, before they are trained.
 
     A later step is checked when labels, masks or padding differ for the first time, which shows hand-written means over these.
-
-    Args:
-        program: The program that runs.
-        options: Options of the engine.
 
     Attributes:
         injects: True if the model injects gradients into its backward.
@@ -52,11 +44,7 @@ class FirstStep:
         self._labels: LabelCounts | None = None
 
     def scale(self, num_parts: int) -> float:
-        """Return the factor of losses' gradients, by which gradients of parameters are divided later.
-
-        Args:
-            num_parts: Number of micro-batches of a replica.
-        """
+        """Return the factor of losses' gradients, by which gradients of parameters are divided later."""
         return float(num_parts) if self.injects else 1.0
 
     def mean_labels(self, parts: Sequence[Batch], labels: Sequence[Any], device: torch.device) -> float | None:
@@ -91,7 +79,7 @@ class FirstStep:
         parts: Sequence[Batch],
         labels: Sequence[Any],
         device: torch.device,
-        around: Around = _no_context,
+        around: Around = nullcontext,
         labels_differ: bool = False,
         accumulates: bool = False,
         failed: Callable[[Exception], None] | None = None,
@@ -99,9 +87,6 @@ class FirstStep:
         """Run the checks if they are due. Collective over the mesh.
 
         Args:
-            parts: Arguments of the model for each micro-batch.
-            labels: Labels of each micro-batch, for the loss function.
-            device: Device of this rank.
             around: Makes the engine's context of a forward.
             labels_differ: True if the engine refuses losses of unknown reduction, since numbers of labels differ.
             accumulates: True if a backward may accumulate gradients in parameters without an effect on the engine.

@@ -55,7 +55,6 @@ class DeterministicRandom(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the function, or its deterministic replacement."""
         given = dict(kwargs or {})
         if func in _DROPOUTS:
             return args[0] if args else given["input"]

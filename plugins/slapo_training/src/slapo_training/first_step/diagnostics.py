@@ -27,12 +27,7 @@ INNER_BACKWARD = (
 
 
 class Partition(NamedTuple):
-    """Parts that a batch is split into.
-
-    Args:
-        microbatches: Number of micro-batches of each replica.
-        replicas: Number of replicas.
-    """
+    """Parts that a batch is split into; ``microbatches`` is their number in each replica."""
 
     microbatches: int
     replicas: int
@@ -55,7 +50,6 @@ def warn_or_refuse(text: str, program: Program, is_strict: bool) -> None:
 
 
 def is_first_rank(program: Program) -> bool:
-    """Return True if this rank is the first along every axis."""
     return not any(program.axis_rank(axis) for axis in ("pp", "dp", "tp"))
 
 
@@ -111,15 +105,7 @@ def injected_is_no_mean(cut: Partition) -> str:
 
 
 def rows_are_mixed(root: nn.Module, paths: Sequence[str], pair: Pair | None, cut: Partition, has_batch_norm: bool) -> str:
-    """Return the warning for modules that mix rows.
-
-    Args:
-        root: The model.
-        paths: Paths of the modules; the empty path is the model's own forward.
-        pair: The losses that differ, or None.
-        cut: Parts that a batch is split into.
-        has_batch_norm: True if some of the modules are BatchNorms.
-    """
+    """Return the warning for modules that mix rows, some of which may be BatchNorms."""
     named = dict(root.named_modules())
     shown = [_module_label(path, named) for path in paths[:_MOST_NAMES]]
     more = [f"{len(paths) - _MOST_NAMES} more"] if len(paths) > _MOST_NAMES else []

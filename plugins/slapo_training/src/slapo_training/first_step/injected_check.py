@@ -22,7 +22,6 @@ class Part(NamedTuple):
     """Rows that run backward.
 
     Args:
-        planned: The rows.
         parts: Two parts that together are the rows; empty for one row.
         half: Index among the halves of the micro-batch; None if the rows are no half on some rank.
         injected: Probe of the gradients injected for the rows; of a deterministic run if the model samples random numbers.
@@ -39,11 +38,6 @@ class InjectedCheck:
 
     All rows of a micro-batch run forward, and half of them run backward, which costs twice as much. If none are found but the
     model has custom autograd functions, the other half runs backward too: injection may depend on the rows.
-
-    Args:
-        program: The program that runs.
-        options: Options of the engine.
-        runs: Runs of the stages.
     """
 
     def __init__(self, program: Program, options: CommonOptions, runs: StageRuns) -> None:
@@ -53,10 +47,7 @@ class InjectedCheck:
     def run(self, whole: PlannedRows, halves: Sequence[Rows], cut: Partition | None) -> tuple[RunCache, bool] | None:
         """Return runs of the rows, and whether gradients are injected; None if the micro-batch does not run.
 
-        Args:
-            whole: A micro-batch.
-            halves: Halves of the micro-batch.
-            cut: Parts that the batch is split into; None if the micro-batch must not run in parts.
+        ``cut`` is None if the micro-batch must not run in parts.
 
         Raises:
             BuildError: gradients are injected with fp16; or, with ``strict=True``, they are no mean over rows.

@@ -20,12 +20,7 @@ _UNKNOWN = -1
 class LabelCounts:
     """Counts the labels of batches, after one loss has shown which labels count. Made collectively.
 
-    Args:
-        program: The program; its mesh has the replicas.
-        ignored: Label value that the loss excludes.
-        rows: A micro-batch.
-        counted: Reduction of the micro-batch's loss, on ranks that know it.
-        device: Device of this rank.
+    ``counted`` is the reduction of the loss of the micro-batch ``rows``, on ranks that know it.
     """
 
     def __init__(self, program: Program, ignored: int, rows: Rows, counted: LabelMean | None, device: torch.device) -> None:

@@ -28,24 +28,14 @@ _SMALL_TERM = 0.1
 
 
 class ComparedRuns(NamedTuple):
-    """Results of runs of some rows and of their parts.
-
-    Args:
-        whole: The run of all rows.
-        pair: The losses that differ on some rank, or None.
-    """
+    """Results of runs of some rows and of their parts; ``pair`` are the losses that differ on some rank, or None."""
 
     whole: Run
     pair: Pair | None
 
 
 class Factor(NamedTuple):
-    """Factor of a term in a loss, as far as it is known.
-
-    Args:
-        value: The factor.
-        error: Bound of its rounding error.
-    """
+    """Factor of a term in a loss, as far as it is known; ``error`` is the bound of its rounding error."""
 
     value: float
     error: float
@@ -60,10 +50,6 @@ class LossComparison:
     """Comparison of the loss of some rows with those of their parts. Every method is collective over the mesh.
 
     Args:
-        program: The program that runs.
-        options: Options of the engine.
-        runs: Runs of the stages.
-        state: State at the start of each run.
         plans: Plan of all rows, followed by plans of their parts.
         synced: BatchNorms with statistics of all rows of a batch.
         labels_differ: True if the engine refuses losses of unknown reduction, since numbers of labels differ.
@@ -90,7 +76,6 @@ class LossComparison:
 
     @property
     def rows(self) -> int:
-        """Number of all rows."""
         return self._plans[0].rows.number
 
     def compare(
@@ -102,7 +87,6 @@ class LossComparison:
         """Compare the loss of all rows with the mean of the losses of their parts.
 
         Args:
-            known: Earlier runs of these rows, or None.
             norms: BatchNorms that use running statistics in these runs.
             doubted: True if other rows have differed; the tolerance is then smaller, as parts with similar losses differ less.
         """

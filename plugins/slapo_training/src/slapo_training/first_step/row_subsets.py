@@ -20,10 +20,7 @@ from .row_counts import Marks, distance, row_counts
 class Rows(NamedTuple):
     """Some rows of a batch.
 
-    Args:
-        batch: Arguments of the model.
-        labels: Labels for the loss function; None if the model computes the loss.
-        places: Locates the rows.
+    ``batch`` are the arguments of the model; ``labels`` is None if the model computes the loss; ``places`` locates the rows.
     """
 
     batch: Batch
@@ -50,7 +47,6 @@ class Rows(NamedTuple):
 
 
 def join_rows(parts: Sequence[Rows]) -> Rows:
-    """Join the rows of several parts."""
     return parts[0].of(parts[0].places.join([part.as_dict() for part in parts]))
 
 
@@ -63,10 +59,6 @@ def dissimilar_halves(parts: Sequence[Rows], ignored: int) -> list[Rows]:
     """Return two halves of micro-batches that differ most in labels and masks.
 
     Together they have as many rows as one micro-batch. For micro-batches of one row, return two, or the same row twice.
-
-    Args:
-        parts: All micro-batches of this rank.
-        ignored: Label value that the loss leaves out.
     """
     number = parts[0].number
     if number == 1:
@@ -81,11 +73,8 @@ def dissimilar_halves(parts: Sequence[Rows], ignored: int) -> list[Rows]:
 def dissimilar_quarters(halves: Sequence[Rows], ignored: int) -> tuple[list[Rows], bool]:
     """Return two quarters of a micro-batch that differ most in labels and masks, and whether they are the first half.
 
-    Together they have as many rows as the first half, at least two. One of them is the start of the first half.
-
-    Args:
-        halves: Halves of the micro-batch, or one half alone.
-        ignored: Label value that the loss leaves out.
+    Together they have as many rows as the first half, at least two. One of them is the start of the first half. ``halves``
+    may be one half alone.
     """
     half, *others = halves
     size = _second_half(half.number)
@@ -128,11 +117,7 @@ def expected_losses(
 ) -> list[float]:
     """Return the possible losses of all parts together, for a mean over rows or over labels.
 
-    Args:
-        parts: Rows of each part.
-        losses: Loss of each part.
-        counted: Reduction of each loss; if all are known, the engine weights by them.
-        ignored: Label value that the loss leaves out.
+    ``counted`` are the reductions of the losses; if all are known, the engine weights by them.
     """
     known = [each.labels for each in counted if isinstance(each, LabelMean)]
     if len(known) == len(counted):

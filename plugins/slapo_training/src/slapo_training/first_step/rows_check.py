@@ -16,15 +16,9 @@ from .stage_runs import PlannedRows, RunCache, RunFailedError, StageRuns, has_lo
 
 
 class RowsCheck:
-    """The check of one step's micro-batches. Collective over the mesh.
+    """The check of one step's micro-batches, all of this rank. Collective over the mesh.
 
-    Args:
-        program: The program that runs.
-        options: Options of the engine.
-        runs: Runs of the stages.
-        parts: All micro-batches of this rank.
-        labels_differ: See ``LossComparison``.
-        reported: Names in earlier warnings; updated.
+    ``reported`` are names in earlier warnings; it is updated.
     """
 
     def __init__(
@@ -45,11 +39,7 @@ class RowsCheck:
         self._norms = {path: each for path, each in norms.items() if each not in self._synchronized}
 
     def run(self, halves: Sequence[Rows], known: RunCache | None) -> None:
-        """Run the check.
-
-        Args:
-            halves: Two halves of a micro-batch.
-            known: Earlier runs of the micro-batch and its halves, or None.
+        """Run the check; ``known`` has earlier runs of the micro-batch and its halves.
 
         Raises:
             BuildError: the loss is no mean over rows; or, with ``strict=True``, modules mix rows.
@@ -81,8 +71,7 @@ class RowsCheck:
     def _confirm(self, factors: Mapping[str, Factor]) -> tuple[str, Pair] | None:
         """Compare the parts that the engine averages, micro-batches or those of two replicas: halves may break groups of rows.
 
-        Args:
-            factors: Terms that may explain the difference of halves, with their factors.
+        ``factors`` are terms that may explain the difference of halves.
 
         Returns:
             Path of a module that mixes rows, and the losses that differ; None if none differ.

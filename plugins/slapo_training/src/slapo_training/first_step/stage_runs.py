@@ -37,12 +37,7 @@ class RunFailedError(Exception):
 
 
 class PlannedRows(NamedTuple):
-    """Some rows, and the program planned for their shape.
-
-    Args:
-        program: Program for this shape.
-        rows: Rows that run through the program.
-    """
+    """Some rows, and the program planned for their shape."""
 
     program: Program
     rows: Rows
@@ -52,9 +47,6 @@ class Run(NamedTuple):
     """Results of a run.
 
     Args:
-        loss: Loss on ranks with the last stage; None on others.
-        counted: Reduction of the loss if it is a known mean over labels, or None.
-        output: Output of the model on ranks with the last stage, detached.
         rng_fingerprint: Fingerprint of this rank's random state after the run.
         found: True if ``after_stage`` returned True on any rank.
         written: Floating-point buffers that the run modified, see ``written_buffers``.
@@ -71,12 +63,9 @@ class Run(NamedTuple):
 
 
 class RunCache(NamedTuple):
-    """Cached runs of a micro-batch and of its parts.
+    """Cached runs of a micro-batch and of its parts, None for a part that has not run.
 
-    Args:
-        whole: Run of all rows.
-        parts: Run of each part, deterministic if the model samples random numbers; None for a part that has not run.
-        draws: True if the model samples random numbers on any rank.
+    If the model ``draws`` random numbers on any rank, the runs of parts are deterministic.
     """
 
     whole: Run
@@ -88,10 +77,6 @@ class StageRuns:
     """Runs stages in training mode, each on its rank. Every call is collective over the mesh.
 
     Args:
-        program: The program.
-        options: Options of the engine; with ``loss_over`` or ``loss_weights`` backwards start at the outputs.
-        device: Device of messages between ranks.
-        around: Makes the engine's context of a run.
         accumulates: True if a run may accumulate gradients in parameters until its rollback.
         failed: Called with an error on its rank, before any reduction. It returns if the tensor-parallel ranks failed too;
             otherwise they would wait for this rank in a collective. With None, the first run raises its error at once.
@@ -110,11 +95,7 @@ class StageRuns:
         self._program, self._options, self.device, self._around = program, options, device, around
 
     def plan_rows(self, rows: Rows, has_backward: bool = True) -> PlannedRows:
-        """Plan the stages for rows of this shape.
-
-        Args:
-            rows: Rows to run.
-            has_backward: True if their runs have gradients, which a forward may test.
+        """Plan the stages for rows of this shape. A forward may test whether its run has gradients.
 
         Raises:
             RunFailedError: on all ranks, if one failed.
@@ -132,13 +113,9 @@ class StageRuns:
     def __call__(
         self, planned: PlannedRows, state: StateSnapshot, after_stage: AfterStage | None = None, fixed: bool = False
     ) -> Run:
-        """Run rows through all stages, with gradients if there is an ``after_stage``.
+        """Run rows through all stages, with gradients if there is an ``after_stage``, which is called after each.
 
-        Args:
-            planned: The rows.
-            state: State at the start of the run.
-            after_stage: Called after each stage.
-            fixed: True to run with ``DeterministicRandom``.
+        With ``fixed`` they run under ``DeterministicRandom``.
 
         Raises:
             RunFailedError: on all ranks, if the run failed on one.
@@ -162,12 +139,10 @@ class StageRuns:
         return Run(one.loss, one.counted, output, state.rng_fingerprint(), found, written, one.rounding)
 
     def own_modules(self, planned: PlannedRows) -> list[nn.Module]:
-        """Return the modules of this rank's stages."""
         own = self._program.axis_rank("pp")
         return [stage.module for stage in planned.program.stages if self._program.rank_of(stage.index) == own]
 
     def any_rank(self, flag: bool) -> bool:
-        """Return True if a flag is set on any rank."""
         found = torch.tensor([int(flag)], device=self.device)
         return bool(all_reduce(found, self._program.mesh, dist.ReduceOp.MAX).item())
 
@@ -223,7 +198,6 @@ class _StageRun:
         self.found = False
 
     def stage(self, stage: Stage, values: Tensors) -> Tensors:
-        """Run one stage and return its outputs."""
         training = torch.is_grad_enabled()
         values = tuple(
             value.detach().requires_grad_(boundary.requires_grad and training)
@@ -265,7 +239,6 @@ class StageCall(nn.Module):
         self.module, self._call = module, call
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensors:
-        """Run the stage."""
         return self._call(self.module, args, kwargs)
 
 

@@ -33,9 +33,6 @@ class OutputLoss:
     Without the option, a field called ``loss`` is the loss; otherwise the one number with a gradient. Numbers made only from
     parameters with one element are excluded, e.g. a temperature. In evaluation numbers have no gradients: the loss has the same
     path as in training. Before any training, one forward of the last stage with gradients finds the path.
-
-    Args:
-        choice: The option ``loss``.
     """
 
     def __init__(self, choice: LossChoice | None = None) -> None:
@@ -44,10 +41,7 @@ class OutputLoss:
         self._parameters: set[Path] = set()
 
     def of_model(self, model: Callable[[], Any]) -> torch.Tensor:
-        """Run a model and return the loss in its output.
-
-        Args:
-            model: Function that runs the model or its last stage.
+        """Run a model, or its last stage, and return the loss in its output.
 
         Raises:
             BuildError: see ``of``.

@@ -42,13 +42,7 @@ class NamedOptimizer(NamedTuple):
         return self.parts.get(name, self.known[name])
 
     def loadable_state(self, name: str, elements: Mapping[Any, torch.Tensor], rest: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Return the state of a parameter for ``load_state_dict``.
-
-        Args:
-            name: Name of the parameter.
-            elements: Per-element state of its ``local`` tensor.
-            rest: Other state.
-        """
+        """Return the state of a parameter for ``load_state_dict``: per-element state of its ``local`` tensor, and the rest."""
         if name not in self.parts:
             return {**elements, **rest}
         from .dtensors.optimizer_state import step_state  # noqa: PLC0415  torch.distributed.tensor takes a second
@@ -63,7 +57,6 @@ class NamedOptimizer(NamedTuple):
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned."""
         if {"state", "param_groups"} <= self.optimizer.state_dict().keys():
             self.optimizer.load_state_dict(state)
         else:
@@ -71,12 +64,7 @@ class NamedOptimizer(NamedTuple):
 
 
 def named_optimizers(parameters: Tensors, optimizer: torch.optim.Optimizer | None) -> dict[str, NamedOptimizer]:
-    """Return the rank's optimizer and its nested optimizers with their own state, by path.
-
-    Args:
-        parameters: This rank's parameters by first original name.
-        optimizer: This rank's optimizer, or None.
-    """
+    """Return the rank's optimizer and its nested optimizers with their own state, by path."""
     if optimizer is None:
         return {}
     known, elsewhere, parts = parameters, frozenset[str](), Tensors()

@@ -26,8 +26,6 @@ class Traversal:
 
     Args:
         space: Where to start; it is left as it is.
-        args: Arguments of the training script, handed on.
-        update: ``update_space`` of the configuration file.
     """
 
     def __init__(self, space: Space, args: Mapping[str, Any], update: UpdateSpace) -> None:

@@ -33,7 +33,6 @@ class TrialOutput:
     Args:
         stdout: The end of its output.
         stderr: The end of its errors.
-        seconds: Duration in seconds.
         exit_code: Exit code of its first process; None if the tuner killed it.
         timed_out: Whether it was killed at the time limit.
     """
@@ -53,16 +52,11 @@ class TrialOutput:
 def run_trial(
     command: Sequence[str], values: Mapping[str, Any], timeout: float | None, interruption: Interruption
 ) -> TrialOutput | None:
-    """Run a command in a session of its own, and end every process that it started.
+    """Run a command in a session of its own, end every process that it started, and return the output.
 
-    Args:
-        command: Program and arguments.
-        values: Values of the symbols, for the environment.
-        timeout: Seconds after which the trial is killed; None for no limit.
-        interruption: Ends the trial, too.
+    After an interruption that is None.
 
-    Returns:
-        The output, or None after an interruption.
+    The symbols' values are for its environment; ``timeout`` is in seconds; ``interruption`` ends the trial, too.
     """
     mark = uuid.uuid4().hex
     environment = trial_environment(values, mark)

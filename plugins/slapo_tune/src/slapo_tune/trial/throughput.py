@@ -41,11 +41,7 @@ def logged_result(lines: Sequence[str], values: Mapping[str, Any]) -> dict[str, 
     """Return the throughput by the log parser of the first dialect that finds one in these lines, or None.
 
     The first logged step is left out where there are several, as it includes what is done once. The median of the others
-    counts.
-
-    Args:
-        lines: Of the script's output and errors.
-        values: Values of the symbols; ``batch_size`` counts where a log has seconds alone.
+    counts. ``batch_size`` of the symbols' values counts where a log has seconds alone.
     """
     for target, dialect in default_registry().load_all("dialect").items():
         parser: Any = dialect.classes.get("log_parser")

@@ -26,9 +26,6 @@ class ExportSource:
     Args:
         model: The whole scheduled model; tensors of other ranks may be on the meta device.
         trees: All modules that hold its tensors, including stages.
-        own: The module that this rank runs.
-        engine: The engine, or None.
-        mesh: Mesh of its ranks, or None.
         group: Process group of its ranks if they have no mesh.
     """
 

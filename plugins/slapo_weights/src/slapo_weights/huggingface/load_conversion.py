@@ -30,12 +30,7 @@ class LoadedNames(NamedTuple):
 
 
 def load_names(files: WeightFiles, unmodified: UnmodifiedModel | None) -> LoadedNames:
-    """Return the tensors of files by their names in the model.
-
-    Args:
-        files: The files.
-        unmodified: The model before any step; None if it is not a Transformers' model.
-    """
+    """Return the tensors of files by their names in the model; without ``unmodified`` it is not a Transformers' model."""
     whole = {name: TensorView.of(files, name) for name in files.entries}
     if unmodified is None:
         return LoadedNames(whole, frozenset(), ())

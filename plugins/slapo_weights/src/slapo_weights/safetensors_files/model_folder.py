@@ -66,15 +66,10 @@ class ModelFolder:
         return [name.replace("model-", f"model-{number}-", 1) for name in names] if taken else names
 
     def file_of(self, name: str) -> SafetensorsFile:
-        """Return the file of a tensor."""
         return self._files[self._where[name]]
 
     def commit(self, parameters: int) -> None:
-        """Sync the files to disk and rename them into place.
-
-        Args:
-            parameters: Total number of elements of the parameters.
-        """
+        """Sync the files to disk and rename them into place; ``parameters`` is the total number of their elements."""
         for file in self._files.values():
             file.close()
         if len(self._names) > 1:
@@ -86,7 +81,9 @@ class ModelFolder:
         last = SINGLE if len(self._names) == 1 else INDEX
         shards = [name for name in self._names if name != SINGLE]
         others = sorted(each.name for each in self.staging.iterdir() if each.name not in (*self._names, INDEX))
-        with self._without_weights([name for name in others if self._changes(name)]):
+        old = [name for name in others if (self.path / name).exists()]
+        changed = [name for name in old if not filecmp.cmp(self.path / name, self.staging / name, shallow=False)]
+        with self._without_weights(changed):
             for name in [*shards, *others, last]:
                 os.replace(self.staging / name, self.path / name)
         if last == INDEX:
@@ -98,10 +95,6 @@ class ModelFolder:
             if _SHARD.fullmatch(each.name) and each.name not in shards:
                 each.unlink(missing_ok=True)
         shutil.rmtree(self.staging)
-
-    def _changes(self, name: str) -> bool:
-        """Return whether an existing file gets other content."""
-        return (self.path / name).exists() and not filecmp.cmp(self.path / name, self.staging / name, shallow=False)
 
     @contextmanager
     def _without_weights(self, configs: list[str]) -> Iterator[None]:
@@ -120,14 +113,12 @@ class ModelFolder:
             raise
 
     def abort(self) -> None:
-        """Remove the staged files."""
         for file in self._files.values():
             file.abort()
         shutil.rmtree(self.staging, ignore_errors=True)
 
 
 def check_folder(path: str | PathLike[str]) -> None:
-    """Raise ``BuildError`` if the path is a file."""
     if os.path.exists(path) and not os.path.isdir(path):
         raise BuildError(f"export_weights: {fspath(path)!r} is a file; give a folder")
 

@@ -29,14 +29,7 @@ _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class TensorHeader(NamedTuple):
-    """One tensor of a file.
-
-    Args:
-        path: The file.
-        start: Offset of its bytes in the file.
-        dtype: Dtype of its elements.
-        shape: Its shape; elements are in row-major order.
-    """
+    """One tensor of a file, in row-major order from the byte ``start`` on."""
 
     path: Path
     start: int
@@ -100,11 +93,7 @@ class WeightFiles:
     def read(self, name: str, starts: Sequence[int], sizes: Sequence[int], out: torch.Tensor | None = None) -> torch.Tensor:
         """Return a box of a tensor, in the file's dtype, on the CPU; only its bytes are read.
 
-        Args:
-            name: Name of the tensor.
-            starts: Start of the box per dimension.
-            sizes: Shape of the box.
-            out: Contiguous tensor of that shape and dtype to read into; default: a new one.
+        ``out`` is a contiguous tensor of that shape and dtype to read into.
 
         Raises:
             BuildError: the file cannot be read, or ends too early.

@@ -23,7 +23,6 @@ class Box:
     """A box of a tensor in a file, and its position in the view.
 
     Args:
-        name: Name of the tensor in the file.
         starts: Start of the box in that tensor, per dimension of it.
         at: Start of the box in the view, per dimension of the view.
         sizes: Shape of the box in the view.
@@ -91,13 +90,7 @@ class Box:
 
 @dataclass(frozen=True)
 class TensorView:
-    """A lazy tensor of boxes that do not overlap; elements outside all boxes are zero.
-
-    Args:
-        shape: Shape of the tensor.
-        dtype: Dtype in the file.
-        boxes: Its boxes.
-    """
+    """A lazy tensor of boxes that do not overlap; elements outside all boxes are zero."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -112,7 +105,6 @@ class TensorView:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the tensors in the files."""
         return tuple(dict.fromkeys(box.name for box in self.boxes))
 
     def narrow(self, dim: int, start: int, stop: int) -> TensorView:
@@ -125,7 +117,6 @@ class TensorView:
         return concatenate([self.narrow(dim, start, stop) for start, stop in ranges], dim)
 
     def transpose(self, first: int, second: int) -> TensorView:
-        """Return the view with two dimensions swapped."""
         order = list(range(len(self.shape)))
         order[first], order[second] = order[second], order[first]
         return self._permute(order)
@@ -176,7 +167,6 @@ class TensorView:
         return view
 
     def _merge_dims(self, dim: int) -> TensorView:
-        """Merge a dimension with the next."""
         inner = self.shape[dim + 1]
         if inner == 1:
             return self.squeeze(dim + 1)
@@ -240,18 +230,13 @@ def concatenate(views: Sequence[TensorView], dim: int) -> TensorView:
         told = ", ".join(sorted({f"{each.dtype} {list(each.shape)}" for each in views}))
         raise ValueError(f"tensors of {told} do not go together")
     stops = [*accumulate(each.shape[dim] for each in views)]
-    boxes = tuple(_shift_boxes(views, stops, dim))
+    boxes = tuple(box.shift(dim, stop - each.shape[dim]) for each, stop in zip(views, stops, strict=True) for box in each.boxes)
     return replace(first, shape=(*first.shape[:dim], stops[-1], *first.shape[dim + 1 :]), boxes=boxes)
 
 
 def stack(views: Sequence[TensorView], dim: int) -> TensorView:
     """Stack views along a new dimension."""
     return concatenate([each.unsqueeze(dim) for each in views], dim % (len(views[0].shape) + 1))
-
-
-def _shift_boxes(views: Sequence[TensorView], stops: Sequence[int], dim: int) -> Iterator[Box]:
-    for each, stop in zip(views, stops, strict=True):
-        yield from (box.shift(dim, stop - each.shape[dim]) for box in each.boxes)
 
 
 def _put(values: tuple[_Value, ...], at: int, value: _Value) -> tuple[_Value, ...]:

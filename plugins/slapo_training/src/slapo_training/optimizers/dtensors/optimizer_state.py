@@ -60,12 +60,9 @@ def has_parts(value: Any) -> bool:
 
 
 def step_state(parameter: torch.Tensor, elements: Mapping[Any, torch.Tensor], rest: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return loaded state of a parameter in the form of its steps.
+    """Return loaded state of a sharded stand-in, or a plain parameter, in the form of its steps.
 
-    Args:
-        parameter: A sharded stand-in, or a plain parameter.
-        elements: Per-element state of the rank's shard, by the optimizer's keys.
-        rest: Other state.
+    ``elements`` is per-element state of the rank's shard, by the optimizer's keys.
     """
     if not isinstance(parameter, DTensor):
         return {**elements, **rest}

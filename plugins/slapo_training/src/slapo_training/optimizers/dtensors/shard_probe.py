@@ -23,13 +23,9 @@ _STATISTIC = 2**10
 
 
 def steps_shards(optimizer: Optimizer, mesh: DeviceMesh) -> bool:
-    """Return True if an optimizer steps shards like whole parameters, without gathering them. Collective over the mesh.
+    """Return True if a new optimizer steps shards like whole parameters, without gathering them. Collective over the mesh.
 
     Small copies are stepped, all sharded or some; after each phase the state goes through the form of a checkpoint.
-
-    Args:
-        optimizer: A new optimizer that has not stepped.
-        mesh: Mesh of the ranks that hold the shards.
     """
     group, device = mesh.get_group(), mesh.device_type
     with isolate():

@@ -42,11 +42,9 @@ def has_positions(optimizer: Optimizer) -> bool:
 
 
 def replace_parameters(optimizer: Optimizer, successors: Successors) -> None:
-    """Replace parameters and their ids in groups, state and tables.
+    """Replace parameters and their ids in groups, state and tables; none of the optimizer's state has tensors.
 
-    Args:
-        optimizer: The optimizer; neither it nor its nested optimizers have tensors in their state.
-        successors: Returns the parameters that replace one; empty if the rank has none of it.
+    ``successors`` returns the parameters that replace one; none if the rank has none of it.
     """
     known = {id(parameter): parameter for parameter in _known_parameters(optimizer)}
     for group in groups_in(optimizer):
@@ -57,13 +55,7 @@ def replace_parameters(optimizer: Optimizer, successors: Successors) -> None:
 
 
 def replace_in_tables(optimizer: Optimizer, parameters: Sequence[nn.Parameter], successors: Successors) -> None:
-    """Replace parameters and their ids in attributes: sets, lists, and keys of dicts.
-
-    Args:
-        optimizer: The optimizer; its nested optimizers are included.
-        parameters: Parameters to replace.
-        successors: Returns the parameters that replace one; empty if the rank has none of it.
-    """
+    """Replace parameters and their ids in attributes of an optimizer and its nested ones: sets, lists, and keys of dicts."""
     new_keys = _new_keys({id(parameter): parameter for parameter in parameters}, successors)
     for each in optimizers_in(optimizer):
         for _, table in _tables(each):

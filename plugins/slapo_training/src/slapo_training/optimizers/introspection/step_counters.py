@@ -19,13 +19,7 @@ def counts(optimizer: Optimizer) -> Counts:
 
 
 def advance(optimizer: Optimizer, before: Counts, steps: int) -> None:
-    """Add ``steps`` to each number that the last step increased by one.
-
-    Args:
-        optimizer: The optimizer, one step after ``before``.
-        before: Result of ``counts`` before that step.
-        steps: Number of steps.
-    """
+    """Add ``steps`` to each number that the last step increased by one since ``before``, the result of ``counts``."""
     moved = set[int]()
     for table, key, value in list(_counters(optimizer)):
         if float(value) - before.get((id(table), key), 0.0) != 1:
@@ -41,9 +35,6 @@ class OneStep:
     """Several calls of ``step`` that form one step, each of other parameters.
 
     Numbers in attributes, e.g. a count of steps, would advance in each call. They are restored before each call but the first.
-
-    Args:
-        optimizer: The optimizer, before the first call.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

@@ -46,12 +46,9 @@ _MAX_NUMEL = 2**23
 
 
 def probe(optimizer: Optimizer) -> UpdateDependence:
-    """Return the dependences of an optimizer's updates.
+    """Return the dependences of the updates of a new optimizer that has not stepped.
 
     Copies of the optimizer step small parameters; the optimizer, its parameters and the random state do not change.
-
-    Args:
-        optimizer: A new optimizer that has not stepped.
     """
     kind = _kind_of_torchs_own(optimizer)
     if kind in _known:
@@ -93,8 +90,7 @@ def _kind_of_torchs_own(optimizer: Optimizer) -> object:
 def is_step_divisible(optimizer: Optimizer) -> bool:
     """Return True if several calls of ``step`` for some parameters each, as in ``OneStep``, equal one step of all.
 
-    Args:
-        optimizer: A new optimizer that has not stepped; it does not change.
+    The optimizer is new; it does not change.
     """
     with isolate():
         try:
