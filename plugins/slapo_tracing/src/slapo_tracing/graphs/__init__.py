@@ -4,7 +4,8 @@ This sub-package may import ``recording`` and ``nodes``.
 """
 
 from .guard import Call, Guard, argument_values, plain_signature
-from .traced_module import TracedModule, as_original, guard_of, input_check_of
+from .originals import as_original
+from .traced_module import TracedModule, guard_of, input_check_of
 from .untraced import as_untraced
 from .variants import Variant, meta_copy
 

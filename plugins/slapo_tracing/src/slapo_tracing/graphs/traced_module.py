@@ -7,7 +7,6 @@ import functools
 import inspect
 import itertools
 import re
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -20,8 +19,9 @@ from slapo_core import paths
 from ..nodes import _torch_private as private
 from ..nodes.nested_values import MODULE_TABLES as _TABLES
 from ..nodes.nested_values import shallow_copy
-from ..recording.module_hooks import HOOK_ATTRIBUTES, WRAPPER_ATTRIBUTES
+from ..recording.module_hooks import WRAPPER_ATTRIBUTES
 from .guard import Guard, InputCheck
+from .originals import as_original
 from .variants import InlinedModule, Retrace, Variants
 
 _COPIED_ATTRIBUTES = ("training", "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_post_hooks")
@@ -245,29 +245,6 @@ def _show_signature(module: TracedModule) -> None:
     for name in ("__len__", "__iter__", "__getitem__", "__contains__"):
         if (method := getattr(module.__dict__["_traced_class"], name, None)) is not None:
             setattr(type(module), name, method)
-
-
-def module_before_trace(module: TracedModule, bare: bool = False) -> nn.Module:
-    """Return a traced module as it was before, with its present attributes, parameters and submodules.
-
-    With ``bare``, it has no hooks and wrappers, and an attribute dict of its own.
-    """
-    variants = variants_of(module)
-    shell = variants.inner if variants is not None else None
-    view: nn.Module = as_original(module) if shell is None else object.__new__(type(shell))
-    if shell is not None or bare:
-        view.__dict__ = {name: value for name, value in module.__dict__.items() if not bare or name not in WRAPPER_ATTRIBUTES}
-        view.__dict__.update({name: OrderedDict() for name in HOOK_ATTRIBUTES if bare and name in view.__dict__})
-    if shell is not None:
-        view.__dict__.update(_graph=shell.graph, _variants=shell._variants)
-    return view
-
-
-def as_original(module: nn.Module, cls: type[nn.Module] | None = None) -> nn.Module:
-    """Return a view of a module in the class it was traced from, which shares its attributes."""
-    original: nn.Module = object.__new__(cls or module.__dict__.get("_traced_class", type(module)))
-    object.__setattr__(original, "__dict__", module.__dict__)
-    return original
 
 
 def subtree(root: nn.Module, targets: Iterable[str]) -> nn.Module:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from ..recording.module_hooks import rebind_wrappers
-from .traced_module import TracedModule, as_original, variants_of
+from .originals import as_original
+from .traced_module import TracedModule, variants_of
 
 if TYPE_CHECKING:
     from slapo_core import Schedule

@@ -29,6 +29,7 @@ from ..recording.attribute_reads import submodule_at
 from ..recording.module_hooks import is_hooked
 from ..recording.sandbox import Sandbox
 from .guard import Call, Guard, InputCheck, device_of
+from .originals import module_before_trace
 
 if TYPE_CHECKING:
     from .traced_module import TracedModule
@@ -297,14 +298,8 @@ class Variants(Hidden):
 
     def original(self, module: TracedModule) -> Callable[..., Any]:
         """Return the forward that was traced, bound to the module's present attributes, parameters and submodules."""
-        view = self.module_before_trace(module)
+        view = module_before_trace(module)
         return MethodType(type(view).forward, view)
-
-    def module_before_trace(self, module: TracedModule, bare: bool = False) -> nn.Module:
-        """Return ``traced_module.module_before_trace(module, bare)``."""
-        from .traced_module import module_before_trace  # noqa: PLC0415  that module imports this one
-
-        return module_before_trace(module, bare)
 
     def _find(self, module: TracedModule, call: Call) -> tuple[Guard, Variant | None] | None:
         assert self.guard is not None
@@ -355,7 +350,7 @@ class Variants(Hidden):
         if self.inlined is None or self.retrace is None:
             raise TraceError("the class that it was traced from is not known")
         with private.without_observers():
-            former = with_modules(self.module_before_trace(module, bare=True), self.removed_modules)
+            former = with_modules(module_before_trace(module, bare=True), self.removed_modules)
             inlined = frozenset(path for path in self.inlined if changed.get(path, ()) is not None)
             graph, guard, constants = self.retrace(former, args, kwargs, inlined)
         data = graph_data(graph, constants)

@@ -4,8 +4,7 @@ A tracer takes a module, example inputs and leaf modules, and returns a ``Traced
 ``graphs``, ``recording`` and ``nodes``.
 """
 
-from .selection import Leaves, is_container, named_leaves
-from .synthetic_inputs import synthetic_inputs
+from .selection import Leaves, is_container, named_leaves, synthetic_inputs
 from .value_tracer import LeafKind, trace_again, trace_value
 
 __all__ = ["LeafKind", "Leaves", "is_container", "named_leaves", "synthetic_inputs", "trace_again", "trace_value"]

@@ -10,7 +10,8 @@ from torch import fx, nn
 from slapo_core import TraceError, get_logger
 
 from ..graphs.guard import Call, Guard, argument_values, plain_signature
-from ..graphs.traced_module import TracedModule, module_before_trace, variants_of
+from ..graphs.originals import module_before_trace
+from ..graphs.traced_module import TracedModule, variants_of
 from ..nodes import _torch_private as private
 from ..nodes.mode_regions import autocast_state
 from ..nodes.nested_values import MODULE_TABLES, difference, fingerprint, is_input

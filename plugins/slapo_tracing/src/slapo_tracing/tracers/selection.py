@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import fx, nn
 
-from slapo_core import ScheduleError, TraceError, UnknownNameError, forward_signature, split_inputs
+from slapo_core import ScheduleError, TraceError, UnknownNameError, forward_signature, get_logger, split_inputs
 
 from ..graphs.traced_module import TracedModule
 from ..nodes.forward_wrapping import own_forward
 from ..nodes.opaque_modules import is_opaque
 from .export_tracer import trace_export
 from .fx_tracer import trace_fx, tracer_class
-from .synthetic_inputs import synthetic_inputs
+from .synthetic_inputs import candidate_inputs
 from .value_tracer import AssignedValues, LeafKind, Plan, trace_value
 
 Leaf = Callable[[str, nn.Module], bool]
 Leaves = str | type | Iterable[str | type] | None
 """Classes, class names or globs of paths, or one of these."""
+_MAX_TRIALS = 48
+"""Most candidates for synthetic inputs that are tried."""
+
 TRACERS = ("value", "fx", "export", "pytorch", "huggingface")
 """Names of tracers. ``"pytorch"`` is ``"fx"``; ``"huggingface"`` is ``"value"``, which traces Transformers models."""
 
@@ -224,3 +228,31 @@ def _leaf_matches(leaf: str | type, path: str, module: nn.Module) -> bool:
 def _is_torch_module(module: nn.Module) -> bool:
     layers = ("torch.nn.", "transformers.pytorch_utils")  # the latter has GPT-2's Conv1D, a Linear by another name
     return type(module).__module__.startswith(layers) and not isinstance(module, nn.Sequential)
+
+
+def synthetic_inputs(model: nn.Module, concrete_args: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+    """Return inputs by name with which the model runs, or None.
+
+    These are the ``dummy_inputs`` of a Transformers model, else tensors for the arguments without default, in the shapes that
+    the model's layers take. They serve only for tracing: graphs and programs are made again for calls of other shapes.
+
+    Args:
+        model: Runs on fake tensors; it is not changed.
+        concrete_args: Arguments that are not inputs. If any are given for a Transformers model, its others are inputs.
+    """
+    concrete = concrete_args or {}
+    for inputs in itertools.islice(candidate_inputs(model, concrete), _MAX_TRIALS):
+        if _runs(model, {**inputs, **concrete}):
+            shown = ", ".join(f"{name} {list(value.shape)} {value.dtype}" for name, value in inputs.items())
+            get_logger().info("no example_inputs: %s is traced with %s", type(model).__name__, shown)
+            return inputs
+    return None
+
+
+def _runs(model: nn.Module, inputs: dict[str, Any]) -> bool:
+    try:
+        trace_module(model, inputs, leaf=lambda path, module: True)
+    except TraceError as err:
+        get_logger().debug("no stand-ins: %s", err)
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""Inputs to trace a model without example inputs: the model's own, or tensors that fit its first layers."""
+"""Candidates for the inputs of a model without example inputs: the model's own, or tensors that fit its first layers."""
 
 from __future__ import annotations
 
@@ -9,45 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core import TraceError, forward_signature, get_logger
+from slapo_core import forward_signature, get_logger
 
-_MAX_TRIALS = 48
+from ..graphs.originals import as_original
+
 _LENGTH = 8
 _TOKEN_SHAPED = dict.fromkeys(("attention_mask", "decoder_attention_mask"), 1) | dict.fromkeys(("token_type_ids", "labels"), 0)
 """Arguments with the shape of the tokens, and a value for each."""
 
 
-def synthetic_inputs(model: nn.Module, concrete_args: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-    """Return inputs by name with which the model runs, or None.
-
-    These are the ``dummy_inputs`` of a Transformers model, else tensors for the arguments without default, in the shapes that
-    the model's layers take. They serve only for tracing: graphs and programs are made again for calls of other shapes.
-
-    Args:
-        model: Runs on fake tensors; it is not changed.
-        concrete_args: Arguments that are not inputs. If any are given for a Transformers model, its others are inputs.
-    """
-    concrete = concrete_args or {}
-    for inputs in itertools.islice(_candidates(model, concrete), _MAX_TRIALS):
-        if _runs(model, {**inputs, **concrete}):
-            shown = ", ".join(f"{name} {list(value.shape)} {value.dtype}" for name, value in inputs.items())
-            get_logger().info("no example_inputs: %s is traced with %s", type(model).__name__, shown)
-            return inputs
-    return None
-
-
-def _runs(model: nn.Module, inputs: dict[str, Any]) -> bool:
-    from .selection import trace_module  # noqa: PLC0415  it asks for stand-ins
-
-    try:
-        trace_module(model, inputs, leaf=lambda path, module: True)
-    except TraceError as err:
-        get_logger().debug("no stand-ins: %s", err)
-        return False
-    return True
-
-
-def _candidates(model: nn.Module, concrete: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def candidate_inputs(model: nn.Module, concrete: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield inputs by name that may fit the model: its ``dummy_inputs``, then tensors in the shapes that its layers take."""
     parameters = {name: each for name, each in forward_signature(model).parameters.items() if name not in concrete}
     own = _dummy_inputs(model)
     found = {name: value for name, value in own.items() if name in parameters} if isinstance(own, Mapping) else {}
@@ -65,8 +37,6 @@ def _candidates(model: nn.Module, concrete: Mapping[str, Any]) -> Iterator[dict[
 
 
 def _dummy_inputs(model: nn.Module) -> Any:
-    from ..graphs.traced_module import as_original  # noqa: PLC0415  as above
-
     try:
         return getattr(as_original(model), "dummy_inputs", None)
     except Exception as err:  # a property of a stranger's, for another configuration
