@@ -15,9 +15,9 @@ from slapo_core import ScheduleError, TraceError, UnknownNameError, forward_sign
 from ..graphs.traced_module import TracedModule
 from ..nodes.forward_wrapping import own_forward
 from ..nodes.opaque_modules import is_opaque
+from .candidate_inputs import candidate_inputs
 from .export_tracer import trace_export
 from .fx_tracer import trace_fx, tracer_class
-from .synthetic_inputs import candidate_inputs
 from .value_tracer import AssignedValues, LeafKind, Plan, trace_value
 
 Leaf = Callable[[str, nn.Module], bool]
